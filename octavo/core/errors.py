@@ -1,0 +1,61 @@
+"""The errors that Octavo raises on purpose. Anything else that surfaces is a bug."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class OctavoError(Exception):
+    """Base of every deliberate error; its text says what is wrong and what to do about it."""
+
+
+class InvalidRequestError(OctavoError, ValueError):
+    """A request that can't be served as it stands (HTTP 400).
+
+    `param` names the offending field and `value` what it held; both go into the message, in the form
+    that clients of this ecosystem already look for.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, value: Any = None) -> None:
+        self.message = message
+        self.param = param
+        self.value = value
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        if self.param is None:
+            return self.message
+        return f"{self.message} (parameter={self.param}, value={_short(self.value)})"
+
+
+class UnsupportedError(InvalidRequestError):
+    """A known option that this model or this version does not support (HTTP 400)."""
+
+
+class ModelNotFoundError(OctavoError):
+    """A model name or path that leads to nothing usable; the text says how to get the model."""
+
+
+class ModelFileError(OctavoError):
+    """A model file that is corrupt, truncated or incomplete; the text names the file and the tensor or field."""
+
+
+class ConfigError(OctavoError):
+    """Settings that can't work together or on this machine; the text gives the numbers and the way out."""
+
+
+class EngineDeadError(OctavoError):
+    """The engine core has stopped; nothing further can be generated (HTTP 503)."""
+
+
+class QueueFullError(OctavoError):
+    """The engine refuses new work because its queue is full (HTTP 503, with Retry-After)."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+def _short(value: Any, limit: int = 120) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

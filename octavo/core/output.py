@@ -1,0 +1,121 @@
+"""What comes back: from a step (`StepOutput`), over the wire (`TokenDelta`), and to the user (`RequestOutput`)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class FinishReason(enum.StrEnum):
+    """The terminal states. Every request ends in exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one output position, under the raw logits.
+
+    Attributes:
+        logprob: of the token that was chosen.
+        rank: of the token that was chosen; 1 is the most likely.
+        top_ids, top_logprobs: the most likely tokens, best first, as many as were asked for.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """What one step produced, row by row in the plan's order.
+
+    Attributes:
+        tokens: per row the tokens sampled: 0 for a row that does not sample, else 1 to 1 + num_drafts.
+        num_drafts: per row the drafts that now wait on the device.
+        logprobs: per row one entry a token, for rows that asked for them.
+    """
+
+    tokens: list[list[int]]
+    num_drafts: list[int] | None = None
+    logprobs: dict[int, list[TokenLogprobs]] | None = None
+
+
+class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
+    """One request's milestones on the machine's monotonic clock, in seconds; 0.0 where it never got there."""
+
+    arrival: float
+    first_scheduled: float
+    first_token: float
+    finished: float
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """News of one choice of one request: tokens, and at the end why it ended.
+
+    Attributes:
+        id, index: the request and which of its `n` choices.
+        tokens: newly sampled; an ending stop token is among them.
+        logprobs: one a token, if asked for.
+        num_cached: prompt tokens found in the prefix cache.
+        finish: set on the last delta of the choice, exactly once.
+        stop_reason: the token id that ended it, when that was not an end-of-sequence token.
+        error: what went wrong, when `finish` is ERROR.
+        times, num_preemptions: set with `finish`.
+    """
+
+    id: str
+    index: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    num_cached: int = 0
+    finish: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    times: RequestTimes | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability as users see it."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice: the whole so far (CUMULATIVE, FINAL_ONLY) or what is new (DELTA)."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What `generate` yields: the prompt and its choices, in the order of their index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    times: RequestTimes | None = None
+    num_preemptions: int = 0

@@ -1,0 +1,170 @@
+"""`SamplingParams`: how one request's tokens are chosen and when it ends."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Annotated, Any
+
+import msgspec
+
+from octavo.core.errors import InvalidRequestError
+
+_EPS = 1e-5
+MAX_TOP_LOGPROBS = 20
+
+
+class OutputKind(enum.IntEnum):
+    """What each item of a generation stream holds."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a request is sampled; names and defaults follow the field's usage.
+
+    The order of operations on a row of logits is: `logit_bias`, the ban on stop tokens under `min_tokens`, penalties
+    (repetition, then frequency and presence), temperature, `min_p`, `top_k`, `top_p`, and the draw. `logprobs` are those
+    of the raw logits, before any of these. See docs/sampling.md.
+
+    Attributes:
+        n: number of completions of the prompt; they share the prompt's KV cache.
+        presence_penalty: in [-2, 2]; subtracted once from every token that the output already has.
+        frequency_penalty: in [-2, 2]; subtracted as many times as the output has the token.
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output.
+        temperature: in [0, 2]; 0 is greedy.
+        top_p: in (0, 1]; keep the smallest set of tokens whose probability reaches it.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: in [0, 1]; drop tokens less likely than this fraction of the most likely one.
+        seed: makes the draw repeatable, whatever else is in the batch; choice i uses seed + i.
+        stop: strings that end the output; not part of it unless `include_stop_str_in_output`.
+        stop_token_ids: tokens that end the output.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        max_tokens: the most tokens to generate; None means the rest of the context.
+        min_tokens: no end-of-sequence or stop token before this many.
+        logprobs: number of alternatives to report with each token; None reports none, 0 the chosen token only.
+        logit_bias: token id -> value added to its logit, clamped to [-100, 100].
+        detokenize: produce text; without it only token ids come back.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string that ended the output.
+        output_kind: what each streamed item holds.
+
+    Raises:
+        InvalidRequestError: a field is out of range; the message names it.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Annotated[list[str] | str | None, "strings"] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_lengths()
+        self._check_stops()
+        if self.greedy and self.n > 1:
+            raise InvalidRequestError(f"n must be 1 when using greedy sampling, got {self.n}.", param="n", value=self.n)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < _EPS
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, checked anew."""
+        return msgspec.structs.replace(self, **changes)
+
+    def _check_numbers(self) -> None:
+        _require(self.n >= 1, "n", self.n, f"n must be at least 1, got {self.n}.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, name, value, f"{name} must be in [-2, 2], got {value}.")
+        value = self.repetition_penalty
+        _require(
+            value > 0 and math.isfinite(value),
+            "repetition_penalty",
+            value,
+            f"repetition_penalty must be greater than zero, got {value}.",
+        )
+        value = self.temperature
+        _require(not value < 0, "temperature", value, f"temperature must be non-negative, got {value}.")
+        _require(value <= 2, "temperature", value, f"temperature must be in [0, 2], got {value}.")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, f"top_p must be in (0, 1], got {self.top_p}.")
+        _require(
+            self.top_k >= -1, "top_k", self.top_k, f"top_k must be 0 (disable), or at least 1, got {self.top_k}."
+        )
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, f"min_p must be in [0, 1], got {self.min_p}.")
+        for token, bias in (self.logit_bias or {}).items():
+            _require(
+                math.isfinite(bias), "logit_bias", bias, f"logit_bias of token {token} must be a finite number, got {bias}."
+            )
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None:
+            _require(
+                self.max_tokens >= 1, "max_tokens", self.max_tokens, f"max_tokens must be at least 1, got {self.max_tokens}."
+            )
+            _require(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}.",
+            )
+        _require(
+            self.min_tokens >= 0,
+            "min_tokens",
+            self.min_tokens,
+            f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.",
+        )
+        if self.logprobs is not None:
+            _require(
+                self.logprobs >= 0, "logprobs", self.logprobs, f"logprobs must be non-negative, got {self.logprobs}."
+            )
+            _require(
+                self.logprobs <= MAX_TOP_LOGPROBS,
+                "logprobs",
+                self.logprobs,
+                f"Requested sample logprobs of {self.logprobs}, which is greater than max allowed: {MAX_TOP_LOGPROBS}",
+            )
+
+    def _check_stops(self) -> None:
+        stops = self.stop_strings
+        _require(all(stops), "stop", self.stop, "stop cannot contain an empty string.")
+        _require(
+            self.detokenize or not stops,
+            "stop",
+            self.stop,
+            "stop strings are only supported when detokenize is True. Set detokenize=True to use stop.",
+        )
+
+
+def _require(condition: bool, param: str, value: Any, message: str) -> None:
+    if not condition:
+        raise InvalidRequestError(message, param=param, value=value)

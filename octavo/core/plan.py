@@ -1,0 +1,98 @@
+"""`StepPlan`: everything a worker needs to know about one step, and the layout of its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from octavo.core.params import SamplingParams
+
+
+class NewRow(msgspec.Struct, frozen=True):
+    """A request that takes a slot with this step: newly admitted, or resumed after a preemption.
+
+    Attributes:
+        slot: the worker's row that it gets.
+        tokens: all tokens known so far (prompt and, on resume, output).
+        num_prompt: how many of them are the prompt.
+        params: how to sample it.
+        seed: the draw's seed, resolved: the user's, or one drawn for this request.
+        stop_ids: tokens that end it; not sampled before `params.min_tokens`.
+        num_computed: positions whose KV is already in `blocks` (a prefix hit).
+        options: the features' own options, as in `GenerateRequest`.
+    """
+
+    slot: int
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    stop_ids: list[int]
+    num_computed: int
+    options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step, decided. Row order and counts here *are* the layout: both sides read them, neither re-derives.
+
+    Row i computes `num_tokens[i]` tokens of slot `slots[i]`, the last `num_drafts[i]` of them drafts, and yields
+    `1 + num_drafts[i]` rows of logits if `samples[i]`, else none. Rows that decode come first.
+
+    Attributes:
+        id: counts up from 0.
+        new: requests that take a slot, applied before anything else.
+        slots, num_tokens, num_drafts, samples: the rows, as parallel lists.
+        block_writes: (slot, index, block) changes of block tables.
+        copies: (source, destination) blocks, copied before this step writes any KV.
+        freed: slots that no later step uses until they are in `new` again.
+        payload: feature name -> what its worker half needs this step.
+        needs_feedback: the rows can't be sampled before the previous step's tokens are known on the CPU.
+    """
+
+    id: int
+    new: list[NewRow]
+    slots: list[int]
+    num_tokens: list[int]
+    num_drafts: list[int]
+    samples: list[bool]
+    block_writes: list[tuple[int, int, int]]
+    copies: list[tuple[int, int]]
+    freed: list[int]
+    payload: dict[str, Any] = msgspec.field(default_factory=dict)
+    needs_feedback: bool = False
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+@dataclass(slots=True)
+class PlanDraft:
+    """A `StepPlan` in the making, and the requests behind its rows (which never leave the scheduler)."""
+
+    new: list[NewRow] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_drafts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    block_writes: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    payload: dict[str, Any] = field(default_factory=dict)
+    needs_feedback: bool = False
+
+    def freeze(self, step_id: int, freed: list[int]) -> StepPlan:
+        return StepPlan(
+            id=step_id,
+            new=self.new,
+            slots=self.slots,
+            num_tokens=self.num_tokens,
+            num_drafts=self.num_drafts,
+            samples=self.samples,
+            block_writes=self.block_writes,
+            copies=self.copies,
+            freed=freed,
+            payload=self.payload,
+            needs_feedback=self.needs_feedback,
+        )

@@ -1,0 +1,102 @@
+"""A request as it travels (`GenerateRequest`) and as the scheduler keeps it (`Request`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.core.output import FinishReason
+from octavo.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.cache.cache import BlockTable
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a front end asks of an engine core; never changed after it was made.
+
+    Attributes:
+        id: unique among the requests alive in the engine.
+        tokens: the prompt's token ids, at least one.
+        params: how to sample; `params.max_tokens` is resolved (not None) by the time it gets here.
+        namespace: requests share KV cache only within one namespace (an adapter's name, a tenant's salt).
+        priority: lower runs earlier, under the priority policy.
+        arrival: `time.monotonic()` when the request reached the front end.
+        options: feature name -> that feature's own struct, encoded; core passes it on unread.
+    """
+
+    id: str
+    tokens: list[int]
+    params: SamplingParams
+    namespace: str = ""
+    priority: int = 0
+    arrival: float = 0.0
+    options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence in the scheduler: a `GenerateRequest` has `n` of them. Only the scheduler changes it.
+
+    The counters are upper bounds: the device may have rejected drafts that the CPU still counts, and tokens that
+    are being sampled (`pending`) have no value here yet.
+    """
+
+    spec: GenerateRequest
+    index: int
+    order: int
+    """Arrival number, unique; the last tie-breaker of every policy."""
+    tokens: list[int]
+    """Prompt and output, as far as known."""
+    max_tokens: int
+    stop_ids: frozenset[int]
+    table: BlockTable
+    leader: Request | None = None
+    """The sibling (choice 0) whose prompt blocks this one shares."""
+    num_computed: int = 0
+    """Positions whose KV is written once every launched step has run."""
+    pending: int = 0
+    """Upper bound on tokens that launched steps will append."""
+    num_drafts: int = 0
+    """Draft tokens that wait on the device after the last known or pending token."""
+    inflight: int = 0
+    """Launched steps that hold a row of this request."""
+    slot: int = -1
+    """The worker's row for this request while it runs; -1 while it waits."""
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached: int = 0
+    """Prompt tokens that came from the prefix cache at the first admission."""
+    num_preemptions: int = 0
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Engine-half state of features, keyed by feature name."""
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.spec.params
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.spec.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.spec.tokens)
+
+    @property
+    def uncomputed(self) -> int:
+        """The one number that drives scheduling: prefill, chunk, decode, draft check, resume and prefix hit alike."""
+        return len(self.tokens) + self.pending + self.num_drafts - self.num_computed
+
+    @property
+    def certain_to_finish(self) -> bool:
+        """Whether the steps already launched exhaust `max_tokens`, so that running ahead would be waste."""
+        return self.num_output + self.pending >= self.max_tokens

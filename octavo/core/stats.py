@@ -1,0 +1,56 @@
+"""Counters and gauges of an engine core, sent with its outputs and shown by metrics, logs and the bench."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineStats(msgspec.Struct):
+    """A snapshot. Counters only grow; gauges hold at the moment of the snapshot.
+
+    `kv_slots_allocated` and `kv_slots_filled` count token slots in blocks held by running requests, shared blocks once;
+    their difference is the paging waste. `exposed_s` is time in which the device had nothing to do while work waited.
+    """
+
+    # gauges
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_deferred: int = 0
+    num_blocks: int = 0
+    num_blocks_used: int = 0
+    num_blocks_cached: int = 0
+    block_size: int = 0
+    kv_slots_allocated: int = 0
+    kv_slots_filled: int = 0
+    last_step_s: float = 0.0
+    last_step_at: float = 0.0
+    # counters
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_computed: int = 0
+    generation_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    blocks_copied: int = 0
+    blocks_evicted: int = 0
+    step_tokens: int = 0
+    step_rows: int = 0
+    waste_samples: int = 0
+    waste_sum: float = 0.0
+    plan_s: float = 0.0
+    forward_s: float = 0.0
+    wait_s: float = 0.0
+    commit_s: float = 0.0
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of blocks in use by running requests, 0 to 1."""
+        return self.num_blocks_used / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def mean_waste(self) -> float:
+        """Mean over steps of the fraction of allocated token slots that hold no token, 0 to 1."""
+        return self.waste_sum / self.waste_samples if self.waste_samples else 0.0
