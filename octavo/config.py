@@ -1,0 +1,101 @@
+"""Settings, one frozen dataclass a floor. Nothing below `build.py` ever sees more than its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DEFAULT_MODEL = "smollm2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and in what form it runs.
+
+    Attributes:
+        model: a catalogue name, a folder, a .gguf file or a Hugging Face id.
+        tokenizer: where to take the tokenizer from, if not from the model.
+        dtype: "auto" takes the checkpoint's, or float32 where the machine has no fast bfloat16.
+        load_format: "auto" by the files found; "dummy" fills random weights.
+        max_model_len: None takes the model's, shortened to what the KV cache holds.
+    """
+
+    model: str = DEFAULT_MODEL
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache.
+
+    Attributes:
+        memory_bytes: its size; None takes what `memory_utilization` leaves after the weights.
+        memory_utilization: fraction of the device's memory (of the available memory on a CPU) for weights and KV cache.
+    """
+
+    block_size: int = 16
+    memory_bytes: int | None = None
+    memory_utilization: float | None = None
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How steps are filled.
+
+    Attributes:
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens computed in one step.
+        policy: a name in `schedule/policy.py`.
+        depth: steps launched ahead of the oldest unread one: 0 is synchronous, 1 overlaps; None lets the device choose.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    policy: str = "fcfs"
+    depth: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """Where it runs. `threads` counts compute threads on a CPU; None takes the physical cores given to this process."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    attention_backend: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that `build.py` needs to make an engine core."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP front door. Sizes in bytes, times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
+    chat_template: str | None = None
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 1024 * 1024
+    max_stop_strings: int = 4
+    max_n: int = 64
+    stall_after_s: float = 120.0
+    shutdown_timeout_s: float = 30.0
+    log_stats_interval_s: float = 10.0
+    enable_docs: bool = True
+    enable_force_include_usage: bool = False
+    root_path: str = ""
+    log_level: str = "info"

@@ -1,0 +1,49 @@
+"""What an engine core says of itself once it is ready, and how it feels later on."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The served model and the room it has. Sizes in bytes, lengths in tokens.
+
+    Attributes:
+        name: what the user asked for.
+        architecture: the checkpoint's own word, such as "LlamaForCausalLM".
+        vocab_size: rows of the output head; token ids are below it.
+        max_model_len: prompt plus output of one request.
+        eos_token_ids: tokens that end a sequence unless `ignore_eos`.
+        num_blocks, block_size: the KV cache's.
+        kv_bytes_per_token: over all layers.
+        memory: part -> bytes, the ledger printed at start.
+        phases: start-up phase -> seconds.
+    """
+
+    name: str
+    architecture: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    num_blocks: int
+    block_size: int
+    kv_bytes_per_token: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory: dict[str, int]
+    phases: dict[str, float]
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the engine makes progress. `reason` says what is wrong and since when, when `ok` is false."""
+
+    ok: bool
+    reason: str = ""
+    stalled_s: float = 0.0

@@ -1,0 +1,28 @@
+"""`ModelFiles`: a model that was found on this machine, whatever name or place it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """Where a model's parts lie, and its configuration in Hugging Face's vocabulary.
+
+    Attributes:
+        name: what the user asked for.
+        path: the folder, or the single .gguf file.
+        format: how the weights are stored.
+        weights: the weight files; empty is legal only for dummy weights.
+        config: the content of config.json, or its equivalent made from GGUF metadata.
+        generation_config: the content of generation_config.json, or {}.
+    """
+
+    name: str
+    path: Path
+    format: Literal["safetensors", "gguf"]
+    weights: tuple[Path, ...]
+    config: dict[str, Any]
+    generation_config: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,63 @@
+"""The interface of an attention backend: paged KV cache in, attention out. `reference.py` is the oracle of them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.nn.step import StepInput
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention layer, as its backend needs to know it.
+
+    Attributes:
+        scale: multiplies q·k before the softmax; normally head_dim ** -0.5.
+        window: a query at position p sees keys in (p - window, p]; None sees all of [0, p].
+        soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+class AttentionBackend(Protocol):
+    """Reads and writes one layer's KV cache through block tables. Stateless: state is the cache and `step.attn`."""
+
+    name: str
+
+    def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of one layer's cache tensor; dimension 0 is the block, so that a block can be copied as cache[b]."""
+        ...
+
+    def prepare(self, step: StepInput, block_size: int) -> Any:
+        """Host work done once a step; the result becomes `step.attn`."""
+        ...
+
+    def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
+        """Store k and v, [T, num_kv_heads, head_dim] each, at `step.slot_mapping`."""
+        ...
+
+    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
+        """Causal attention of q [T, num_heads, head_dim] over each row's context; the same shape comes back."""
+        ...
+
+
+class BackendFactory(Protocol):
+    """An entry of `select.py`: whether this machine and layer are supported, and how to make the backend."""
+
+    name: str
+
+    def supports(self, device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> str | None:
+        """None if it does, else the reason why not."""
+        ...
+
+    def make(self) -> AttentionBackend: ...

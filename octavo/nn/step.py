@@ -1,0 +1,51 @@
+"""`StepInput`: one step's batch as the model sees it. It is an argument of every layer, never a global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class StepInput:
+    """A ragged batch of R rows and T tokens, row after row; S of the tokens get logits.
+
+    Attributes:
+        input_ids: [T] int64, token ids.
+        positions: [T] int64, each token's position in its own sequence.
+        query_start: [R + 1] int32, where each row's tokens begin in the batch; the last entry is T.
+        seq_lens: [R] int32, tokens of each sequence once this step is computed (context plus this step's).
+        block_tables: [R, B] int32, KV block ids; entries past a sequence's end are undefined but valid ids.
+        slot_mapping: [T] int64, block id x block size + offset: where each token's KV goes.
+        logit_rows: [S] int64, indices into the batch.
+        max_query_len, max_seq_len: host-side bounds over the rows.
+        attn: what the attention backend prepared for this step.
+        embeds: [T, H], when something other than the embedding table fed the model.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    logit_rows: Tensor
+    max_query_len: int
+    max_seq_len: int
+    attn: Any = None
+    embeds: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
