@@ -1,0 +1,229 @@
+"""`FakeEngine`: an `EngineClient` that plays a script instead of running a model, for tests of the floors above."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from octavo.core.errors import EngineDeadError, InvalidRequestError
+from octavo.core.info import Health, ModelInfo
+from octavo.core.output import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import EngineStats
+
+Script = Callable[[GenerateRequest], Sequence[int] | Sequence[Sequence[int]]]
+
+_INFO = ModelInfo(
+    name="fake",
+    architecture="FakeForCausalLM",
+    device="cpu",
+    dtype="float32",
+    vocab_size=256,
+    max_model_len=1024,
+    eos_token_ids=[2],
+    num_blocks=1024,
+    block_size=16,
+    kv_bytes_per_token=64,
+    max_num_seqs=256,
+    max_num_batched_tokens=2048,
+    memory={"weights": 0, "kv_cache": 1024 * 16 * 64},
+    phases={},
+)
+
+
+def fake_info(**changes: Any) -> ModelInfo:
+    """A small, plausible `ModelInfo` (vocabulary 256, context 1024, end of sequence 2), with some fields changed."""
+    return msgspec.structs.replace(_INFO, **changes)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that is being played."""
+
+    request: GenerateRequest
+    scripts: list[Sequence[int]]
+    aborted: set[int] = field(default_factory=set)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    started: float = field(default_factory=time.monotonic)
+    counts: dict[int, int] = field(default_factory=dict)
+
+
+class FakeEngine:
+    """Plays `script(request)`: one list of token ids for all choices alike, or one list a choice.
+
+    It ends choices as a real core does: at an end-of-sequence token (unless `ignore_eos` or under `min_tokens`), at one
+    of `stop_token_ids`, at `max_tokens`, at an abort. A script that ends earlier is followed by the first
+    end-of-sequence token, or, where that may not end the choice, by the finish LENGTH. A script that raises
+    `InvalidRequestError` refuses the request; any other exception ends it with finish ERROR.
+
+    Attributes:
+        requests: all that were asked, in order.
+        aborts: `(request id, choice)` of every explicit abort; the choice is None for the whole request.
+        abandoned: ids of requests whose iterator was closed before the end.
+        running: ids of requests that are being played now.
+        current: the snapshot that `stats` returns; `num_running` is kept up to date, tests may set the rest.
+
+    Args:
+        pace: awaited before every step, for tests that hold the engine back; by default the step only yields control.
+    """
+
+    def __init__(
+        self, script: Script, *, info: ModelInfo | None = None, pace: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.aborts: list[tuple[str, int | None]] = []
+        self.abandoned: list[str] = []
+        self.running: set[str] = set()
+        self.current = EngineStats()
+        self.closed = False
+        self._script = script
+        self._info = info or fake_info()
+        self._pace = pace
+        self._live: dict[str, _Live] = {}
+        self._dead: str | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        self._check_alive()
+        self.requests.append(request)
+        try:
+            live = _Live(request, self._scripts(request))
+        except InvalidRequestError:
+            raise
+        except Exception as exc:
+            for index in range(request.params.n):
+                yield TokenDelta(request.id, index, [], finish=FinishReason.ERROR, error=str(exc))
+            return
+        self._live[request.id] = live
+        self.running.add(request.id)
+        ended = False
+        try:
+            async for delta in self._play(live):
+                yield delta
+            ended = True
+        finally:
+            del self._live[request.id]
+            self.running.discard(request.id)
+            if not ended:
+                self.abandoned.append(request.id)
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        self.aborts.append((request_id, index))
+        live = self._live.get(request_id)
+        if live is not None:
+            live.aborted.update(range(live.request.params.n) if index is None else [index])
+            live.wake.set()
+
+    def stats(self) -> EngineStats:
+        self.current.num_running = len(self.running)
+        return self.current
+
+    def health(self) -> Health:
+        return Health(ok=self._dead is None, reason=self._dead or "")
+
+    async def close(self) -> None:
+        self.closed = True
+        self.die("The engine was closed.")
+
+    def die(self, reason: str) -> None:
+        """From now on every call fails with `EngineDeadError`, those in progress included."""
+        self._dead = reason
+        for live in self._live.values():
+            live.wake.set()
+
+    def _scripts(self, request: GenerateRequest) -> list[Sequence[int]]:
+        played = self._script(request)
+        alike: list[int] = []
+        each: list[Sequence[int]] = []
+        for item in played:
+            if isinstance(item, int):
+                alike.append(item)
+            else:
+                each.append(item)
+        return each or [alike] * request.params.n
+
+    async def _play(self, live: _Live) -> AsyncIterator[TokenDelta]:
+        alive = list(range(live.request.params.n))
+        while alive:
+            await self._breathe(live)
+            self._check_alive()
+            for index in list(alive):
+                delta = self._step(live, index)
+                if delta.finish is not None:
+                    alive.remove(index)
+                yield delta
+
+    async def _breathe(self, live: _Live) -> None:
+        if self._pace is None:
+            await asyncio.sleep(0)
+            return
+        turn = asyncio.ensure_future(self._pace())
+        woken = asyncio.ensure_future(live.wake.wait())
+        try:
+            await asyncio.wait({turn, woken}, return_when=asyncio.FIRST_COMPLETED)
+            if turn.done():
+                turn.result()
+        finally:
+            live.wake.clear()
+            for task in (turn, woken):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    def _step(self, live: _Live, index: int) -> TokenDelta:
+        params = live.request.params
+        done = live.counts.get(index, 0)
+        if index in live.aborted:
+            return TokenDelta(live.request.id, index, [], finish=FinishReason.ABORT, times=self._times(live))
+        script = live.scripts[index]
+        eos = self._info.eos_token_ids
+        can_end = bool(eos) and not params.ignore_eos and done >= params.min_tokens
+        if done >= len(script) and not can_end:
+            return TokenDelta(live.request.id, index, [], finish=FinishReason.LENGTH, times=self._times(live))
+        token = script[done] if done < len(script) else eos[0]
+        live.counts[index] = done + 1
+        finish, reason = self._ending(live.request, token, done + 1, can_end)
+        return TokenDelta(
+            live.request.id,
+            index,
+            [token],
+            logprobs=None if params.logprobs is None else [self._logprobs(token, params.logprobs)],
+            finish=finish,
+            stop_reason=reason,
+            times=self._times(live) if finish else None,
+        )
+
+    def _ending(
+        self, request: GenerateRequest, token: int, count: int, can_end: bool
+    ) -> tuple[FinishReason | None, int | None]:
+        params = request.params
+        if token in self._info.eos_token_ids and can_end:
+            return FinishReason.STOP, None
+        if token in (params.stop_token_ids or []) and count > params.min_tokens:
+            return FinishReason.STOP, token
+        if params.max_tokens is not None and count >= params.max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        others = [i for i in range(count + 1) if i != token][: max(count - 1, 0)]
+        top = [token, *others][:count]
+        return TokenLogprobs(-0.5, 1, top, [-0.5 - rank for rank in range(len(top))])
+
+    def _times(self, live: _Live) -> RequestTimes:
+        now = time.monotonic()
+        arrival = live.request.arrival or live.started
+        return RequestTimes(arrival, live.started, live.started, now)
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
