@@ -1,0 +1,59 @@
+# Octavo from a fresh clone: needs Python 3.11 or newer and make; everything else goes into .venv.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?=
+ARGS ?=
+
+.PHONY: help serve chat test check format bench clean
+
+help: ## list the targets
+	@echo "Octavo: make TARGET"
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
+
+serve: $(VENV)/.ready-run ## install and serve a model: make serve MODEL=smollm2 ARGS="--port 9000"
+	@exec $(BIN)/octavo serve $(MODEL) $(ARGS)
+
+chat: $(VENV)/.ready-run ## install and talk to a model in the terminal
+	@exec $(BIN)/octavo chat $(ARGS)
+
+test: $(VENV)/.ready-test ## install and run the tests: make test ARGS="tests/unit -k pool"
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/sz.py
+	$(BIN)/python tools/deletion.py --static
+
+format: $(VENV)/.ready-lint ## let ruff format the code and fix what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.ready-test ## compare with sequential serving and transformers on this machine (some minutes)
+	$(BIN)/python benchmarks/cpu_batching.py $(ARGS)
+
+clean: ## remove .venv, caches and build products (models stay in Octavo's cache folder)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find octavo tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for each set of dependencies: newer than its inputs means installed, and pip is not called.
+$(VENV)/.ready-run: $(VENV)/.made pyproject.toml constraints.txt
+	@sh tools/install.sh $(VENV) $@ .
+
+$(VENV)/.ready-test: $(VENV)/.made pyproject.toml constraints.txt
+	@sh tools/install.sh $(VENV) $@ ".[test]"
+	@touch $(VENV)/.ready-run
+
+$(VENV)/.ready-lint: $(VENV)/.made pyproject.toml constraints.txt
+	@sh tools/install.sh $(VENV) $@ ".[lint]"
+	@touch $(VENV)/.ready-run
+
+$(VENV)/.made:
+	@sh tools/make_venv.sh $(VENV)
+	@touch $@
