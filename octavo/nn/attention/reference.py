@@ -1,0 +1,70 @@
+"""The oracle: attention written out plainly, one row and one head group at a time, in float64. Slow on purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.step import StepInput
+
+
+class ReferenceAttention:
+    """What every other backend is compared with. Works for any device, dtype, block size and spec."""
+
+    name = "reference"
+
+    def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """[block, key or value, offset in the block, head, channel]."""
+        return (num_blocks, 2, block_size, spec.num_kv_heads, spec.head_dim)
+
+    def prepare(self, step: StepInput, block_size: int) -> Any:
+        return None
+
+    def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
+        block_size = cache.shape[2]
+        for token, slot in enumerate(step.slot_mapping.tolist()):
+            block, offset = divmod(slot, block_size)
+            cache[block, 0, offset] = k[token]
+            cache[block, 1, offset] = v[token]
+
+    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
+        block_size = cache.shape[2]
+        starts = step.query_start.tolist()
+        out = torch.empty_like(q)
+        for row, seq_len in enumerate(step.seq_lens.tolist()):
+            blocks = step.block_tables[row, : -(-seq_len // block_size)].long()
+            context = cache[blocks].transpose(1, 2).flatten(0, 1)[:seq_len]
+            queries = slice(starts[row], starts[row + 1])
+            out[queries] = attend_dense(q[queries], context[:, 0], context[:, 1], spec).to(q.dtype)
+        return out
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """softmax(mask(cap(scale · q kᵀ))) v of one sequence, in float64.
+
+    Args:
+        q: [n, num_heads, head_dim], the queries of the sequence's last n positions.
+        k, v: [length, num_kv_heads, head_dim], the whole sequence.
+
+    Returns:
+        [n, num_heads, head_dim] float64.
+    """
+    count, length = q.shape[0], k.shape[0]
+    group = spec.num_heads // spec.num_kv_heads
+    keys = torch.arange(length, device=q.device)
+    positions = torch.arange(length - count, length, device=q.device)[:, None]
+    visible = keys <= positions
+    if spec.window is not None:
+        visible &= keys > positions - spec.window
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    for head in range(spec.num_heads):
+        keys_of_head = k[:, head // group].double()
+        scores = spec.scale * (q[:, head].double() @ keys_of_head.T)
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        out[:, head] = weights @ v[:, head // group].double()
+    return out

@@ -1,0 +1,19 @@
+"""Gated activations (SwiGLU, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up, as a new contiguous tensor.
+
+    Args:
+        gate_up: [..., 2I], the gate in the first half of the last dimension.
+
+    Returns:
+        [..., I].
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

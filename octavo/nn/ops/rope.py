@@ -1,0 +1,33 @@
+"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), in its half-rotation ("neox") form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates q and k **in place** by their positions and returns them.
+
+    Channel i turns together with channel i + rotary_dim / 2; channels from rotary_dim on stay as they are. The
+    arithmetic is float32 whatever the dtype, rounded once.
+
+    Args:
+        q: [T, H, D]; may be a strided view, for instance into a fused projection's output.
+        k: [T, KVH, D]; likewise.
+        cos_sin: [max_pos, rotary_dim] float32, the cosines in the first half of each row and the sines in the second.
+        positions: [T] integers.
+    """
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    _rotate_(q, cos, sin)
+    _rotate_(k, cos, sin)
+    return q, k
+
+
+def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    new_first = torch.mul(first, cos).sub_(second * sin)
+    new_second = torch.mul(second, cos).add_(first * sin)
+    first.copy_(new_first)
+    second.copy_(new_second)
