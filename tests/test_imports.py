@@ -1,0 +1,73 @@
+"""What an import may cost: the torch-free floors load no torch, and `import octavo` loads next to nothing."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+TORCH_FREE = ["core", "cache", "schedule", "engine", "text", "server", "hub", "cli", "bench"]
+HEAVY = {"torch", "transformers"}
+
+
+def modules_of(package: str) -> list[str]:
+    spec = find_spec(package)
+    assert spec is not None, package
+    found = pkgutil.walk_packages(spec.submodule_search_locations, prefix=f"{package}.")
+    return [package, *(module.name for module in found)]
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level names and octavo's modules in sys.modules of a fresh interpreter that ran `code`."""
+    script = f"{code}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("floor", TORCH_FREE)
+def test_a_torch_free_floor_loads_no_torch(floor: str) -> None:
+    modules = [name for name in modules_of(f"octavo.{floor}") if not name.endswith("__main__")]
+    loaded = loaded_after("import " + ", ".join(modules))
+    assert set(modules) <= loaded
+    assert not HEAVY & loaded
+
+
+def test_the_check_would_see_torch() -> None:
+    assert "torch" in loaded_after("import torch")
+
+
+def test_import_octavo_is_lean() -> None:
+    loaded = loaded_after("import octavo; octavo.__version__")
+    ours = {name for name in loaded if name.split(".")[0] == "octavo"}
+    assert ours == {"octavo", "octavo.version"}
+    assert not {"torch", "numpy", "fastapi", "msgspec", "zmq", "rich", "httpx"} & loaded
+
+
+def test_sampling_params_need_no_torch() -> None:
+    loaded = loaded_after("from octavo import SamplingParams, RequestOutput; SamplingParams(temperature=0)")
+    assert not HEAVY & loaded
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_the_command_line_answers_without_loading_anything_heavy(argument: str) -> None:
+    code = (
+        "import contextlib, io\nfrom octavo.cli.main import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        f"    main([{argument!r}])\n"
+    )
+    loaded = loaded_after(code)
+    assert "octavo.cli.main" in loaded
+    assert not {"torch", "numpy", "fastapi", "msgspec", "zmq", "rich", "httpx", "yaml"} & loaded
+
+
+def test_unknown_names_are_refused() -> None:
+    import octavo
+
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        _ = octavo.LMM
+    assert {"LLM", "AsyncLLM", "SamplingParams", "RequestOutput"} <= set(dir(octavo))
