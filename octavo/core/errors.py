@@ -56,6 +56,23 @@ class QueueFullError(OctavoError):
         self.retry_after_s = retry_after_s
 
 
+def context_error(max_model_len: int, num_prompt: int, max_tokens: int | None) -> str:
+    """The sentence about an exceeded context that clients of the OpenAI API look for, with the counts.
+
+    `max_tokens` is None when the prompt alone is too long.
+    """
+    if max_tokens is None:
+        return (
+            f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
+            f"{num_prompt} tokens. Please reduce the length of the messages."
+        )
+    return (
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{num_prompt + max_tokens} tokens ({num_prompt} in the messages, {max_tokens} in the completion). "
+        "Please reduce the length of the messages or completion."
+    )
+
+
 def _short(value: Any, limit: int = 120) -> str:
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

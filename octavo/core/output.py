@@ -37,13 +37,13 @@ class StepOutput(msgspec.Struct, frozen=True):
 
     Attributes:
         tokens: per row the tokens sampled: 0 for a row that does not sample, else 1 to 1 + num_drafts.
-        num_drafts: per row the drafts that now wait on the device.
-        logprobs: per row one entry a token, for rows that asked for them.
+        logprobs: row -> one entry a token, for rows that asked for them.
+        errors: row -> why it could not be sampled; its tokens are void.
     """
 
     tokens: list[list[int]]
-    num_drafts: list[int] | None = None
-    logprobs: dict[int, list[TokenLogprobs]] | None = None
+    logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
+    errors: dict[int, str] = msgspec.field(default_factory=dict)
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -26,8 +26,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How a request is sampled; names and defaults follow the field's usage.
 
     The order of operations on a row of logits is: `logit_bias`, the ban on stop tokens under `min_tokens`, penalties
-    (repetition, then frequency and presence), temperature, `min_p`, `top_k`, `top_p`, and the draw. `logprobs` are those
-    of the raw logits, before any of these. See docs/sampling.md.
+    (repetition, then frequency and presence), temperature, `min_p`, `top_k`, `top_p`, and the draw. `logprobs` are
+    those of the raw logits, before any of these. See docs/sampling.md.
 
     Attributes:
         n: number of completions of the prompt; they share the prompt's KV cache.
@@ -117,19 +117,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(not value < 0, "temperature", value, f"temperature must be non-negative, got {value}.")
         _require(value <= 2, "temperature", value, f"temperature must be in [0, 2], got {value}.")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, f"top_p must be in (0, 1], got {self.top_p}.")
-        _require(
-            self.top_k >= -1, "top_k", self.top_k, f"top_k must be 0 (disable), or at least 1, got {self.top_k}."
-        )
+        _require(self.top_k >= -1, "top_k", self.top_k, f"top_k must be 0 (disable), or at least 1, got {self.top_k}.")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, f"min_p must be in [0, 1], got {self.min_p}.")
         for token, bias in (self.logit_bias or {}).items():
             _require(
-                math.isfinite(bias), "logit_bias", bias, f"logit_bias of token {token} must be a finite number, got {bias}."
+                math.isfinite(bias),
+                "logit_bias",
+                bias,
+                f"logit_bias of token {token} must be a finite number, got {bias}.",
             )
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
             _require(
-                self.max_tokens >= 1, "max_tokens", self.max_tokens, f"max_tokens must be at least 1, got {self.max_tokens}."
+                self.max_tokens >= 1,
+                "max_tokens",
+                self.max_tokens,
+                f"max_tokens must be at least 1, got {self.max_tokens}.",
             )
             _require(
                 self.min_tokens <= self.max_tokens,

@@ -21,6 +21,7 @@ class NewRow(msgspec.Struct, frozen=True):
         seed: the draw's seed, resolved: the user's, or one drawn for this request.
         stop_ids: tokens that end it; not sampled before `params.min_tokens`.
         num_computed: positions whose KV is already in `blocks` (a prefix hit).
+        blocks: its block table, with room for what this step computes.
         options: the features' own options, as in `GenerateRequest`.
     """
 
@@ -31,6 +32,7 @@ class NewRow(msgspec.Struct, frozen=True):
     seed: int
     stop_ids: list[int]
     num_computed: int
+    blocks: list[int]
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
 
 
@@ -44,7 +46,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         id: counts up from 0.
         new: requests that take a slot, applied before anything else.
         slots, num_tokens, num_drafts, samples: the rows, as parallel lists.
-        block_writes: (slot, index, block) changes of block tables.
+        block_writes: (slot, index, block) changes of block tables, applied after `new`, which has its own already.
         copies: (source, destination) blocks, copied before this step writes any KV.
         freed: slots that no later step uses until they are in `new` again.
         payload: feature name -> what its worker half needs this step.

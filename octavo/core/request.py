@@ -52,6 +52,8 @@ class Request:
     """Prompt and output, as far as known."""
     max_tokens: int
     stop_ids: frozenset[int]
+    """Tokens that end it: the model's end-of-sequence ones, unless ignored, and its own."""
+    seed: int
     table: BlockTable
     leader: Request | None = None
     """The sibling (choice 0) whose prompt blocks this one shares."""
@@ -68,8 +70,10 @@ class Request:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached: int = 0
-    """Prompt tokens that came from the prefix cache at the first admission."""
+    """Prompt tokens that came from the prefix cache (or from choice 0) at the first admission."""
     num_preemptions: int = 0
+    num_lost: int = 0
+    """Positions that were computed before the last preemption."""
     first_scheduled: float = 0.0
     first_token: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)

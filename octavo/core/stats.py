@@ -9,7 +9,8 @@ class EngineStats(msgspec.Struct):
     """A snapshot. Counters only grow; gauges hold at the moment of the snapshot.
 
     `kv_slots_allocated` and `kv_slots_filled` count token slots in blocks held by running requests, shared blocks once;
-    their difference is the paging waste. `exposed_s` is time in which the device had nothing to do while work waited.
+    their difference is the paging waste, sampled at every step. `plan_s`, `launch_s` and `retire_s` are the
+    loop's seconds; on a CPU launching includes the forward pass.
     """
 
     # gauges
@@ -41,9 +42,8 @@ class EngineStats(msgspec.Struct):
     waste_samples: int = 0
     waste_sum: float = 0.0
     plan_s: float = 0.0
-    forward_s: float = 0.0
-    wait_s: float = 0.0
-    commit_s: float = 0.0
+    launch_s: float = 0.0
+    retire_s: float = 0.0
 
     @property
     def kv_usage(self) -> float:

@@ -1,0 +1,80 @@
+"""`BlockPool`: the physical KV blocks, who holds them, and which free one is reused next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class BlockPool:
+    """Reference counts of `num_blocks` blocks and two kinds of free block.
+
+    A block is in exactly one state: held (references > 0), cached (free, but its contents can still be found and
+    taken again), or blank (free, contents worthless). Blank ones go first, in ascending order at the start, so that a
+    request's blocks tend to be neighbours; then cached ones, least recently used first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def refs(self, block: int) -> int:
+        return self._refs[block]
+
+    def take_blank(self) -> int | None:
+        """A blank block with one reference; None if there is none."""
+        if not self._blank:
+            return None
+        block = self._blank.pop()
+        self._refs[block] = 1
+        return block
+
+    def oldest_cached(self) -> int:
+        """The cached block to give up next. Raises KeyError if there is none."""
+        return next(iter(self._cached))
+
+    def hold(self, block: int) -> None:
+        """Add a reference to a held or cached block."""
+        if self._refs[block] == 0:
+            del self._cached[block]
+        self._refs[block] += 1
+
+    def drop(self, block: int, *, keep: bool) -> None:
+        """Remove a reference; with the last one the block becomes cached (`keep`) or blank."""
+        refs = self._refs[block] - 1
+        if refs < 0:
+            raise AssertionError(f"block {block} was released more often than it was taken")
+        self._refs[block] = refs
+        if refs == 0:
+            if keep:
+                self._cached[block] = None
+            else:
+                self._blank.append(block)
+
+    def forget(self, block: int) -> None:
+        """The contents can't be found any more: a cached block becomes blank; a held one stays held."""
+        if self._refs[block] == 0:
+            del self._cached[block]
+            self._blank.append(block)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state."""
+        blank, cached = set(self._blank), set(self._cached)
+        held = {b for b, refs in enumerate(self._refs) if refs > 0}
+        if len(blank) != len(self._blank) or blank & cached or blank & held or cached & held:
+            raise AssertionError("a block is in two states")
+        if len(blank) + len(cached) + len(held) != self.num_blocks or min(self._refs, default=0) < 0:
+            raise AssertionError("a block was lost")

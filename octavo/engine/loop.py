@@ -1,0 +1,86 @@
+"""`EngineLoop`: the only loop there is. Its depth is a number: 0 is synchronous, 1 overlaps, the stages pipeline."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from octavo.core.output import TokenDelta
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import EngineStats
+from octavo.engine.executor import Executor, Step
+from octavo.schedule.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Scheduler and executor, one step at a time: whoever drives it calls `step` while `busy` and sends the news on."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int = 0) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._depth = depth
+        self._flight: deque[Step] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._flight) or self._scheduler.has_work
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises InvalidRequestError if it can never fit."""
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]:
+        return self._scheduler.abort(request_id, index)
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def step(self) -> list[TokenDelta]:
+        """Launch one step if there is something to compute, and retire those that the depth asks for."""
+        try:
+            return self._step()
+        except Exception as error:
+            log.exception("a step failed; its requests end with an error, the others go on")
+            self._flight.clear()
+            return self._scheduler.fail_in_flight(f"{type(error).__name__}: {error}")
+
+    def _step(self) -> list[TokenDelta]:
+        """Plan step n + 1 from bounds while the device runs n, launch it, and only then look at the tokens of n."""
+        began = time.perf_counter()
+        plan = self._scheduler.plan()
+        planned = time.perf_counter()
+        deltas: list[TokenDelta] = []
+        step = None if plan is None else self._executor.forward(plan)
+        if plan is None or step is None:
+            deltas += self._retire() if self._flight else self._unstick()
+        else:
+            while plan.needs_feedback and self._flight:
+                deltas += self._retire()
+            self._executor.sample(step, self._scheduler.payload(plan))
+            self._flight.append(step)
+        launched = time.perf_counter()
+        while len(self._flight) > self._depth:
+            deltas += self._retire()
+        self._scheduler.count_times(
+            plan=planned - began, launch=launched - planned, retire=time.perf_counter() - launched
+        )
+        return deltas
+
+    def _retire(self) -> list[TokenDelta]:
+        step = self._flight.popleft()
+        return self._scheduler.commit(step.plan, step.result())
+
+    def _unstick(self) -> list[TokenDelta]:
+        """Nothing runs and nothing can be planned: better to refuse the head of the queue than to wait for ever."""
+        if not self._scheduler.is_stuck:
+            return []
+        log.error("nothing can be scheduled although nothing runs; the first waiting request is refused")
+        return self._scheduler.fail_head(
+            "The request could not be scheduled on an idle engine; this is a bug in Octavo."
+        )

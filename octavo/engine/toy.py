@@ -1,0 +1,183 @@
+"""`ToyDevice`: an executor with no model, for testing everything above it. It keeps its own truth and trusts nobody.
+
+Its "model" is a fixed function of the whole context. Its KV cells hold the context that they stand for, so every read
+checks that the engine kept the right blocks for the right request. It runs steps as late as it may, or at random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.core.output import StepOutput
+from octavo.core.plan import StepPlan
+
+VOCAB = 50
+EOS = 0
+
+Cell = tuple[int, ...]
+
+
+def next_token(context: Sequence[int], seed: int = 0) -> int:
+    """The toy model: which token follows a context."""
+    return random.Random(hash((tuple(context), seed))).randrange(VOCAB)
+
+
+def toy_generate(
+    prompt: Sequence[int], max_tokens: int, *, stop_ids: Sequence[int] = (EOS,), seed: int = 0
+) -> list[int]:
+    """What any correct engine produces for a prompt, one token after the other."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(slots=True)
+class _Slot:
+    tokens: list[int]
+    computed: int
+    table: list[int]
+    seed: int
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ToyStep:
+    plan: StepPlan
+    device: ToyDevice
+    inputs: list[list[int]] = field(default_factory=list)
+    output: StepOutput | None = None
+
+    def result(self) -> StepOutput:
+        self.device.drain()
+        if self.output is None:
+            raise AssertionError("the step was never sampled")
+        return self.output
+
+
+class ToyDevice:
+    """A FIFO of launched work. `lazy` runs it only when a result is asked for; otherwise at random moments.
+
+    `num_drafts` tokens are drafted after each sampled one, right three times out of five. `fail_at` names plans whose
+    forward pass raises, to test what a fault costs.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_drafts: int = 0,
+        lazy: bool = True,
+        seed: int = 0,
+        fail_at: Sequence[int] = (),
+    ) -> None:
+        self._cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._block_size = block_size
+        self._num_drafts = num_drafts
+        self._lazy = lazy
+        self._random = random.Random(seed)
+        self._fail_at = frozenset(fail_at)
+        self._queue: deque[Callable[[], None]] = deque()
+        self._slots: dict[int, _Slot] = {}
+        self.cells_computed = 0
+
+    def forward(self, plan: StepPlan) -> ToyStep:
+        step = ToyStep(plan, self)
+        if plan.id in self._fail_at:
+            self._queue.clear()
+            raise RuntimeError(f"the toy device was told to fail at step {plan.id}")
+        self._enqueue(lambda: self._forward(step))
+        return step
+
+    def sample(self, step: ToyStep, payload: dict[str, Any]) -> None:
+        self._enqueue(lambda: self._sample(step))
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def drain(self) -> None:
+        while self._queue:
+            self._queue.popleft()()
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+        if not self._lazy and self._random.random() < 0.5:
+            self.drain()
+
+    def _forward(self, step: ToyStep) -> None:
+        plan = step.plan
+        self._apply(plan)
+        spans = []
+        for slot, count, drafts in zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True):
+            state = self._slots[slot]
+            start = state.computed
+            inputs = (state.tokens[start:] + state.drafts[:drafts])[:count]
+            if len(inputs) != count:
+                raise AssertionError(f"slot {slot}: the plan computes {count} tokens but the device has {len(inputs)}")
+            step.inputs.append(inputs)
+            spans.append((state, start, state.tokens[:start] + inputs))
+        for state, start, context in spans:
+            for position in range(start, len(context)):
+                self._write(state, position, tuple(context[: position + 1]))
+        for state, _, context in spans:
+            for position in range(len(context)):
+                self._read(state, position, tuple(context[: position + 1]))
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.new:
+            self._slots[row.slot] = _Slot(list(row.tokens), row.num_computed, list(row.blocks), row.seed)
+        for slot, index, block in plan.block_writes:
+            table = self._slots[slot].table
+            table.extend([-1] * (index + 1 - len(table)))
+            table[index] = block
+        for source, destination in plan.copies:
+            self._cells[destination] = list(self._cells[source])
+
+    def _write(self, state: _Slot, position: int, cell: Cell) -> None:
+        self._cells[state.table[position // self._block_size]][position % self._block_size] = cell
+        self.cells_computed += 1
+
+    def _read(self, state: _Slot, position: int, expected: Cell) -> None:
+        block = state.table[position // self._block_size]
+        found = self._cells[block][position % self._block_size]
+        if found != expected:
+            raise AssertionError(f"KV of position {position} in block {block} belongs to {found}, not to {expected}")
+
+    def _sample(self, step: ToyStep) -> None:
+        plan = step.plan
+        tokens = []
+        for slot, samples, drafts, inputs in zip(plan.slots, plan.samples, plan.num_drafts, step.inputs, strict=True):
+            state = self._slots[slot]
+            if samples:
+                accepted = self._verify(state, inputs[len(inputs) - drafts :] if drafts else [])
+                state.computed += len(inputs) - (drafts + 1 - len(accepted))
+                state.tokens += accepted
+                state.drafts = self._draft(state)
+            else:
+                accepted = []
+                state.computed += len(inputs)
+            tokens.append(accepted)
+        step.output = StepOutput(tokens)
+
+    def _verify(self, state: _Slot, drafts: list[int]) -> list[int]:
+        """The model's own tokens, as far as the drafts agree with them, and one more."""
+        accepted: list[int] = []
+        for draft in [*drafts, None]:
+            accepted.append(next_token(state.tokens + accepted, state.seed))
+            if accepted[-1] != draft:
+                break
+        return accepted
+
+    def _draft(self, state: _Slot) -> list[int]:
+        drafts: list[int] = []
+        while len(drafts) < self._num_drafts:
+            right = self._random.random() < 0.6
+            drafts.append(next_token(state.tokens + drafts, state.seed) if right else self._random.randrange(VOCAB))
+        return drafts

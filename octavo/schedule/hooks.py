@@ -1,0 +1,32 @@
+"""`EngineHook`: the seam through which a feature takes part in planning; each method has a do-nothing default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.core.plan import PlanDraft, StepPlan
+from octavo.core.request import Request
+
+
+class EngineHook:
+    """The engine half of a feature. It keeps its own state by request and never sees the scheduler."""
+
+    name: str = ""
+
+    def admit(self, request: Request, num_tokens: int) -> int:
+        """How many of `num_tokens` the request may compute now; 0 lets it wait and others pass it."""
+        return num_tokens
+
+    def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
+        """Add `draft.payload[name]`, or set `draft.needs_feedback`."""
+
+    def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Any:
+        """What the worker half needs for sampling, made while the forward pass runs; None for nothing."""
+        return None
+
+    def on_commit(self, request: Request, tokens: Sequence[int]) -> None:
+        """These tokens were just appended."""
+
+    def on_release(self, request: Request) -> None:
+        """The request has ended; forget it."""

@@ -1,0 +1,178 @@
+"""Single rules of the scheduler, each on the toy device where its effect can be counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.cache.cache import KVCache
+from octavo.core.errors import InvalidRequestError
+from octavo.core.output import FinishReason
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.engine.loop import EngineLoop
+from octavo.engine.toy import ToyDevice, toy_generate
+from octavo.schedule.policy import make_policy
+from octavo.schedule.scheduler import Limits, Scheduler
+
+BLOCK = 4
+
+
+class Engine:
+    def __init__(self, num_blocks=64, budget=64, depth=0, policy="fcfs", seqs=64, fail_at=()):
+        self.cache = KVCache(num_blocks, BLOCK)
+        limits = Limits(
+            max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=num_blocks * BLOCK, max_ahead=depth + 1
+        )
+        self.scheduler = Scheduler(self.cache, limits, make_policy(policy))
+        self.device = ToyDevice(num_blocks, BLOCK, fail_at=fail_at)
+        self.loop = EngineLoop(self.scheduler, self.device, depth)
+        self.deltas = []
+
+    def ask(self, name, prompt, max_tokens=4, priority=0, **params):
+        params = SamplingParams(max_tokens=max_tokens, seed=0, **params)
+        self.loop.add(GenerateRequest(id=name, tokens=list(prompt), params=params, priority=priority))
+
+    def run(self):
+        while self.loop.busy:
+            self.deltas += self.loop.step()
+        return self
+
+    def output(self, name, index=0):
+        return [t for d in self.deltas if (d.id, d.index) == (name, index) for t in d.tokens]
+
+    def order_of_first_tokens(self):
+        seen = []
+        for delta in self.deltas:
+            if delta.tokens and delta.id not in seen:
+                seen.append(delta.id)
+        return seen
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prefix_shared_by_arrivals_is_computed_once_even_in_flight(depth):
+    engine = Engine(num_blocks=200, budget=256, depth=depth)
+    prefix = list(range(1, 41))
+    for i in range(32):
+        engine.ask(f"r{i}", [*prefix, 41 + i % 9, i], max_tokens=1)
+    engine.run()
+    assert engine.device.cells_computed == len(prefix) + 32 * 2
+    assert engine.scheduler.stats().prefix_cache_hits == 31 * len(prefix)
+
+
+def test_choices_share_the_prompt_and_copy_only_its_last_partial_block():
+    engine = Engine()
+    prompt = list(range(1, 15))
+    engine.ask("r", prompt, max_tokens=3, n=4, ignore_eos=True)
+    engine.run()
+    assert [engine.output("r", i) for i in range(4)] == [toy_generate(prompt, 3, stop_ids=(), seed=i) for i in range(4)]
+    assert engine.scheduler.stats().blocks_copied == 3
+    assert engine.device.cells_computed == len(prefix := prompt) + 3 * 1 + 4 * 2, prefix
+
+
+def test_a_long_prompt_never_holds_up_a_decode():
+    engine = Engine(budget=8)
+    engine.ask("short", [1, 2, 3], max_tokens=12, ignore_eos=True)
+    engine.deltas += engine.loop.step()
+    engine.ask("long", range(1, 41), max_tokens=1)
+    for _ in range(5):
+        before = len(engine.output("short"))
+        engine.deltas += engine.loop.step()
+        assert len(engine.output("short")) == before + 1
+    engine.run()
+    assert engine.output("long") == toy_generate(list(range(1, 41)), 1)
+
+
+def test_priority_runs_the_urgent_first_and_preempts_the_rest():
+    engine = Engine(num_blocks=8, budget=64, policy="priority", seqs=2)
+    engine.ask("later", [1] * 9, max_tokens=16, priority=5, ignore_eos=True)
+    engine.deltas += engine.loop.step()
+    engine.ask("urgent", [2] * 9, max_tokens=16, priority=0, ignore_eos=True)
+    engine.ask("late", [3] * 2, max_tokens=1, priority=9)
+    engine.run()
+    ends = [d.id for d in engine.deltas if d.finish]
+    assert ends.index("urgent") < ends.index("later")
+    assert next(d for d in engine.deltas if d.id == "later" and d.finish).num_preemptions > 0
+    assert next(d for d in engine.deltas if d.id == "urgent" and d.finish).num_preemptions == 0
+    assert engine.output("later") == toy_generate([1] * 9, 16, stop_ids=())
+
+
+def test_the_victim_is_the_cheapest_to_recompute():
+    engine = Engine(num_blocks=12, budget=64)
+    engine.ask("first", [1] * 12, max_tokens=20, ignore_eos=True)
+    engine.ask("costly", [2] * 14, max_tokens=8, ignore_eos=True)
+    engine.ask("cheap", [3] * 3, max_tokens=20, ignore_eos=True)
+    engine.run()
+    preemptions = {d.id: d.num_preemptions for d in engine.deltas if d.finish}
+    assert preemptions["first"] == 0
+    assert preemptions["cheap"] > 0
+    assert preemptions["costly"] == 0
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers():
+    engine = Engine(num_blocks=4)
+    engine.scheduler.limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=1000)
+    with pytest.raises(InvalidRequestError, match=r"need 6 KV blocks, but the whole cache has 4 \(16 tokens\)"):
+        engine.ask("r", range(10), max_tokens=14)
+    with pytest.raises(InvalidRequestError, match=r"maximum context length is 1000 tokens.*1010 tokens \(10 in"):
+        engine.ask("r", range(10), max_tokens=1000)
+    engine.ask("r", range(10), max_tokens=6)
+    engine.run()
+    assert engine.output("r")
+
+
+def test_an_id_in_use_is_refused():
+    engine = Engine()
+    engine.ask("r", [1])
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.ask("r", [2])
+    engine.run()
+    engine.ask("r", [1])
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_step_ends_its_requests_only(depth):
+    engine = Engine(depth=depth, fail_at=[2], seqs=2)
+    for name in ("a", "b", "c"):
+        engine.ask(name, [1, 2, 3, ord(name)], max_tokens=6, ignore_eos=True)
+    engine.run()
+    ends = {d.id: d for d in engine.deltas if d.finish}
+    assert ends["a"].finish is ends["b"].finish is FinishReason.ERROR
+    assert "told to fail" in ends["a"].error
+    assert ends["c"].finish is FinishReason.LENGTH
+    assert engine.output("c") == toy_generate([1, 2, 3, ord("c")], 6, stop_ids=())
+    assert engine.cache.num_free == 64
+    engine.cache.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_abort_frees_the_request_as_soon_as_nothing_in_flight_holds_it(depth):
+    engine = Engine(depth=depth)
+    engine.ask("r", [1, 2, 3, 4, 5], max_tokens=50, ignore_eos=True)
+    for _ in range(4):
+        engine.deltas += engine.loop.step()
+    (delta,) = engine.loop.abort("r")
+    assert delta.finish is FinishReason.ABORT
+    assert engine.loop.abort("r") == []
+    for _ in range(depth):
+        engine.loop.step()
+    assert not engine.loop.busy
+    assert engine.cache.num_free == 64
+
+
+def test_stop_token_and_eos_are_told_apart():
+    prompt = [7, 8, 9]
+    first = toy_generate(prompt, 1, stop_ids=())[0]
+    engine = Engine()
+    engine.ask("r", prompt, max_tokens=9, stop_token_ids=[first])
+    engine.run()
+    (delta,) = engine.deltas
+    assert (delta.tokens, delta.finish, delta.stop_reason) == ([first], FinishReason.STOP, first)
+
+
+def test_waste_is_counted():
+    engine = Engine()
+    engine.ask("r", [1] * 5, max_tokens=1)
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.mean_waste == pytest.approx(3 / 8)
+    assert stats.kv_slots_allocated == 0
