@@ -1,0 +1,102 @@
+"""Sends many requests to a server, paced as asked, and gathers how each of them went."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from octavo.bench.client import Target, Timing, measure
+from octavo.bench.samples import Sample
+from octavo.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When requests are sent.
+
+    Attributes:
+        rate: requests a second on average; infinite sends all at once.
+        burstiness: shape of the gamma distribution of the gaps; 1 is a Poisson process, less comes in bursts.
+        max_concurrency: requests under way at once; None for no limit.
+    """
+
+    rate: float = float("inf")
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+
+    def delays(self, count: int, rng: random.Random) -> Iterator[float]:
+        """Seconds from the start to each request."""
+        at = 0.0
+        for _ in range(count):
+            yield at
+            if self.rate != float("inf"):
+                at += rng.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
+
+
+async def run_load(
+    target: Target,
+    samples: Sequence[Sample],
+    pace: Pace,
+    *,
+    seed: int = 0,
+    done: Callable[[], None] = lambda: None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> tuple[list[Timing], float]:
+    """All requests' timings in the order of the samples, and the seconds from first request to last answer."""
+    gate = asyncio.Semaphore(pace.max_concurrency or len(samples) or 1)
+    delays = pace.delays(len(samples), random.Random(seed))
+    async with open_client(len(samples), transport) as client:
+        start = time.perf_counter()
+
+        async def one(sample: Sample, delay: float) -> Timing:
+            await asyncio.sleep(max(0.0, start + delay - time.perf_counter()))
+            async with gate:
+                timing = await measure(client, target, sample)
+            done()
+            return timing
+
+        timings = await asyncio.gather(*(one(s, d) for s, d in zip(samples, delays, strict=True)))
+        return list(timings), time.perf_counter() - start
+
+
+def open_client(connections: int, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+    """A client that neither times out on slow answers nor queues requests of its own accord."""
+    limits = httpx.Limits(max_connections=connections + 8, max_keepalive_connections=connections + 8)
+    return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30), limits=limits, transport=transport)
+
+
+async def wait_ready(base_url: str, timeout: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    """Return once the server answers at all.
+
+    Raises:
+        ConfigError: it did not within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    async with open_client(1, transport) as client:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                await client.get(base_url + "/v1/models")
+                return
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"no server answers at {base_url}; start one (octavo serve) or give --base-url")
+            await asyncio.sleep(0.5)
+
+
+async def first_model(base_url: str, headers: dict[str, str], transport: httpx.AsyncBaseTransport | None = None) -> str:
+    """The name of the first model that the server lists.
+
+    Raises:
+        ConfigError: it lists none.
+    """
+    async with open_client(1, transport) as client:
+        response = await client.get(base_url + "/v1/models", headers=headers)
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"{base_url}/v1/models (HTTP {response.status_code}) names no model; give --model") from error

@@ -1,0 +1,135 @@
+"""From timings to the figures that benches of this field print and save, under the names they use."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.client import Timing
+
+TITLES = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+}
+WIDTH = 50
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value under which `percent` of the values lie, linearly interpolated; NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run's figures; `series` holds, per metric, one value a request (for itl one a gap), in milliseconds."""
+
+    duration: float
+    completed: int
+    failed: int
+    input_tokens: int
+    output_tokens: int
+    series: Mapping[str, list[float]]
+    good: int | None = None
+
+    @classmethod
+    def of(cls, timings: Iterable[Timing], duration: float, goals: Mapping[str, float] | None = None) -> Summary:
+        """`goals`: metric -> the most milliseconds that a good request takes."""
+        everything = list(timings)
+        done = [t for t in everything if t.ok]
+        ms = 1000.0
+        return cls(
+            duration=duration,
+            completed=len(done),
+            failed=len(everything) - len(done),
+            input_tokens=sum(t.prompt_tokens for t in done),
+            output_tokens=sum(t.output_tokens for t in done),
+            series={
+                "ttft": [t.ttft * ms for t in done],
+                "tpot": [t.tpot * ms for t in done if t.output_tokens > 1],
+                "itl": [gap * ms for t in done for gap in t.gaps],
+                "e2el": [t.latency * ms for t in done],
+            },
+            good=sum(_meets(t, goals) for t in done) if goals else None,
+        )
+
+    def figures(self, metrics: Sequence[str], percentiles: Sequence[float]) -> dict[str, Any]:
+        """The result as it is saved."""
+        figures: dict[str, Any] = {
+            "duration": self.duration,
+            "completed": self.completed,
+            "failed": self.failed,
+            "total_input_tokens": self.input_tokens,
+            "total_output_tokens": self.output_tokens,
+            "request_throughput": self._rate(self.completed),
+            "output_throughput": self._rate(self.output_tokens),
+            "total_token_throughput": self._rate(self.input_tokens + self.output_tokens),
+        }
+        if self.good is not None:
+            figures["request_goodput"] = self._rate(self.good)
+        for metric in metrics:
+            values = self.series[metric]
+            figures[f"mean_{metric}_ms"] = statistics.fmean(values) if values else math.nan
+            figures[f"median_{metric}_ms"] = percentile(values, 50)
+            figures |= {f"p{p:g}_{metric}_ms": percentile(values, p) for p in percentiles}
+        return figures
+
+    def text(self, metrics: Sequence[str], percentiles: Sequence[float]) -> str:
+        """The result as it is printed."""
+        figures = self.figures(metrics, percentiles)
+        lines = [
+            " Serving Benchmark Result ".center(WIDTH, "="),
+            _line("Successful requests:", self.completed),
+            _line("Failed requests:", self.failed),
+            _line("Benchmark duration (s):", self.duration),
+            _line("Total input tokens:", self.input_tokens),
+            _line("Total generated tokens:", self.output_tokens),
+            _line("Request throughput (req/s):", figures["request_throughput"]),
+        ]
+        if self.good is not None:
+            lines.append(_line("Request goodput (req/s):", figures["request_goodput"]))
+        lines += [
+            _line("Output token throughput (tok/s):", figures["output_throughput"]),
+            _line("Total token throughput (tok/s):", figures["total_token_throughput"]),
+        ]
+        for metric in metrics:
+            short, title = TITLES[metric]
+            lines += [
+                title.center(WIDTH, "-"),
+                _line(f"Mean {short} (ms):", figures[f"mean_{metric}_ms"]),
+                _line(f"Median {short} (ms):", figures[f"median_{metric}_ms"]),
+                *(_line(f"P{p:g} {short} (ms):", figures[f"p{p:g}_{metric}_ms"]) for p in percentiles),
+            ]
+        return "\n".join([*lines, "=" * WIDTH])
+
+    def _rate(self, count: int) -> float:
+        return count / self.duration if self.duration > 0 else math.nan
+
+
+def save(figures: Mapping[str, Any], path: Path) -> None:
+    """Write JSON, figures that do not exist (no request went through) as null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+    path.write_text(json.dumps(clean, indent=1) + "\n", encoding="utf-8")
+
+
+def _meets(timing: Timing, goals: Mapping[str, float]) -> bool:
+    took = {"ttft": timing.ttft, "tpot": timing.tpot, "e2el": timing.latency}
+    return all(took[metric] * 1000 <= limit for metric, limit in goals.items())
+
+
+def _line(label: str, value: float) -> str:
+    shown = f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label:<40}{shown:<10}".rstrip()

@@ -1,0 +1,71 @@
+"""The `octavo` command: finds the subcommand and loads its module, and only that."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Protocol, cast
+
+from octavo.version import __version__
+
+COMMANDS = {
+    "serve": "serve a model over HTTP, the way OpenAI's clients expect",
+    "chat": "talk to a model in the terminal",
+    "generate": "complete one prompt and print the answer",
+    "bench": "measure throughput, latency, or a running server",
+    "pull": "download a model, or list those known by name",
+}
+
+USAGE = """usage: octavo COMMAND [options]
+
+Octavo serves large language models.
+
+{commands}
+
+  octavo COMMAND --help   what a command can do
+  octavo --version        the version
+"""
+
+
+class Command(Protocol):
+    """What a subcommand's module holds."""
+
+    def run(self, argv: list[str]) -> int: ...
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE.format(commands="\n".join(f"  {name:10}{about}" for name, about in COMMANDS.items())), end="")
+        return 0 if words else 2
+    if words[0] in ("-V", "--version", "version"):
+        print(f"octavo {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"octavo: error: unknown command {words[0]!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return _run(words[0], words[1:])
+
+
+def _run(name: str, argv: list[str]) -> int:
+    from octavo.core.errors import OctavoError
+
+    command = cast(Command, importlib.import_module(f"octavo.cli.{name}"))
+    try:
+        return command.run(argv)
+    except OctavoError as error:
+        print(f"octavo: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output is gone (`octavo ... | head`); keep the interpreter from flushing into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

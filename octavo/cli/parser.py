@@ -1,0 +1,125 @@
+"""`OctavoParser`: argparse with both spellings of a dash, near matches, and plain words on flags of other servers."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from octavo.cli.unsupported import FLAGS, SHORT, Needless
+
+
+def say(text: str) -> None:
+    """A line to the terminal that is not the command's output."""
+    print(f"octavo: {text}", file=sys.stderr, flush=True)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=min(shutil.get_terminal_size().columns, 116))
+
+
+class OctavoParser(argparse.ArgumentParser):
+    """A command's parser.
+
+    `--max_model_len` is read as `--max-model-len`. Flags named in `unsupported.FLAGS` that this command does not have
+    itself are refused with the reason, or accepted with a notice; any other unknown flag is refused with those that
+    come nearest.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _Formatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        argv = self.screen([_dashes(word) for word in (sys.argv[1:] if args is None else args)])
+        parsed, unknown = self.parse_known_args(argv, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"octavo: error: {message}\nTry: {self.prog} --help\n")
+
+    def screen(self, argv: list[str]) -> list[str]:
+        """The words without the flags that need no answer from this parser.
+
+        Exits with status 2 at a flag whose feature does not exist.
+        """
+        kept: list[str] = []
+        words = iter(range(len(argv)))
+        for at in words:
+            word = argv[at]
+            if word == "--":
+                return kept + argv[at:]
+            name, negated, value = self._foreign(word)
+            if name is None:
+                kept.append(word)
+                continue
+            follows = (
+                argv[at + 1] if value is None and at + 1 < len(argv) and not argv[at + 1].startswith("-") else None
+            )
+            entry = FLAGS[name]
+            if entry.takes_value and value is None and follows is not None:
+                next(words)
+                value = follows
+            self.judge(name, value, negated=negated)
+        return kept
+
+    def judge(self, name: str, value: str | None, *, negated: bool = False) -> None:
+        """Pass over a flag of the table silently or with a notice, or exit with the reason why it can't be had."""
+        entry = FLAGS[name]
+        if isinstance(entry, Needless):
+            if negated and entry.no_reason:
+                self.error(f"--no-{name}: {entry.no_reason}")
+            if not negated:
+                say(f"--{name} has no effect: {entry.notice}")
+        elif not negated and (value is None or value not in entry.neutral):
+            shown = f"--{name}" + (f" {value}" if value is not None else "")
+            rest = (
+                f"; leave it out (or give its neutral value: {', '.join(sorted(entry.neutral))})"
+                if any(entry.neutral)
+                else ""
+            )
+            self.error(f"{shown}: {entry.reason}{rest or '; leave it out'}")
+
+    def flag_names(self) -> list[str]:
+        return sorted(self._option_string_actions)
+
+    def _foreign(self, word: str) -> tuple[str | None, bool, str | None]:
+        """(name in the table, written as --no-name, value after =) if the word is a flag that only the table knows."""
+        head, equals, tail = word.partition("=")
+        value = tail if equals else None
+        if head in self._option_string_actions:
+            return None, False, None
+        if head in SHORT:
+            return SHORT[head], False, value
+        if not head.startswith("--"):
+            return None, False, None
+        name = head[2:].split(".")[0]
+        if name in FLAGS:
+            return name, False, value
+        if name.startswith("no-") and name[3:] in FLAGS:
+            return name[3:], True, value
+        return None, False, None
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}"
+        return f"unknown flag {word.partition('=')[0]}{nearest(word.partition('=')[0], self.flag_names())}"
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """`; did you mean a or b?`, or nothing."""
+    close = difflib.get_close_matches(word, list(names), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _dashes(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    head, equals, tail = word.partition("=")
+    return head.replace("_", "-") + equals + tail

@@ -1,0 +1,44 @@
+"""`octavo pull`: get a model by its short name, or list the names."""
+
+from __future__ import annotations
+
+from octavo.cli import units
+from octavo.cli.parser import OctavoParser
+from octavo.cli.progress import download_bar
+from octavo.config import DEFAULT_MODEL
+
+
+def run(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    if args.list:
+        print_catalogue()
+        return 0
+    from octavo.hub.pull import pull
+
+    with download_bar() as progress:
+        path = pull(args.name, progress=progress)
+    print(path)
+    return 0
+
+
+def make_parser() -> OctavoParser:
+    parser = OctavoParser(
+        prog="octavo pull",
+        description="Download a model into Octavo's cache folder ($OCTAVO_CACHE) and print its path. "
+        "A model that is already there is checked, not downloaded again.",
+    )
+    parser.add_argument("name", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=f"(default: {DEFAULT_MODEL})")
+    parser.add_argument("--list", action="store_true", help="list the models known by name and stop")
+    return parser
+
+
+def print_catalogue() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from octavo.hub.catalogue import CATALOGUE
+
+    table = Table("name", "size", "licence", "about", box=None, pad_edge=False)
+    for name, entry in CATALOGUE.items():
+        table.add_row(name, units.show_bytes(entry.size), entry.licence, entry.about)
+    Console().print(table)
