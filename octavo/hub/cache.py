@@ -1,0 +1,15 @@
+"""Where Octavo keeps what it downloads and derives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """$OCTAVO_CACHE; else octavo/ in the user's cache folder ($XDG_CACHE_HOME or ~/.cache). It may not exist yet."""
+    own = os.environ.get("OCTAVO_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "octavo"
