@@ -1,0 +1,46 @@
+"""Loading weights: `open_checkpoint` finds the source, `weights.load_weights` fills the model from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from octavo.core.errors import ModelFileError
+from octavo.hub.files import ModelFiles
+
+if TYPE_CHECKING:
+    from octavo.models.load.checkpoint import Checkpoint
+
+
+def open_checkpoint(
+    files: ModelFiles, load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto", seed: int = 0
+) -> Checkpoint:
+    """The source of a model's weights. Reads headers only.
+
+    Args:
+        load_format: "auto" goes by the files; "dummy" makes random weights from `seed`.
+
+    Raises:
+        ModelFileError: files are missing, corrupt or truncated.
+    """
+    # Imported here so that a process pays only for the format that it reads.
+    if load_format == "dummy":
+        from octavo.models.load.dummy import DummyCheckpoint
+
+        return DummyCheckpoint(seed)
+    if not files.weights:
+        raise ModelFileError(
+            f"Model {files.name} has no weight files in {files.path}; get it again, or use --load-format dummy."
+        )
+    kind = files.format if load_format == "auto" else load_format
+    if kind == "safetensors":
+        from octavo.models.load.safetensors import SafetensorsCheckpoint
+
+        return SafetensorsCheckpoint(files.weights)
+    if len(files.weights) > 1:
+        names = ", ".join(path.name for path in files.weights)
+        raise ModelFileError(
+            f"Model {files.name} is split over several GGUF files ({names}); join them into one first."
+        )
+    from octavo.models.load.gguf import GGUFCheckpoint
+
+    return GGUFCheckpoint(files.weights[0])

@@ -1,0 +1,131 @@
+"""The one pre-norm decoder: Llama's shape, of which the other families are variations stated in `DecoderSpec`."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from octavo.models.spec import DecoderSpec
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.build import Build
+from octavo.nn.embedding import TiedHead
+from octavo.nn.ops.activation import silu_mul
+from octavo.nn.rope import Rope
+from octavo.nn.shard import COL, ROW, Heads
+from octavo.nn.step import StepInput
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
+        super().__init__()
+        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.head_dim = spec.head_dim
+        self.rope = rope
+        self.qkv = b.linear(
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            inputs=spec.hidden_size,
+            outputs=heads.outputs,
+            shard=heads,
+            bias="qkv" in spec.biases,
+        )
+        self.out = b.linear(
+            "o_proj", inputs=heads.outputs[0], outputs=spec.hidden_size, shard=ROW, bias="o" in spec.biases
+        )
+        self.q_norm = b.norm("q_norm", spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = b.norm("k_norm", spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.attn = b.attention(
+            AttentionSpec(
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                scale=spec.head_dim**-0.5,
+                window=spec.windows[layer],
+            )
+        )
+
+    def forward(self, x: Tensor, step: StepInput) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv.split(self.qkv(x)))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rope(q, k, step.positions)
+        return self.out(self.attn(q, k, v, step).flatten(1))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, b: Build, spec: DecoderSpec) -> None:
+        super().__init__()
+        bias = "mlp" in spec.biases
+        self.gate_up = b.linear(
+            "gate_proj", "up_proj", inputs=spec.hidden_size, outputs=spec.intermediate_size, shard=COL, bias=bias
+        )
+        self.down = b.linear("down_proj", inputs=spec.intermediate_size, outputs=spec.hidden_size, shard=ROW, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm. The residual stream travels beside the last block's output, so
+    that the addition can be fused with the next norm."""
+
+    def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
+        super().__init__()
+        self.input_norm = b.norm("input_layernorm", spec.hidden_size, spec.rms_norm_eps)
+        self.attention = Attention(b.at("self_attn"), spec, layer, rope)
+        self.post_norm = b.norm("post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(b.at("mlp"), spec)
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: StepInput) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            normed, residual = self.input_norm(x), x
+        else:
+            normed, residual = self.input_norm.add(x, residual)
+        normed, residual = self.post_norm.add(self.attention(normed, step), residual)
+        return self.mlp(normed), residual
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model in three steps, between which others may step in.
+
+    Attributes:
+        spec: its shape.
+        attention_layers: in layer order; the worker binds each one's `cache`.
+    """
+
+    def __init__(self, b: Build, spec: DecoderSpec) -> None:
+        super().__init__()
+        model = b.at("model")
+        self.spec = spec
+        self.embedding = model.embedding("embed_tokens", spec.vocab_size, spec.hidden_size)
+        self.rope = b.rope(spec.rope)
+        self.layers = nn.ModuleList(
+            DecoderLayer(model.at("layers", i), spec, i, self.rope) for i in range(spec.num_layers)
+        )
+        self.norm = model.norm("norm", spec.hidden_size, spec.rms_norm_eps)
+        self.head = (
+            TiedHead("lm_head", self.embedding)
+            if spec.tied
+            else b.linear("lm_head", inputs=spec.hidden_size, outputs=spec.vocab_size, shard=COL)
+        )
+        self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
+
+    def embed(self, step: StepInput) -> Tensor:
+        """[T, hidden_size]: `step.embeds` if given, else the embeddings of `step.input_ids`."""
+        return self.embedding(step.input_ids) if step.embeds is None else step.embeds
+
+    def forward(self, x: Tensor, step: StepInput) -> Tensor:
+        """[T, hidden_size] to the same, before the final norm. Reads and writes the KV caches; x is left as it is."""
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, step)
+        return x.add_(residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size], in the model's dtype."""
+        return self.head(self.norm(hidden))

@@ -1,0 +1,123 @@
+"""Weights from a GGUF file, dequantised when read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+
+from octavo.core.errors import ModelFileError
+from octavo.hub.gguf_file import GGUFTensor, read_gguf
+from octavo.models.load.checkpoint import Index
+from octavo.models.load.gguf_blocks import SUPPORTED, dequantise
+from octavo.nn.weights import TensorSpec
+
+_ROOT = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<suffix>weight|bias)")
+
+
+def hf_name(name: str) -> str:
+    """A GGUF tensor's Hugging Face name; one that the table doesn't know keeps its own, to be reported as unread."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return name
+    layer, stem, suffix = match["layer"], match["stem"], match["suffix"]
+    if layer is None:
+        return f"{_ROOT[stem]}.{suffix}" if stem in _ROOT else name
+    return f"model.layers.{layer}.{_BLOCK[stem]}.{suffix}" if stem in _BLOCK else name
+
+
+class GGUFCheckpoint:
+    """One GGUF file, mapped.
+
+    Raises:
+        ModelFileError: the file is corrupt, truncated or not GGUF, or holds a tensor type that Octavo can't decode.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.origin = str(path)
+        file = read_gguf(path)
+        self._tensors = {hf_name(name): tensor for name, tensor in file.tensors.items()}
+        for tensor in self._tensors.values():
+            _check_kind(tensor, path)
+        # Copy-on-write, because torch has no read-only tensors; nothing is ever written.
+        self._data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c"))
+        self._heads = _permuted_heads(file.metadata, path)
+
+    def names(self) -> Set[str]:
+        return self._tensors.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._tensors[name].shape
+
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
+        tensor = self._tensors[name]
+        rows = self._data[tensor.offset : tensor.offset + tensor.num_bytes].view(tensor.shape[0], -1)
+        shape = tensor.shape
+        if heads := self._heads.get(name.rpartition(".")[0].rpartition(".")[2]):
+            rows = _in_halves(rows, heads)
+        if index:
+            # Rows can be left out before decoding, columns only after it.
+            rows = rows[index[0]].contiguous()
+            shape = (rows.shape[0], *shape[1:])
+        values = dequantise(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
+        return values[(slice(None), *index[1:])] if index else values
+
+
+def _check_kind(tensor: GGUFTensor, path: Path) -> None:
+    kind = GGMLQuantizationType(tensor.kind)
+    if kind not in SUPPORTED:
+        known = ", ".join(sorted(kind.name for kind in SUPPORTED))
+        raise ModelFileError(
+            f"Tensor {tensor.name} in {path} is stored as {kind.name}; Octavo decodes {known}. "
+            "Get the model in one of those."
+        )
+
+
+def _permuted_heads(metadata: Any, path: Path) -> dict[str, int]:
+    """Projection -> heads, for those whose rows llama.cpp stores in pairs: Llama's q and k.
+
+    Its rope turns neighbouring channels together, where Hugging Face's turns channel i with channel i + half.
+    """
+    if metadata.get("general.architecture") != "llama":
+        return {}
+    heads = metadata.get("llama.attention.head_count")
+    kv_heads = metadata.get("llama.attention.head_count_kv", heads)
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
+        raise ModelFileError(
+            f"{path}: llama.attention.head_count is {heads!r} and head_count_kv {kv_heads!r}; "
+            "Octavo needs one positive number each, the same for all layers."
+        )
+    return {"q_proj": heads, "k_proj": kv_heads}
+
+
+def _in_halves(rows: Tensor, heads: int) -> Tensor:
+    """Rows [heads * D, ...] with rotary pairs side by side, to rows with them D / 2 apart."""
+    paired = rows.view(heads, -1, 2, rows.shape[1])
+    return paired.transpose(1, 2).reshape(rows.shape)

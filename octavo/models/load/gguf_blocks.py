@@ -1,0 +1,141 @@
+"""Dequantising ggml's block formats (layouts: `ggml-common.h` and `ggml-quants.c` of llama.cpp).
+
+The common formats are decoded here with torch, on all compute threads and in pieces that stay in the processor's cache;
+the rest by the `gguf` library. The arithmetic is float32 throughout, in the library's order, so both agree exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+_PIECE = 1 << 19
+
+_PLAIN = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+
+
+def dequantise(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype) -> Tensor:
+    """A tensor's values.
+
+    Args:
+        raw: uint8, contiguous, whole blocks.
+        dtype: of the result; plain formats come in their own dtype instead, as a view of `raw`.
+
+    Returns:
+        One-dimensional.
+    """
+    if kind in _PLAIN:
+        return raw.view(-1).view(_PLAIN[kind])
+    per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = raw.view(-1, block_bytes)
+    out = torch.empty(blocks.shape[0], per_block, dtype=dtype)
+    decode = _DECODERS.get(kind) or _by_library(kind)
+    step = max(1, _PIECE // per_block)
+    for start in range(0, blocks.shape[0], step):
+        piece = blocks[start : start + step]
+        out[start : start + step] = decode(piece).view(piece.shape[0], per_block)
+    return out.view(-1)
+
+
+def _by_library(kind: GGMLQuantizationType) -> Callable[[Tensor], Tensor]:
+    return lambda blocks: torch.from_numpy(dequantize(blocks.numpy(), kind))
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """[n, 1] float32 from the float16 at a byte offset of each block."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[n, ..., w] bytes to [n, ..., 2, w]: all low halves, then all high ones."""
+    return torch.stack([packed & 15, packed >> 4], dim=-2)
+
+
+def _fifth_bits(bits: Tensor) -> Tensor:
+    """Four bytes [n, 4] to [n, 2, 16]: bit j of the little-endian word, as 0 or 16, for value j."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (((bits[:, :, None] >> shifts) & 1) << 4).view(-1, 2, 16)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 2:]).view(-1, 32).float().sub_(8)
+    return values.mul_(_half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 4:]).view(-1, 32).float()
+    return values.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 6:]).bitwise_or_(_fifth_bits(blocks[:, 2:6]))
+    return values.view(-1, 32).float().sub_(16).mul_(_half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 8:]).bitwise_or_(_fifth_bits(blocks[:, 4:8]))
+    return values.view(-1, 32).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(_half(blocks, 0))
+
+
+def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Twelve bytes hold eight 6-bit scales and eight 6-bit minima: [n, 12] to two of [n, 8]."""
+    first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], dim=1)
+    minima = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], dim=1)
+    return scales.float(), minima.float()
+
+
+def _with_scales_and_minima(values: Tensor, blocks: Tensor) -> Tensor:
+    """values [n, 8, 32] float32 -> d * scale * value - dmin * minimum."""
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    scales, minima = scales.mul_(_half(blocks, 0)), minima.mul_(_half(blocks, 2))
+    return values.mul_(scales[:, :, None]).sub_(minima[:, :, None])
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32)))
+    return _with_scales_and_minima(values.view(-1, 8, 32).float(), blocks)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
+    values = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32).bitwise_or_(fifth)
+    return _with_scales_and_minima(values.float(), blocks)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = ((blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3) << 4
+    values = low.view(-1, 16, 16).bitwise_or_(high.view(-1, 16, 16)).float().sub_(32)
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float().mul_(_half(blocks, 208))
+    return values.mul_(scales[:, :, None])
+
+
+_DECODERS: dict[GGMLQuantizationType, Callable[[Tensor], Tensor]] = {
+    GGMLQuantizationType.Q4_0: _q4_0,
+    GGMLQuantizationType.Q4_1: _q4_1,
+    GGMLQuantizationType.Q5_0: _q5_0,
+    GGMLQuantizationType.Q5_1: _q5_1,
+    GGMLQuantizationType.Q8_0: _q8_0,
+    GGMLQuantizationType.Q4_K: _q4_k,
+    GGMLQuantizationType.Q5_K: _q5_k,
+    GGMLQuantizationType.Q6_K: _q6_k,
+}
+
+SUPPORTED: frozenset[GGMLQuantizationType] = frozenset(
+    {*_PLAIN, *_DECODERS, GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K}
+)

@@ -1,0 +1,11 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window on some layers if switched on."""
+
+from __future__ import annotations
+
+from octavo.models.hf_config import Config, decoder_spec, layer_windows
+from octavo.models.spec import DecoderSpec
+
+
+def qwen2(config: Config) -> DecoderSpec:
+    """Qwen2 (https://arxiv.org/abs/2407.10671)."""
+    return decoder_spec(config, windows=layer_windows(config), biases=frozenset({"qkv"}))

@@ -1,0 +1,12 @@
+"""Qwen3: each head's queries and keys are normalised, and heads are 128 wide whatever the hidden size."""
+
+from __future__ import annotations
+
+from octavo.models.hf_config import Config, decoder_spec, layer_windows
+from octavo.models.spec import DecoderSpec
+
+
+def qwen3(config: Config) -> DecoderSpec:
+    """Qwen3, the dense sizes (https://arxiv.org/abs/2505.09388)."""
+    biases = frozenset({"qkv", "o"}) if config.get("attention_bias") else frozenset()
+    return decoder_spec(config, windows=layer_windows(config), head_dim=128, biases=biases, qk_norm=True)

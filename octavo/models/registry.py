@@ -1,0 +1,59 @@
+"""Architecture name -> how to build it. Adding a family is one line here (see docs/adding-a-model.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.decoder import CausalLM
+from octavo.models.hf_config import Config
+from octavo.models.llama import llama
+from octavo.models.mistral import mistral
+from octavo.models.qwen2 import qwen2
+from octavo.models.qwen3 import qwen3
+from octavo.models.spec import DecoderSpec
+from octavo.nn.attention.base import AttentionBackend
+from octavo.nn.build import Build
+
+ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+
+
+def spec_of(config: Config) -> DecoderSpec:
+    """A checkpoint's configuration as a `DecoderSpec`.
+
+    Raises:
+        ConfigError: the architecture, or a feature that the configuration asks for, is not supported.
+        ModelFileError: a field is missing.
+    """
+    names = config.get("architectures") or []
+    if not names:
+        raise ModelFileError(
+            "The model's config has no 'architectures', so Octavo can't tell what kind of model it is."
+        )
+    if names[0] not in ARCHITECTURES:
+        raise ConfigError(f"The model's architecture is {names[0]}; Octavo knows {', '.join(sorted(ARCHITECTURES))}.")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = (
+            quantization.get("quant_method", "an unnamed method") if isinstance(quantization, Mapping) else quantization
+        )
+        raise ConfigError(
+            f"The model's weights are quantised with {method}; Octavo reads unquantised safetensors and GGUF files."
+        )
+    return ARCHITECTURES[names[0]](config)
+
+
+def build_model(config: Config, *, dtype: torch.dtype, device: torch.device, attention: AttentionBackend) -> CausalLM:
+    """The model that a configuration describes, without weights: `models/load` fills it in.
+
+    Raises:
+        ConfigError, ModelFileError: as `spec_of`.
+    """
+    return CausalLM(Build(dtype, device, attention), spec_of(config))

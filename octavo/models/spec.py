@@ -1,0 +1,40 @@
+"""What distinguishes one pre-norm decoder from another. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.nn.rope_spec import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """A decoder-only transformer with grouped-query attention and a gated SiLU feed-forward.
+
+    An architecture that would need more than 15 fields here gets a file of its own, built from the same layers.
+
+    Attributes:
+        windows: each layer's sliding window in tokens, None where the layer sees everything.
+        biases: which of "qkv", "o" and "mlp" have biases.
+        qk_norm: whether each head's queries and keys are RMS-normalised before they are rotated.
+        tied: whether the output head is the embedding table.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    windows: tuple[int | None, ...]
+    biases: frozenset[str] = field(default=frozenset())
+    qk_norm: bool = False
+    tied: bool = False
+
+    @property
+    def max_position(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.rope.max_position

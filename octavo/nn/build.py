@@ -1,0 +1,59 @@
+"""`Build`: what layers need to be made, handed down the model instead of globals and name prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec
+from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.embedding import Embedding
+from octavo.nn.linear import Linear
+from octavo.nn.norm import RMSNorm
+from octavo.nn.quant.base import Part, SchemeFactory
+from octavo.nn.quant.none import Unquantised
+from octavo.nn.rope import Rope
+from octavo.nn.rope_spec import RopeSpec
+from octavo.nn.shard import Heads, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A place in the model under construction, and the choices that hold everywhere in it.
+
+    Attributes:
+        path: the place, in the checkpoint's vocabulary; "" is the root.
+        scheme: how linear layers keep their weights.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    attention_backend: AttentionBackend
+    scheme: SchemeFactory = Unquantised
+    path: str = ""
+
+    def at(self, *names: str | int) -> Build:
+        """The same choices further down: `b.at("layers", 3)` stands at `path.layers.3`."""
+        return replace(self, path=".".join(str(name) for name in (self.path, *names) if name != ""))
+
+    def linear(
+        self, *names: str, inputs: int, outputs: int | Sequence[int], shard: Shard | Heads, bias: bool = False
+    ) -> Linear:
+        """One linear layer of the named parts. `outputs` is each part's size, or one for all of them."""
+        sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
+        parts = [Part(name, inputs, size, bias) for name, size in zip(names, sizes, strict=True)]
+        return Linear(self.path, self.device, parts, shard, self.scheme(self.dtype, self.device))
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps)
+
+    def embedding(self, name: str, rows: int, size: int) -> Embedding:
+        return Embedding(self.at(name).path, self.device, self.dtype, rows, size)
+
+    def rope(self, spec: RopeSpec) -> Rope:
+        return Rope(self.device, spec)
+
+    def attention(self, spec: AttentionSpec) -> PagedAttention:
+        return PagedAttention(spec, self.attention_backend)

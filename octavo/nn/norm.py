@@ -1,0 +1,40 @@
+"""RMSNorm as a layer; the arithmetic is in `nn/ops/norm.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.nn.ops.norm import add_rms_norm, rms_norm
+from octavo.nn.weights import TensorSpec, Wanted, WeightLayer, owned, tensor_bytes
+
+
+class RMSNorm(WeightLayer):
+    """Root-mean-square normalisation over the last dimension (Zhang & Sennrich 2019)."""
+
+    def __init__(self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float) -> None:
+        super().__init__(path, device)
+        self.dtype, self.size, self.eps = dtype, size, eps
+        self.weight = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to the same, as a new tensor."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual). x is consumed: its memory may hold the sum afterwards."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def wanted(self) -> list[Wanted]:
+        return [Wanted(f"{self.path}.weight", TensorSpec((self.size,), self.dtype))]
+
+    def place(self, tensors: Sequence[Tensor | None]) -> None:
+        (weight,) = tensors
+        assert weight is not None
+        self.weight = owned(weight)
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.weight)

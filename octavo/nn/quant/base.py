@@ -1,0 +1,47 @@
+"""What a way of storing a linear layer's weights must offer. One object serves one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.nn.weights import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One projection of a (possibly fused) linear layer, as checkpoints name it."""
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+
+
+class Scheme(Protocol):
+    """Weights of one linear layer: what the checkpoint holds of them, and how to multiply with them."""
+
+    def stored(self, part: Part) -> dict[str, TensorSpec]:
+        """Checkpoint suffix -> tensor, such as {"weight": ..., "bias": ...}."""
+        ...
+
+    def prepare(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        """Fuse and repack, once after loading. `parts` follow `stored`; they may be views into a mapped file."""
+        ...
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x @ W^T + b: [..., in] to [..., sum of the parts' outputs], as a new contiguous tensor."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class SchemeFactory(Protocol):
+    """Makes the scheme of one layer."""
+
+    def __call__(self, dtype: torch.dtype, device: torch.device) -> Scheme: ...

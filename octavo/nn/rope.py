@@ -1,0 +1,98 @@
+"""The table of rotary cosines and sines, computed once and shared by all layers of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.nn.ops.rope import apply_rope
+from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from octavo.nn.weights import TensorSpec, Wanted, WeightLayer, tensor_bytes
+
+FACTORS = "rope_freqs.weight"
+
+
+class Rope(WeightLayer):
+    """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-rotation form.
+
+    Attributes:
+        cos_sin: [max_position, rotary_dim] float32, cosines in the first half of each row, sines in the second.
+    """
+
+    def __init__(self, device: torch.device, spec: RopeSpec) -> None:
+        super().__init__("rope", device)
+        self.spec = spec
+        self.cos_sin = torch.empty(0)
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Turns q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place."""
+        return apply_rope(q, k, self.cos_sin, positions)
+
+    def wanted(self) -> list[Wanted]:
+        """Some GGUF files hold, instead of a named scaling, a divisor for each frequency."""
+        spec = TensorSpec((self.spec.rotary_dim // 2,), torch.float32)
+        return [Wanted(FACTORS, spec, optional=True)]
+
+    def place(self, tensors: Sequence[Tensor | None]) -> None:
+        (divisors,) = tensors
+        self.cos_sin = cos_sin_table(self.spec, None if divisors is None else divisors.cpu()).to(self.device)
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.cos_sin)
+
+
+def cos_sin_table(spec: RopeSpec, divisors: Tensor | None = None) -> Tensor:
+    """[max_position, rotary_dim] float32. `divisors`, [rotary_dim / 2], stand in for a Llama 3 scaling."""
+    if divisors is None:
+        frequencies = inverse_frequencies(spec)
+    else:
+        scaling = None if isinstance(spec.scaling, Llama3Scaling) else spec.scaling
+        frequencies = inverse_frequencies(RopeSpec(spec.rotary_dim, spec.max_position, spec.theta, scaling)) / divisors
+    angles = torch.outer(torch.arange(spec.max_position, dtype=torch.float32), frequencies)
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    return table.mul_(spec.scaling.attention_factor) if isinstance(spec.scaling, YarnScaling) else table
+
+
+def inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """[rotary_dim / 2] float32, radians per position, in the order of operations that Transformers uses."""
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).to(torch.float32) / spec.rotary_dim
+    periods = spec.theta**exponents
+    match spec.scaling:
+        case None:
+            return 1.0 / periods
+        case LinearScaling(factor):
+            return (1.0 / periods) / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(1.0 / periods, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(periods, scaling, spec)
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Wavelengths above original / low are slowed, below original / high kept, and linearly blended between."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position / wavelengths
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(periods: Tensor, scaling: YarnScaling, spec: RopeSpec) -> Tensor:
+    """Channels that turn often within the original context are kept, seldom turning ones slowed (section 3.2)."""
+
+    def channel(turns: float) -> float:
+        """The (fractional) channel pair that makes so many turns over the original context."""
+        waves = scaling.original_max_position / (turns * 2 * math.pi)
+        return spec.rotary_dim * math.log(waves) / (2 * math.log(spec.theta))
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    width = high - low or 0.001
+    slowed = ((torch.arange(spec.rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return 1.0 / (scaling.factor * periods) * slowed + 1.0 / periods * (1 - slowed)

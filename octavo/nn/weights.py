@@ -1,0 +1,79 @@
+"""How a layer says which tensors it needs and takes them. The loader walks the model and asks; nothing is pushed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as a checkpoint stores it.
+
+    Attributes:
+        shape: as stored, so packed formats count stored elements.
+        dtype: what the layer wants; a floating-point tensor stored otherwise is converted.
+        out_dim, in_dim: which dimension runs along the layer's outputs or inputs; None where none does. A shard of
+            the layer is a range of that dimension, whatever the packing.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    out_dim: int | None = None
+    in_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor that a layer asks a checkpoint for, by its full name. An optional one may be absent."""
+
+    name: str
+    spec: TensorSpec
+    optional: bool = False
+
+
+class WeightLayer(nn.Module, ABC):
+    """A module with weights of its own. It holds no tensor before `place`, so building a model costs no memory.
+
+    Attributes:
+        path: where the layer stands in the model, in the checkpoint's vocabulary.
+        device: where its tensors go.
+        superseded: checkpoint names that this layer makes redundant, so that leaving them unread is no surprise.
+    """
+
+    superseded: tuple[str, ...] = ()
+
+    def __init__(self, path: str, device: torch.device) -> None:
+        super().__init__()
+        self.path = path
+        self.device = device
+
+    @abstractmethod
+    def wanted(self) -> list[Wanted]:
+        """The tensors to fetch, in the order in which `place` expects them."""
+
+    @abstractmethod
+    def place(self, tensors: Sequence[Tensor | None]) -> None:
+        """Take the tensors, already of the wanted shape and dtype and on the layer's device; None for absent ones.
+
+        They may be views into a mapped file: a layer keeps copies only.
+        """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that the placed tensors occupy, not counting what is shared with another layer."""
+
+
+def tensor_bytes(*tensors: Tensor | None) -> int:
+    """Sum of the tensors' sizes, opaque layouts included."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """A contiguous copy, independent of any mapped file."""
+    return tensor.clone(memory_format=torch.contiguous_format)
