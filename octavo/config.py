@@ -82,7 +82,13 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP front door. Sizes in bytes, times in seconds."""
+    """The HTTP front door. Sizes in bytes, times in seconds.
+
+    Attributes:
+        max_prompts: prompts in one request to /v1/completions.
+        enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
+        trust_request_chat_template: let requests bring their own chat template.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -92,10 +98,13 @@ class ServerConfig:
     max_body_bytes: int = 32 * 1024 * 1024
     max_stop_strings: int = 4
     max_n: int = 64
+    max_prompts: int = 1024
     stall_after_s: float = 120.0
     shutdown_timeout_s: float = 30.0
     log_stats_interval_s: float = 10.0
     enable_docs: bool = True
     enable_force_include_usage: bool = False
+    enable_log_requests: bool = False
+    trust_request_chat_template: bool = False
     root_path: str = ""
     log_level: str = "info"
