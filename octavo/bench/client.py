@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -36,7 +37,7 @@ class Timing:
     @property
     def gaps(self) -> list[float]:
         """Inter-token latencies."""
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        return [b - a for a, b in itertools.pairwise(self.arrivals)]
 
     @property
     def tpot(self) -> float:

@@ -97,6 +97,8 @@ class OctavoParser(argparse.ArgumentParser):
             return None, False, None
         if head in SHORT:
             return SHORT[head], False, value
+        if head[:2] == "-O" and head[2:].isdecimal():
+            return SHORT["-O"], False, head[2:]
         if not head.startswith("--"):
             return None, False, None
         name = head[2:].split(".")[0]

@@ -1,0 +1,114 @@
+"""How wrong, foreign and outdated flags are answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.cli.args import add_engine_settings, add_settings
+from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
+from octavo.cli.parser import OctavoParser
+from octavo.cli.unsupported import FLAGS, SHORT, Missing
+
+
+def make_parser() -> OctavoParser:
+    parser = OctavoParser(prog="octavo serve")
+    add_engine_settings(parser)
+    add_settings(parser, SERVER_GROUPS)
+    return parser
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        make_parser().parse_args(list(argv))
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2: tensor parallelism is not supported"),
+        (["-tp", "4"], "tensor parallelism is not supported"),
+        (["--tensor_parallel_size=8"], "--tensor-parallel-size 8: tensor parallelism"),
+        (["--quantization", "fp8"], "--quantization fp8: quantized computation is"),
+        (["--enable-lora"], "LoRA adapters are not supported"),
+        (["--speculative-config.method", "ngram"], "speculative decoding is not supported"),
+        (["--ssl-keyfile", "k"], "put a reverse proxy in front"),
+        (["--no-enable-chunked-prefill"], "raise --max-num-batched-tokens"),
+    ],
+)
+def test_missing_features_are_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert message in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["-tp", "1"],
+        ["--pipeline-parallel-size=1"],
+        ["--quantization", "none"],
+        ["--no-enable-lora"],
+        ["--runner", "auto"],
+    ],
+)
+def test_neutral_values_pass_silently(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    args = make_parser().parse_args(["model", *argv, "--port", "5"])
+    assert vars(args) == {"model_name": "model", "config": None, "server.port": 5}
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--swap-space", "4"], ["--preemption-mode=swap"], ["--disable-log-requests"], ["--trust_remote_code"],
+     ["--enable-chunked-prefill"], ["-O3"], ["-O", "3"]],
+)  # fmt: skip
+def test_needless_flags_pass_with_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    args = make_parser().parse_args([*argv, "--port", "5"])
+    assert vars(args) == {"model_name": None, "config": None, "server.port": 5}
+    err = capsys.readouterr().err
+    assert "has no effect" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_needless_switch_does_not_swallow_the_model() -> None:
+    assert make_parser().parse_args(["--trust-remote-code", "my-model"]).model_name == "my-model"
+
+
+def test_unknown_flags_get_near_matches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown flag --max-num-seq; did you mean --max-num-seqs" in refused(capsys, "--max-num-seq", "3")
+    assert "unexpected argument 'extra'" in refused(capsys, "model", "extra")
+
+
+def test_abbreviations_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown flag --sched" in refused(capsys, "--sched", "fcfs")
+
+
+def test_wrong_values_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "argument --kv-cache-memory-bytes: 'lots' is not a size" in refused(
+        capsys, "--kv-cache-memory-bytes", "lots"
+    )
+
+
+def test_no_flag_is_both_supported_and_in_the_table() -> None:
+    ours = {name for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS) for name in (flag.name, *flag.aliases)}
+    assert not ours & set(FLAGS)
+    assert set(SHORT.values()) <= set(FLAGS)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, entry in FLAGS.items() if isinstance(entry, Missing)))
+def test_every_missing_feature_says_why_in_a_sentence(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    message = refused(capsys, f"--{name}", "surely-not-neutral")
+    assert "not s" in message
+    assert "leave it out" in message
+
+
+def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        make_parser().parse_args(["--help"])
+    assert caught.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS):
+        assert f"--{flag.name}" in out
+        assert f"(default: {flag.default})" in out
