@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from octavo.core.errors import ModelFileError, ModelNotFoundError
 from octavo.hub.cache import cache_dir as default_cache_dir
@@ -128,7 +128,7 @@ def _compare(what: str, found: str, expected: str) -> None:
         )
 
 
-def _chunks(stream: BinaryIO | zipfile.ZipExtFile) -> Iterator[bytes]:
+def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
     while chunk := stream.read(_CHUNK):
         yield chunk
 

@@ -83,8 +83,8 @@ def fetch_repository(
                 f"({_first_line(exc)}); check the network and the proxy settings"
             )
         raise ModelNotFoundError(
-            f"{unknown} {why}. Nor is it in the local cache of downloaded models, {constants.HF_HUB_CACHE}: set HF_HOME "
-            "to use another one, for example one copied from a machine with a network, or give the path of a folder or "
+            f"{unknown} {why}. Nor is it in the local cache of downloaded models, {constants.HF_HUB_CACHE}: set "
+            "HF_HOME to use another one, for example one copied from a machine with a network, or give the path of a folder or "
             ".gguf file."
         ) from exc
     return Path(folder)
