@@ -1,0 +1,175 @@
+"""Fresh random batches for attention backends, and what the answer is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec
+from octavo.nn.attention.reference import attend_dense
+from octavo.nn.step import StepInput
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Absolute, and relative to the expected value on top: outputs are of order 1."""
+
+
+@dataclass
+class Sequence:
+    """All of one sequence's keys and values; its last `queries` tokens are computed by the step under test."""
+
+    k: Tensor
+    v: Tensor
+    blocks: list[int]
+    queries: int
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[0]
+
+
+@dataclass
+class Case:
+    spec: AttentionSpec
+    dtype: torch.dtype
+    block_size: int
+    num_blocks: int
+    sequences: list[Sequence]
+    label: str
+
+    def q(self, seed: int) -> Tensor:
+        count = sum(s.queries for s in self.sequences)
+        return _randn((count, self.spec.num_heads, self.spec.head_dim), seed, 2.0).to(self.dtype)
+
+    def expected(self, q: Tensor) -> Tensor:
+        outs, start = [], 0
+        for s in self.sequences:
+            outs.append(attend_dense(q[start : start + s.queries], s.k, s.v, self.spec))
+            start += s.queries
+        return torch.cat(outs)
+
+
+def make_case(
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    heads: tuple[int, int] | None = None,
+    head_dim: int | None = None,
+    block_size: int | None = None,
+    rows: list[tuple[int, int]] | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Case:
+    """A case drawn from `seed`, with what is given held fixed. `rows` are (length, queries) pairs."""
+    rng = random.Random(seed)
+    kv_heads, group = heads or rng.choice([(3, 3), (1, 8), (4, 1), (2, 4), (1, 1)])
+    head_dim = head_dim or rng.choice([32, 64, 96, 128, 256])
+    block_size = block_size or rng.choice([8, 16, 32])
+    rows = rows or [_row(rng) for _ in range(rng.randint(1, 7))]
+    spec = AttentionSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, soft_cap)
+    sequences = _sequences(rng, rows, spec, dtype, block_size)
+    needed = max(max(s.blocks) for s in sequences) + 1
+    label = f"seed={seed} {dtype} {spec} block_size={block_size} rows={rows}"
+    return Case(spec, dtype, block_size, needed + rng.randint(0, 3), sequences, label)
+
+
+def _row(rng: random.Random) -> tuple[int, int]:
+    length = rng.choice([rng.randint(1, 40), rng.randint(1, 700)])
+    queries = rng.choice([1, 1, length, rng.randint(1, length)])
+    return length, queries
+
+
+def _sequences(
+    rng: random.Random, rows: list[tuple[int, int]], spec: AttentionSpec, dtype: torch.dtype, block_size: int
+) -> list[Sequence]:
+    """Sequences whose blocks lie in order, scattered, or dealt out in turn; some begin with another's whole blocks."""
+    counts = [-(-length // block_size) for length, _ in rows]
+    ids = list(range(sum(counts) + rng.randint(0, 8)))
+    if rng.random() < 0.4:
+        rng.shuffle(ids)
+    deal = rng.random() < 0.3
+    tables: list[list[int]] = [[] for _ in rows]
+    while any(len(t) < c for t, c in zip(tables, counts, strict=True)):
+        for table, count in zip(tables, counts, strict=True):
+            take = min(count - len(table), 1 if deal else count)
+            table.extend(ids.pop(0) for _ in range(take))
+    sequences: list[Sequence] = []
+    for (length, queries), blocks in zip(rows, tables, strict=True):
+        shape = (length, spec.num_kv_heads, spec.head_dim)
+        k, v = (_randn(shape, rng.random(), 1.5).to(dtype) for _ in range(2))
+        if sequences and rng.random() < 0.5:
+            donor = rng.choice(sequences)
+            shared = min(donor.length - donor.queries, length - queries) // block_size
+            shared = rng.randint(0, shared)
+            blocks = donor.blocks[:shared] + blocks[shared:]
+            k[: shared * block_size] = donor.k[: shared * block_size]
+            v[: shared * block_size] = donor.v[: shared * block_size]
+        sequences.append(Sequence(k, v, blocks, queries))
+    return sequences
+
+
+def _randn(shape: tuple[int, ...], seed: float, scale: float) -> Tensor:
+    generator = torch.Generator().manual_seed(hash(seed) % 2**31)
+    return torch.randn(shape, generator=generator) * scale
+
+
+def filled_cache(case: Case, backend: AttentionBackend) -> Tensor:
+    """A cache in which the contexts are written, through the backend, and every other cell is NaN."""
+    shape = backend.cache_shape(case.spec, case.num_blocks, case.block_size)
+    assert shape[0] == case.num_blocks
+    cache = torch.full(shape, float("nan"), dtype=case.dtype)
+    past = [s for s in case.sequences if s.length > s.queries]
+    if past:
+        k = torch.cat([s.k[: s.length - s.queries] for s in past])
+        v = torch.cat([s.v[: s.length - s.queries] for s in past])
+        slots = [slot for s in past for slot in _slots(s, case.block_size)[: s.length - s.queries]]
+        step = _step([(s.length - s.queries, s.length - s.queries, s.blocks) for s in past], slots)
+        step.attn = backend.prepare(step, case.block_size)
+        backend.write(k, v, cache, step)
+    return cache
+
+
+def run(case: Case, backend: AttentionBackend, q: Tensor, cache: Tensor | None = None) -> Tensor:
+    """One step as a model's layer does it: write the new keys and values, then attend."""
+    cache = filled_cache(case, backend) if cache is None else cache
+    step = _step(
+        [(s.length, s.queries, s.blocks) for s in case.sequences],
+        [slot for s in case.sequences for slot in _slots(s, case.block_size)[s.length - s.queries :]],
+    )
+    step.attn = backend.prepare(step, case.block_size)
+    # As in a model, q, k and v are strided views of one fused projection's output.
+    k = torch.cat([s.k[s.length - s.queries :] for s in case.sequences])
+    v = torch.cat([s.v[s.length - s.queries :] for s in case.sequences])
+    fused = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1)
+    parts = fused.split([q.shape[1] * q.shape[2], k[0].numel(), v[0].numel()], dim=1)
+    q, k, v = (part.unflatten(1, (-1, case.spec.head_dim)) for part in parts)
+    backend.write(k, v, cache, step)
+    return backend.attend(q, cache, step, case.spec)
+
+
+def _slots(s: Sequence, block_size: int) -> list[int]:
+    return [s.blocks[p // block_size] * block_size + p % block_size for p in range(s.length)]
+
+
+def _step(rows: list[tuple[int, int, list[int]]], slots: list[int]) -> StepInput:
+    counts = [queries for _, queries, _ in rows]
+    width = max(len(blocks) for _, _, blocks in rows) + 1
+    tables = torch.zeros(len(rows), width, dtype=torch.int32)
+    for table, (_, _, blocks) in zip(tables, rows, strict=True):
+        table[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    total = sum(counts)
+    positions = torch.cat([torch.arange(length - n, length) for length, n, _ in rows])
+    return StepInput(
+        input_ids=torch.zeros(total, dtype=torch.long),
+        positions=positions,
+        query_start=starts,
+        seq_lens=torch.tensor([length for length, _, _ in rows], dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.tensor(slots),
+        logit_rows=torch.tensor([], dtype=torch.long),
+        max_query_len=max(counts),
+        max_seq_len=max(length for length, _, _ in rows),
+    )

@@ -1,0 +1,70 @@
+"""Every attention backend of this machine against float64, on batches that differ with every run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import ragged
+import torch
+
+from octavo.nn.attention.cpu import TorchAttention
+from octavo.nn.attention.reference import ReferenceAttention
+
+BACKENDS = {"reference": ReferenceAttention, "torch": TorchAttention}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def fresh_seed() -> int:
+    return int.from_bytes(os.urandom(4), "little")
+
+
+def check(case: ragged.Case, backend) -> None:
+    q = case.q(len(case.label))
+    got = ragged.run(case, backend, q)
+    assert got.shape == q.shape
+    assert got.dtype == q.dtype
+    expected = case.expected(q)
+    wrong = (got.double() - expected).abs() / (1 + expected.abs())
+    limit = ragged.TOLERANCE[case.dtype]
+    assert bool((wrong <= limit).all()), f"off by {wrong.nan_to_num(torch.inf).max()} with {case.label}"
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return BACKENDS[request.param]()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("trial", range(12))
+def test_random_batches(backend, dtype, trial):
+    check(ragged.make_case(fresh_seed(), dtype), backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 1}, {"window": 37}, {"window": 200}, {"soft_cap": 5.0}, {"window": 90, "soft_cap": 20.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("trial", range(3))
+def test_window_and_soft_cap(backend, dtype, options, trial):
+    check(ragged.make_case(fresh_seed(), dtype, **options), backend)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_shapes(backend, head_dim, block_size):
+    check(ragged.make_case(fresh_seed(), torch.bfloat16, head_dim=head_dim, block_size=block_size), backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_decodes(backend, dtype):
+    rows = [(n, 1) for n in (1, 2, 15, 16, 17, 31, 32, 33, 250, 251, 300, 511, 512, 513, 640)] * 2
+    check(ragged.make_case(fresh_seed(), dtype, rows=rows, head_dim=32), backend)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4096}, {"soft_cap": 30.0}], ids=str)
+def test_long_contexts(backend, options):
+    rows = [(20_000, 1), (9_001, 1), (7, 7), (5_000, 3)]
+    check(ragged.make_case(fresh_seed(), torch.float32, rows=rows, heads=(1, 3), head_dim=32, **options), backend)
