@@ -3,8 +3,8 @@
     python tools/deletion.py             static check, then the core tests once for each feature made unimportable
     python tools/deletion.py --static    only the check that no core file names a feature
 
-A feature is a folder in `octavo/features/`. Three places know it: the table in `features/__init__.py`, the folder itself,
-and its own tests (`tests/**/features/<name>/`). Whatever else names it could not do without it.
+A feature is a folder in `octavo/features/`. Three places know it: the table in `features/__init__.py`, the folder
+itself, and its own tests (`tests/**/features/<name>/`). Whatever else names it could not do without it.
 """
 
 from __future__ import annotations
