@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
 
 
 def make_parser() -> OctavoParser:
-    parser = OctavoParser(prog="octavo bench serve", description="Load a running server and time every token.")
+    parser = OctavoParser("octavo bench serve", description="Load a running server and time every token.")
     server = parser.add_argument_group("server")
     server.add_argument("--backend", choices=tuple(ENDPOINTS), default="openai", help="protocol (default: openai)")
     server.add_argument("--base-url", metavar="URL", help="instead of --host and --port")

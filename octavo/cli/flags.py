@@ -187,6 +187,7 @@ SERVER = (
         metavar="N",
         env="OCTAVO_MAX_N_SEQUENCES",
     ),
+    Flag("max-prompts", "server.max_prompts", "prompts in one completions request", "1024", units.count, metavar="N"),
     Flag(
         "stall-after",
         "server.stall_after_s",
@@ -221,6 +222,20 @@ SERVER = (
         choices=("debug", "info", "warning", "error", "critical"),
         aliases=("uvicorn-log-level",),
         env="OCTAVO_LOGGING_LEVEL",
+    ),
+    Flag(
+        "enable-log-requests",
+        "server.enable_log_requests",
+        "log a line at the end of every request",
+        "only at log level debug",
+        switch=True,
+    ),
+    Flag(
+        "trust-request-chat-template",
+        "server.trust_request_chat_template",
+        "let requests bring their own chat template",
+        "off",
+        switch=True,
     ),
     Flag(
         "disable-fastapi-docs",

@@ -28,11 +28,14 @@ class OctavoParser(argparse.ArgumentParser):
     `--max_model_len` is read as `--max-model-len`. Flags named in `unsupported.FLAGS` that this command does not have
     itself are refused with the reason, or accepted with a notice; any other unknown flag is refused with those that
     come nearest.
+
+    Args:
+        words: the positional arguments as the usage line shows them.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", _Formatter)
-        super().__init__(allow_abbrev=False, **kwargs)
+    def __init__(self, prog: str, *, words: str = "", **kwargs: Any) -> None:
+        usage = " ".join(filter(None, [prog, words, "[options]"]))
+        super().__init__(prog=prog, usage=usage, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         argv = self.screen([_dashes(word) for word in (sys.argv[1:] if args is None else args)])

@@ -23,7 +23,8 @@ def run(argv: list[str]) -> int:
 
 def make_parser() -> OctavoParser:
     parser = OctavoParser(
-        prog="octavo pull",
+        "octavo pull",
+        words="[NAME]",
         description="Download a model into Octavo's cache folder ($OCTAVO_CACHE) and print its path. "
         "A model that is already there is checked, not downloaded again.",
     )
@@ -37,8 +38,11 @@ def print_catalogue() -> None:
     from rich.table import Table
 
     from octavo.hub.catalogue import CATALOGUE
+    from octavo.hub.pull import pulled
 
-    table = Table("name", "size", "licence", "about", box=None, pad_edge=False)
+    table = Table("name", "size", "licence", "here", "model", box=None, pad_edge=False)
     for name, entry in CATALOGUE.items():
-        table.add_row(name, units.show_bytes(entry.size), entry.licence, entry.about)
+        here = "yes" if pulled(entry) else "no"
+        size = units.show_bytes(entry.num_bytes)
+        table.add_row(name, size, entry.licence, here, f"{entry.title}. {entry.description}")
     Console().print(table)

@@ -82,7 +82,6 @@ FLAGS: dict[str, Missing | Needless] = {
     "uds": _value("listening on a Unix socket is"),
     "allowed-origins": _value("a list of allowed origins (CORS) is"),
     "middleware": _value("middleware is"),
-    "enable-log-requests": _switch("logging of requests is"),
     "enable-log-outputs": _switch("logging of outputs is"),
     "ssl-keyfile": Missing(_TLS),
     "ssl-certfile": Missing(_TLS),
@@ -90,7 +89,7 @@ FLAGS: dict[str, Missing | Needless] = {
     "trust-remote-code": Needless("Octavo never runs code that comes with a model"),
     "swap-space": Needless("there is no swap space: preempted requests are recomputed", takes_value=True),
     "preemption-mode": Needless("preemption is by recompute, helped by the prefix cache", takes_value=True),
-    "disable-log-requests": Needless("requests are not logged"),
+    "disable-log-requests": Needless("requests are logged only with --enable-log-requests"),
     "enable-chunked-prefill": Needless(
         "long prompts are always computed in chunks",
         no_reason="long prompts are always computed in chunks; raise --max-num-batched-tokens to have fewer of them",

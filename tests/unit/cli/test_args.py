@@ -26,7 +26,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_parser() -> OctavoParser:
-    parser = OctavoParser(prog="octavo serve")
+    parser = OctavoParser("octavo serve")
     add_engine_settings(parser)
     add_settings(parser, SERVER_GROUPS)
     return parser

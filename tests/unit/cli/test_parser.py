@@ -11,7 +11,7 @@ from octavo.cli.unsupported import FLAGS, SHORT, Missing
 
 
 def make_parser() -> OctavoParser:
-    parser = OctavoParser(prog="octavo serve")
+    parser = OctavoParser("octavo serve")
     add_engine_settings(parser)
     add_settings(parser, SERVER_GROUPS)
     return parser
