@@ -44,15 +44,18 @@ class GGUFTensor:
 
 
 class Metadata(Mapping[str, Any]):
-    """The key-value part. A value is decoded when asked for: arrays become lists, strings `str`."""
+    """The key-value part. A value is decoded when first asked for: arrays become lists, strings `str`."""
 
     def __init__(self, reader: _Reader, places: dict[str, tuple[int, int]]) -> None:
         self._reader = reader
         self._places = places
+        self._values: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
-        kind, place = self._places[key]
-        return self._reader.value(kind, place, key)
+        if key not in self._values:
+            kind, place = self._places[key]
+            self._values[key] = self._reader.value(kind, place, key)
+        return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -84,8 +84,8 @@ def fetch_repository(
             )
         raise ModelNotFoundError(
             f"{unknown} {why}. Nor is it in the local cache of downloaded models, {constants.HF_HUB_CACHE}: set "
-            "HF_HOME to use another one, for example one copied from a machine with a network, or give the path of a folder or "
-            ".gguf file."
+            "HF_HOME to use another one, for example one copied from a machine with a network, or give the path of a "
+            "folder or .gguf file."
         ) from exc
     return Path(folder)
 

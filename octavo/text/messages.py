@@ -1,0 +1,88 @@
+"""Chat messages in OpenAI's form, checked and made plain for templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with each content as one string, and the arguments of tool calls as objects.
+
+    Text parts of one message are joined by newlines.
+
+    Raises:
+        InvalidRequestError: empty, or not of OpenAI's form; the message says which one and why. `param` is "messages".
+        UnsupportedError: a part that is not text.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise _invalid("messages must be a list of objects with role and content", messages)
+    if not messages:
+        raise _invalid("messages must hold at least one message", messages)
+    return [_plain(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _invalid(f"{where} must be an object with role and content", message)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _invalid(f"{where}.role must be a string such as 'user'", role)
+    plain = dict(message)
+    calls = message.get("tool_calls")
+    if calls:
+        plain["tool_calls"] = _plain_calls(calls, f"{where}.tool_calls")
+    content = message.get("content")
+    if content is None and not calls:
+        raise _invalid(f"{where}.content is missing", content)
+    plain["content"] = _text(content, f"{where}.content")
+    return plain
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise _invalid(f"{where} must be a string or a list of text parts", content)
+    return "\n".join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if isinstance(kind, str) and kind != "text":
+        raise UnsupportedError(
+            f"{where} is of type {kind!r}; this model takes only parts of type 'text'.", param="messages", value=kind
+        )
+    raise _invalid(f"{where} must be {{'type': 'text', 'text': ...}}", part)
+
+
+def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence):
+        raise _invalid(f"{where} must be a list", calls)
+    return [_plain_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+
+
+def _plain_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise _invalid(f"{where}.function must be an object with name and arguments", function)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as exc:
+            raise _invalid(f"{where}.function.arguments is not valid JSON", arguments) from exc
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _invalid(what: str, value: Any) -> InvalidRequestError:
+    return InvalidRequestError(f"{what}.", param="messages", value=value)

@@ -1,0 +1,198 @@
+"""`Tokenizer`: text to token ids and back, from a checkpoint's files. The work is done by the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from octavo.core.errors import InvalidRequestError, ModelFileError
+from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_file import read_gguf
+from octavo.hub.json_file import read_json_if_there
+from octavo.text import gguf_tokenizer
+from octavo.text.pieces import decoding_of, token_bytes
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: one more than the highest id; a model's head may have more rows.
+        special_ids: tokens that are marks, not text; `decode` leaves them out unless told otherwise.
+        named_tokens: "bos_token", "eos_token" and the like -> the token's text, as chat templates use them.
+        chat_templates: name -> Jinja source; the main one is "default".
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.named_tokens = dict(named_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        self._mark_named_tokens()
+        self.decoding = decoding_of(backend)
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._bytes: dict[int, bytes] = {}
+        self._longest: int | None = None
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.named_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.named_tokens.get("eos_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    @property
+    def max_token_chars(self) -> int:
+        """Characters of the longest token as the vocabulary writes it; no token stands for more characters of text."""
+        if self._longest is None:
+            self._longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        return self._longest
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Special tokens written out in the text are parsed as such.
+
+        Args:
+            add_special_tokens: put the model's beginning or end mark around the text, if it uses any. A prompt made by
+                a chat template has them already.
+
+        Raises:
+            InvalidRequestError: the text holds half of a surrogate pair, which no UTF-8 has.
+        """
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise _not_text(text) from exc
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
+        if not self.decoding.concatenates:
+            known = [token for token in ids if 0 <= token < self.vocab_size]
+            text: str = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+            return text
+        skip = self.special_ids if skip_special_tokens else frozenset()
+        text = b"".join(self.token_bytes(token) for token in ids if token not in skip).decode("utf-8", "replace")
+        return text[self.leading_spaces(text) :]
+
+    def leading_spaces(self, text: str) -> int:
+        """How many of the spaces at the beginning of a whole text the tokenizer has put there itself."""
+        spaces = len(text) - len(text.lstrip(" "))
+        return min(spaces, self.decoding.strip)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for; they need not be whole characters. Empty outside the vocabulary."""
+        known = self._bytes.get(token)
+        if known is None:
+            text = self.backend.id_to_token(token) if token >= 0 else None
+            known = token_bytes(text, self.decoding.kind) if text is not None else b""
+            self._bytes[token] = known
+        return known
+
+    def token_text(self, token: int) -> str:
+        """One token as text, special ones included; U+FFFD where it holds parts of characters."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def _mark_named_tokens(self) -> None:
+        """Marks the named tokens as special, which some checkpoints forget."""
+        present = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        missing = [
+            token
+            for token in self.named_tokens.values()
+            if token not in present and self.backend.token_to_id(token) is not None
+        ]
+        if missing:
+            self.backend.add_special_tokens(
+                [tokenizers.AddedToken(token, normalized=False, special=True) for token in missing]
+            )
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer of a checkpoint: its tokenizer.json, or the one in a GGUF file's metadata.
+
+    Raises:
+        ModelFileError: absent, corrupt, or of a kind that is not known.
+    """
+    return _from_gguf(files.path) if files.format == "gguf" else _from_folder(files.path)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    file = read_gguf(path)
+    shorts = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    named = {name: gguf_tokenizer.special_token(file, short) for name, short in shorts.items()}
+    return Tokenizer(
+        gguf_tokenizer.build_backend(file),
+        named_tokens={name: token for name, token in named.items() if token is not None},
+        chat_templates=gguf_tokenizer.chat_templates(file),
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelFileError(
+            f"{folder} has no tokenizer.json. If it has an older form of tokenizer, convert it with "
+            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or give --tokenizer FOLDER."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as exc:  # the library raises bare Exception for whatever is wrong
+        raise ModelFileError(f"{path} is corrupt or of an unknown form: {exc}. Download the file again.") from exc
+    config = read_json_if_there(folder / "tokenizer_config.json")
+    return Tokenizer(backend, named_tokens=_named_tokens(folder, config), chat_templates=_templates(folder, config))
+
+
+def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    merged = read_json_if_there(folder / "special_tokens_map.json") | config
+    named = {}
+    for name in _NAMED_TOKENS:
+        value = merged.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Newer checkpoints keep templates in files of their own, which win over those in the config."""
+    templates: dict[str, str] = {}
+    for content in (config, read_json_if_there(folder / "chat_template.json")):
+        value = content.get("chat_template")
+        if isinstance(value, str):
+            templates["default"] = value
+        elif isinstance(value, list):
+            templates |= {entry["name"]: entry["template"] for entry in value if {"name", "template"} <= entry.keys()}
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    for name, path in [*((path.stem, path) for path in more), ("default", folder / "chat_template.jinja")]:
+        if path.is_file():
+            templates[name] = path.read_text(encoding="utf-8")
+    return templates
+
+
+def _not_text(text: Any) -> InvalidRequestError:
+    if not isinstance(text, str):
+        return InvalidRequestError(f"The prompt must be text, got {type(text).__name__}.", param="prompt", value=text)
+    place = next((n for n, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
+    return InvalidRequestError(
+        f"The text can't be encoded: at character {place} it holds U+{ord(text[place]):04X}, half of a surrogate pair. "
+        "Send whole characters.",
+        param="prompt",
+        value=ascii(text[max(place - 10, 0) : place + 10]),
+    )
