@@ -1,7 +1,7 @@
 """Dequantising ggml's block formats (layouts: `ggml-common.h` and `ggml-quants.c` of llama.cpp).
 
-The common formats are decoded here with torch, on all compute threads and in pieces that stay in the processor's cache;
-the rest by the `gguf` library. The arithmetic is float32 throughout, in the library's order, so both agree exactly.
+The common formats are decoded here with torch, in pieces that stay in the processor's cache; the rest by the `gguf`
+library. The arithmetic is float32 throughout, in the library's order, so both agree exactly.
 """
 
 from __future__ import annotations
