@@ -30,14 +30,13 @@ def add_settings(parser: OctavoParser, groups: Groups, *, without: frozenset[str
                 _add(group, flag)
 
 
-def add_engine_settings(parser: OctavoParser, *, without: frozenset[str] = frozenset()) -> None:
-    """MODEL, --config, and every flag of the engine."""
-    parser.add_argument(
-        "model_name",
-        nargs="?",
-        metavar="MODEL",
-        help="a name that `octavo pull --list` shows, a folder, a .gguf file or a Hugging Face id (default: smollm2)",
-    )
+def add_engine_settings(
+    parser: OctavoParser, *, without: frozenset[str] = frozenset(), positional: bool = True
+) -> None:
+    """MODEL (unless `positional` is false), --config, and every flag of the engine."""
+    about = "a name that `octavo pull --list` shows, a folder, a .gguf file or a Hugging Face id (default: smollm2)"
+    if positional:
+        parser.add_argument("model_name", nargs="?", metavar="MODEL", help=about)
     parser.add_argument("--config", metavar="FILE", help="YAML file whose keys are the names of these flags")
     add_settings(parser, ENGINE_GROUPS, without=without)
 

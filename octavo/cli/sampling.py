@@ -1,0 +1,49 @@
+"""The flags that say how to sample, for commands that generate."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.cli import units
+from octavo.cli.parser import OctavoParser
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    flag: str
+    read: Any
+    help: str
+
+
+_OPTIONS = (
+    _Option("temperature", float, "0 always takes the likeliest token"),
+    _Option("top-p", float, "sample from the smallest set of tokens of this total probability"),
+    _Option("top-k", int, "sample from the likeliest K tokens"),
+    _Option("min-p", float, "leave out tokens less likely than this share of the likeliest"),
+    _Option("max-tokens", units.count, "the most tokens to generate"),
+    _Option("min-tokens", units.natural, "the fewest tokens to generate"),
+    _Option("seed", int, "makes the answer repeatable"),
+    _Option("repetition-penalty", float, "over 1 discourages what was already said"),
+    _Option("presence-penalty", float, "over 0 discourages tokens of the answer so far"),
+    _Option("frequency-penalty", float, "over 0 discourages them by how often they came"),
+)
+
+
+def add_sampling_flags(parser: OctavoParser) -> None:
+    group = parser.add_argument_group("sampling (defaults are the model's own)")
+    for option in _OPTIONS:
+        group.add_argument(
+            f"--{option.flag}", type=option.read, metavar=option.flag.split("-")[-1].upper(), help=option.help
+        )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated"
+    )
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the answer")
+
+
+def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `SamplingParams` that the command line sets."""
+    names = [option.flag.replace("-", "_") for option in _OPTIONS]
+    return {name: value for name in (*names, "stop", "ignore_eos") if (value := getattr(args, name)) is not None}
