@@ -38,6 +38,14 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
+    def check_idle(self) -> None:
+        """Compare the books while nothing runs. Raises AssertionError if a block leaked."""
+        self._scheduler.check_idle()
+
+    def forget_past(self) -> None:
+        """Start counting and caching anew, as after a warm-up."""
+        self._scheduler.forget_past()
+
     def close(self) -> None:
         self._executor.close()
 

@@ -460,6 +460,18 @@ class Scheduler:
         stats.kv_slots_filled = stats.kv_slots_allocated - self._unfilled()
         return stats
 
+    def check_idle(self) -> None:
+        """Raise AssertionError if anything is held although no request is alive."""
+        self.cache.check()
+        if self._alive or self.cache.num_free != self.cache.num_blocks:
+            raise AssertionError(f"{self.cache.pool.num_used} blocks and {len(self._alive)} requests are left when idle")
+
+    def forget_past(self) -> None:
+        """Drop cached contents and counters; nothing may be running."""
+        self.cache.reset()
+        self.cache.num_copied = self.cache.num_evicted = 0
+        self._stats = EngineStats(num_blocks=self.cache.num_blocks, block_size=self.cache.block_size)
+
     def count_times(self, *, plan: float, launch: float, retire: float) -> None:
         """Add a step's seconds: spent planning, launching, and waiting for tokens and taking them in."""
         stats = self._stats

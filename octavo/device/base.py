@@ -1,0 +1,28 @@
+"""`Device`: what the worker asks of the hardware under it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Device(Protocol):
+    """One device of one worker. Sizes in bytes."""
+
+    torch_device: torch.device
+    name: str
+    default_depth: int
+    """Steps worth launching ahead: 0 where launching computes, 1 where it only enqueues."""
+
+    def setup(self, threads: int | None) -> None:
+        """Prepare this process for computing; called once, before anything is allocated."""
+        ...
+
+    def pick_dtype(self, wanted: str, checkpoint: str | None) -> torch.dtype:
+        """The dtype to compute in: `wanted`, or for "auto" what suits the checkpoint's dtype and this device."""
+        ...
+
+    def kv_budget(self, utilization: float | None, weights: int) -> int:
+        """Bytes for the KV cache, given those that the weights will take."""
+        ...

@@ -1,0 +1,53 @@
+"""`CpuDevice`: the host's processor and memory."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from octavo.core.errors import ConfigError
+from octavo.device import host
+
+log = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_DEFAULT_KV_LIMIT = 4 * _GIB
+_DEFAULT_UTILIZATION = 0.5
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class CpuDevice:
+    """Computes at launch, so running ahead gains nothing: its depth is 0 unless asked otherwise."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.name = host.cpu_name()
+        self.default_depth = 0
+        self._available = host.available_memory()
+
+    def setup(self, threads: int | None) -> None:
+        cores = host.physical_cores()
+        if threads is not None and threads > cores:
+            log.warning("--threads %d is more than the %d physical cores given to this process", threads, cores)
+        torch.set_num_threads(threads or cores)
+        torch.set_num_interop_threads(1)
+
+    def pick_dtype(self, wanted: str, checkpoint: str | None) -> torch.dtype:
+        if wanted == "float16":
+            raise ConfigError("--dtype float16 is slow and inexact on a CPU; use bfloat16 or float32.")
+        if wanted != "auto":
+            return _DTYPES[wanted]
+        return torch.bfloat16 if checkpoint != "float32" and host.has_fast_bfloat16() else torch.float32
+
+    def kv_budget(self, utilization: float | None, weights: int) -> int:
+        """Half of the available memory less the weights, at most 4 GiB; with a stated utilization, that fraction."""
+        available = self._available
+        budget = int(available * (utilization or _DEFAULT_UTILIZATION)) - weights
+        if budget <= 0:
+            raise ConfigError(
+                f"The weights take {weights / _GIB:.2f} GiB, more than --memory-utilization "
+                f"{utilization or _DEFAULT_UTILIZATION} of the {available / _GIB:.2f} GiB of memory available. Raise --memory-utilization, set "
+                "--kv-cache-memory-bytes yourself, use --dtype bfloat16 if it runs in float32, or take a smaller model."
+            )
+        return budget if utilization else min(budget, _DEFAULT_KV_LIMIT)

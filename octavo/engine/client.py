@@ -1,0 +1,199 @@
+"""`CoreClient`: an `EngineClient` for a core in another process, on asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+import zmq
+import zmq.asyncio
+
+from octavo.core import errors
+from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
+from octavo.core.info import Health, ModelInfo
+from octavo.core.output import TokenDelta
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import EngineStats
+from octavo.engine import wire
+from octavo.engine.process import CoreProcess
+
+log = logging.getLogger(__name__)
+
+OnPhase = Callable[[str, float | None], None]
+Item = TokenDelta | Exception
+
+
+class CoreClient:
+    """Owns the core's process. Made by `start`; every coroutine runs on the event loop that started it."""
+
+    def __init__(self, process: CoreProcess, stall_after_s: float) -> None:
+        self._process = process
+        self._stall_after_s = stall_after_s
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(process.address)
+        self._streams: dict[str, asyncio.Queue[Item]] = {}
+        self._info: ModelInfo | None = None
+        self._stats = EngineStats()
+        self._dead: str | None = None
+        self._progress_at = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(
+        cls, process: CoreProcess, *, stall_after_s: float = 120.0, on_phase: OnPhase | None = None
+    ) -> CoreClient:
+        """Wait until the core is ready.
+
+        Raises:
+            OctavoError: what kept it from starting, as the same class where that is one of `core.errors`.
+            EngineDeadError: it died without a word.
+        """
+        client = cls(process, stall_after_s)
+        try:
+            await client._wait_ready(on_phase)
+        except BaseException:
+            await client.close()
+            raise
+        client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
+        return client
+
+    @property
+    def info(self) -> ModelInfo:
+        if self._info is None:
+            raise AssertionError("the core is not ready")
+        return self._info
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        if request.id in self._streams:
+            raise InvalidRequestError(
+                "request_id is in use by a running request.", param="request_id", value=request.id
+            )
+        if not self._streams:
+            self._progress_at = time.monotonic()
+        queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._streams[request.id] = queue
+        remaining = request.params.n
+        try:
+            self._send(wire.Add(request))
+            while remaining:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    remaining = 0
+                    raise item
+                remaining -= item.finish is not None
+                yield item
+        finally:
+            del self._streams[request.id]
+            if remaining:
+                self._send(wire.Abort(request.id))
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        self._send(wire.Abort(request_id, index))
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def health(self) -> Health:
+        if self._dead is not None:
+            return Health(ok=False, reason=self._dead)
+        waited = time.monotonic() - self._progress_at
+        if self._streams and waited > self._stall_after_s:
+            reason = f"{len(self._streams)} requests wait, but no step has completed for {waited:.0f} s."
+            return Health(ok=False, reason=reason, stalled_s=waited)
+        return Health(ok=True)
+
+    async def close(self) -> None:
+        """Stop the core and wait until its process is gone. Streams that are still open end with EngineDeadError."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._tasks = []
+        if not self._socket.closed:
+            if self._dead is None and self._process.alive:
+                with contextlib.suppress(zmq.ZMQError):
+                    await self._socket.send(wire.encode(wire.Shutdown()))
+            await asyncio.to_thread(self._process.stop)
+            self._die("The engine was closed.")
+            self._socket.close()
+            self._context.term()
+
+    async def _wait_ready(self, on_phase: OnPhase | None) -> None:
+        self._send(wire.Hello())
+        while self._info is None:
+            if not await self._socket.poll(200):
+                if not self._process.alive:
+                    raise EngineDeadError(self._process.obituary())
+                continue
+            match wire.decode_to_client(await self._socket.recv()):
+                case wire.Ready(info):
+                    self._info = info
+                case wire.Failed(kind, message):
+                    raise _error_of(kind, message)
+                case wire.Phase(name, seconds):
+                    if on_phase is not None:
+                        on_phase(name, seconds)
+                case _:
+                    pass
+
+    async def _read(self) -> None:
+        while True:
+            message = wire.decode_to_client(await self._socket.recv())
+            self._progress_at = time.monotonic()
+            self._take(message)
+
+    def _take(self, message: wire.ToClient) -> None:
+        match message:
+            case wire.News(deltas, stats):
+                self._stats = stats
+                for delta in deltas:
+                    queue = self._streams.get(delta.id)
+                    if queue is not None:
+                        queue.put_nowait(delta)
+            case wire.Refused(request_id, text, param):
+                queue = self._streams.get(request_id)
+                if queue is not None:
+                    queue.put_nowait(InvalidRequestError(text, param=param))
+            case _:
+                pass
+
+    async def _watch(self) -> None:
+        await self._process.exited()
+        reason = self._process.obituary()
+        log.error("%s", reason)
+        self._die(reason)
+
+    def _die(self, reason: str) -> None:
+        self._dead = self._dead or reason
+        for queue in self._streams.values():
+            queue.put_nowait(EngineDeadError(self._dead))
+
+    def _send(self, message: wire.ToCore) -> None:
+        """Hand a message to ZeroMQ, which never blocks here: the queue has no limit."""
+        if self._dead is None and not self._socket.closed:
+            future = asyncio.ensure_future(self._socket.send(wire.encode(message)))
+            future.add_done_callback(_complain)
+
+
+def _complain(future: asyncio.Future[object]) -> None:
+    if not future.cancelled() and future.exception() is not None:
+        log.error("a message to the engine core was lost: %s", future.exception())
+
+
+def _error_of(kind: str, message: str) -> OctavoError:
+    cls = getattr(errors, kind, None)
+    if isinstance(cls, type) and issubclass(cls, OctavoError):
+        error = cls.__new__(cls)
+        Exception.__init__(error, message)
+        return error
+    return EngineDeadError(f"The engine core could not start: {message}")

@@ -1,0 +1,162 @@
+"""`CoreServer`: an engine loop behind a ZeroMQ socket, in a process of its own. Its clients are `CoreClient`s."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from octavo.core.errors import InvalidRequestError, OctavoError
+from octavo.core.info import ModelInfo
+from octavo.core.output import TokenDelta
+from octavo.engine import wire
+from octavo.engine.loop import EngineLoop
+
+log = logging.getLogger(__name__)
+
+OnPhase = Callable[[str, float | None], None]
+MakeCore = Callable[[OnPhase], tuple[EngineLoop, ModelInfo]]
+
+_IDLE_POLL_MS = 1000
+
+
+class CoreServer:
+    """Single-threaded: messages are read between steps, so an abort takes effect within one step.
+
+    Any number of front ends may connect; each gets the news of its own requests, and everybody gets the counters.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._clients: list[bytes] = []
+        self._owner: dict[str, bytes] = {}
+        self._remaining: dict[str, int] = {}
+        self._info: ModelInfo | None = None
+        self._loop: EngineLoop | None = None
+        self._alive = True
+        self._parent = os.getppid()
+
+    def run(self, make_core: MakeCore) -> int:
+        """Start the core, serve until told to stop; returns the process's exit code."""
+        self._receive(block=True)  # the first Hello, so that somebody hears of the phases
+        try:
+            self._loop, self._info = make_core(self._on_phase)
+        except OctavoError as error:
+            self._broadcast(wire.Failed(type(error).__name__, str(error)))
+            return self._close(1)
+        except Exception as error:
+            log.exception("the engine core could not start")
+            self._broadcast(wire.Failed(type(error).__name__, f"{type(error).__name__}: {error}"))
+            return self._close(1)
+        self._broadcast(wire.Ready(self._info))
+        gc.collect()
+        gc.freeze()
+        self._serve(self._loop)
+        self._loop.close()
+        return self._close(0)
+
+    def _serve(self, loop: EngineLoop) -> None:
+        while self._alive and os.getppid() == self._parent:
+            self._receive(block=not loop.busy)
+            if loop.busy:
+                self._send_news(loop.step())
+                if not loop.busy:
+                    loop.check_idle()
+
+    def _receive(self, *, block: bool) -> None:
+        """Handle all messages that are there; with `block`, wait a little for the first."""
+        if block and not self._socket.poll(_IDLE_POLL_MS):
+            return
+        while self._alive:
+            try:
+                client, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(client, wire.decode_to_core(payload))
+            except msgspec.DecodeError:
+                log.exception("a front end sent a message that can't be read; it is ignored")
+
+    def _handle(self, client: bytes, message: wire.ToCore) -> None:
+        match message:
+            case wire.Hello():
+                if client not in self._clients:
+                    self._clients.append(client)
+                if self._info is not None:
+                    self._send(client, wire.Ready(self._info))
+            case wire.Add(request) if self._loop is not None:
+                try:
+                    self._loop.add(request)
+                except InvalidRequestError as error:
+                    self._send(client, wire.Refused(request.id, error.message, error.param))
+                else:
+                    self._owner[request.id] = client
+                    self._remaining[request.id] = request.params.n
+            case wire.Abort(request_id, index) if self._loop is not None:
+                self._send_news(self._loop.abort(request_id, index))
+            case wire.Shutdown():
+                self._alive = False
+
+    def _send_news(self, deltas: list[TokenDelta]) -> None:
+        if self._loop is None:
+            return
+        stats = self._loop.stats()
+        by_client: dict[bytes, list[TokenDelta]] = {client: [] for client in self._clients}
+        for delta in deltas:
+            owner = self._owner.get(delta.id)
+            if owner in by_client:
+                by_client[owner].append(delta)
+            if delta.finish is not None:
+                self._remaining[delta.id] -= 1
+                if not self._remaining[delta.id]:
+                    del self._remaining[delta.id], self._owner[delta.id]
+        for client, news in by_client.items():
+            self._send(client, wire.News(news, stats))
+
+    def _on_phase(self, name: str, seconds: float | None) -> None:
+        self._receive(block=False)
+        self._broadcast(wire.Phase(name, seconds))
+
+    def _broadcast(self, message: wire.ToClient) -> None:
+        for client in self._clients:
+            self._send(client, message)
+
+    def _send(self, client: bytes, message: wire.ToClient) -> None:
+        self._socket.send_multipart([client, wire.encode(message)])
+
+    def _close(self, code: int) -> int:
+        self._socket.close()
+        self._context.term()
+        return code
+
+
+class PhaseTimer:
+    """Times the phases of a start, one after the other, and reports each to `on_phase`."""
+
+    def __init__(self, on_phase: OnPhase) -> None:
+        self.seconds: dict[str, float] = {}
+        self._on_phase = on_phase
+        self._name = ""
+        self._began = 0.0
+
+    def begin(self, name: str) -> None:
+        """End the phase before, if any, and begin this one."""
+        self.end()
+        self._name, self._began = name, time.perf_counter()
+        self._on_phase(name, None)
+
+    def end(self) -> None:
+        if self._name:
+            self.seconds[self._name] = round(time.perf_counter() - self._began, 3)
+            self._on_phase(self._name, self.seconds[self._name])
+            self._name = ""

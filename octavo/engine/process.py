@@ -1,0 +1,73 @@
+"""`CoreProcess`: an engine core's process, from its start to its certain end."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 5.0
+
+
+class CoreProcess:
+    """A child that runs `python -m MODULE`, reads `payload` from its standard input, and can't outlive this process."""
+
+    def __init__(self, module: str, payload: Any) -> None:
+        self._folder = tempfile.mkdtemp(prefix="octavo-")
+        self.address = f"ipc://{Path(self._folder) / 'core.sock'}"
+        self._process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
+        stdin = self._process.stdin
+        if stdin is None:
+            raise AssertionError("the child has no standard input")
+        with stdin:
+            pickle.dump((self.address, payload), stdin)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    async def exited(self) -> None:
+        """Return when the process has ended."""
+        await asyncio.to_thread(self._process.wait)
+
+    def obituary(self) -> str:
+        """How the process ended, for people."""
+        code = self._process.poll()
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = " The system may have run out of memory." if name == "SIGKILL" else ""
+            return f"The engine core was killed by {name}.{hint}"
+        return f"The engine core ended with exit code {code}; its log says why."
+
+    def stop(self) -> None:
+        """Wait a little for the process to end by itself, then make it; also removes its socket."""
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def receive_payload() -> tuple[str, Any]:
+    """In the child: the address to serve at, and what `CoreProcess` was given. Ties its life to its parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    address, payload = pickle.load(sys.stdin.buffer)
+    sys.stdin.close()
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    return address, payload

@@ -1,0 +1,70 @@
+"""The messages between front ends and an engine core, and their encoding (msgspec's MessagePack)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.core.info import ModelInfo
+from octavo.core.output import TokenDelta
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import EngineStats
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A front end is there and wants to know when the core is ready."""
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End a request, or one of its choices."""
+
+    id: str
+    index: int | None = None
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Stop now; what still runs is aborted."""
+
+
+class Phase(msgspec.Struct, frozen=True, tag=True):
+    """A phase of the start has ended, after so many seconds; or has begun, if None."""
+
+    name: str
+    seconds: float | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    info: ModelInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The core could not start; `kind` is the error's class in `core.errors`, or another name for a bug."""
+
+    kind: str
+    message: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A request that can never run; the fields of `InvalidRequestError`."""
+
+    id: str
+    message: str
+    param: str | None
+
+
+class News(msgspec.Struct, frozen=True, tag=True):
+    """What a step brought to this front end's requests; sent after every step, even if it brought nothing."""
+
+    deltas: list[TokenDelta]
+    stats: EngineStats
+
+
+ToCore = Hello | Add | Abort | Shutdown
+ToClient = Phase | Ready | Failed | Refused | News
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
+decode_to_client = msgspec.msgpack.Decoder(ToClient).decode

@@ -1,0 +1,36 @@
+"""`WorkerHook`: the seam through which a feature takes part in computing; each method has a do-nothing default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor, nn
+
+from octavo.core.output import StepOutput
+from octavo.nn.step import StepInput
+
+
+class WorkerHook:
+    """The worker half of a feature. It keeps its own state by slot and never sees the runner.
+
+    `payload` is what the engine half put under `name` for this step; None if it put nothing.
+    """
+
+    name: str = ""
+
+    def attach(self, model: nn.Module) -> None:
+        """The model is loaded; wrap what must be wrapped."""
+
+    def add(self, slot: int, options: msgspec.Raw | None) -> None:
+        """A request took this slot, with its options for this feature."""
+
+    def before_forward(self, step: StepInput, payload: Any) -> None:
+        """The batch is laid out; the model has not run."""
+
+    def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> None:
+        """Change the rows of logits [S, vocab] in place; row i belongs to `slots[i]`."""
+
+    def after_sample(self, step: StepInput, output: StepOutput) -> None:
+        """The step's tokens are known."""

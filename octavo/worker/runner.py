@@ -1,0 +1,109 @@
+"""`Runner`: one step on one device. It computes what the plan says and decides nothing.
+
+No feature is named here: features come in through `WorkerHook`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.core.output import StepOutput, TokenLogprobs
+from octavo.core.plan import StepPlan
+from octavo.models.decoder import CausalLM
+from octavo.nn.attention.base import AttentionBackend
+from octavo.nn.step import StepInput
+from octavo.sampling.sampler import Sampler
+from octavo.worker.hooks import WorkerHook
+from octavo.worker.inputs import build_input
+from octavo.worker.slots import Slots
+
+_BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this request."
+
+
+@dataclass(slots=True)
+class RunnerStep:
+    """A step on its way: laid out, then computed, then sampled."""
+
+    plan: StepPlan
+    input: StepInput
+    hidden: Tensor
+    output: StepOutput | None = None
+
+    def result(self) -> StepOutput:
+        if self.output is None:
+            raise AssertionError("the step was never sampled")
+        return self.output
+
+
+class Runner:
+    """Model, slots and sampler, behind the `Executor` protocol."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        slots: Slots,
+        sampler: Sampler,
+        block_size: int,
+        hooks: Sequence[WorkerHook] = (),
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._slots = slots
+        self._sampler = sampler
+        self._block_size = block_size
+        self._hooks = hooks
+        for hook in hooks:
+            hook.attach(model)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> RunnerStep:
+        self._slots.apply(plan)
+        for row in plan.new:
+            for hook in self._hooks:
+                hook.add(row.slot, row.options.get(hook.name))
+        self._copy_blocks(plan.copies)
+        step = build_input(plan, self._slots, self._block_size)
+        step.attn = self._attention.prepare(step, self._block_size)
+        for hook in self._hooks:
+            hook.before_forward(step, plan.payload.get(hook.name))
+        hidden = self._model.forward(self._model.embed(step), step)
+        self._slots.advance(torch.tensor(plan.slots), torch.tensor(plan.num_tokens))
+        return RunnerStep(plan, step, hidden)
+
+    @torch.inference_mode()
+    def sample(self, step: RunnerStep, payload: dict[str, Any]) -> None:
+        plan = step.plan
+        rows = [row for row, samples in enumerate(plan.samples) if samples]
+        tokens: list[list[int]] = [[] for _ in plan.slots]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        errors: dict[int, str] = {}
+        if rows:
+            slots = [plan.slots[row] for row in rows]
+            logits = self._model.logits(step.hidden[step.input.logit_rows])
+            for hook in self._hooks:
+                hook.apply(logits, slots, payload.get(hook.name))
+            sampled = self._sampler.sample(logits, self._slots.sample_rows(slots))
+            self._slots.append(torch.tensor(slots), sampled.tokens)
+            for row, token in zip(rows, sampled.tokens.tolist(), strict=True):
+                tokens[row] = [token]
+            logprobs = {rows[i]: [entry] for i, entry in sampled.logprobs.items()}
+            errors = {rows[i]: _BAD_LOGITS for i in sampled.bad_rows}
+        step.output = StepOutput(tokens, logprobs, errors)
+        for hook in self._hooks:
+            hook.after_sample(step.input, step.output)
+
+    def close(self) -> None:
+        """Drop the KV cache; the model goes with the runner."""
+        for layer in self._model.attention_layers:
+            layer.cache = torch.empty(0)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        for source, destination in copies:
+            for layer in self._model.attention_layers:
+                layer.cache[destination].copy_(layer.cache[source])

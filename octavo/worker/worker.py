@@ -1,0 +1,82 @@
+"""`Worker`: one device's share of the engine, from model files to a `Runner` that is ready."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from octavo.config import DeviceConfig, ModelConfig
+from octavo.device.base import Device
+from octavo.device.select import select_device
+from octavo.hub.files import ModelFiles
+from octavo.models.decoder import CausalLM
+from octavo.models.load import open_checkpoint
+from octavo.models.load.weights import load_weights
+from octavo.models.registry import build_model, spec_of
+from octavo.models.spec import DecoderSpec
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec
+from octavo.nn.attention.select import select
+from octavo.sampling.sampler import Sampler
+from octavo.worker.hooks import WorkerHook
+from octavo.worker.runner import Runner
+from octavo.worker.slots import Slots
+
+
+class Worker:
+    """Built in the order in which memory is taken: nothing, weights, KV cache and slots. Sizes in bytes.
+
+    Raises:
+        ConfigError: device, dtype or attention backend can't be used here.
+        ModelFileError: the weights are not what the configuration says.
+    """
+
+    def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles) -> None:
+        self.device: Device = select_device(device.device)
+        self.device.setup(device.threads)
+        self.spec: DecoderSpec = spec_of(files.config)
+        self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
+        self._config = config
+        self._files = files
+        self._backend_name = device.attention_backend
+        self.model: CausalLM | None = None
+        self.weight_bytes = 0
+
+    def load(self) -> None:
+        """Build the model and pull its weights."""
+        layer = AttentionSpec(
+            self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, scale=self.spec.head_dim**-0.5
+        )
+        self.attention: AttentionBackend = select(self._backend_name, self.device.torch_device, self.dtype, layer)
+        model = build_model(
+            self._files.config, dtype=self.dtype, device=self.device.torch_device, attention=self.attention
+        )
+        report = load_weights(model, open_checkpoint(self._files, self._config.load_format, self._config.seed))
+        self.weight_bytes = report.nbytes
+        self.model = model
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers; counted in KV heads, which is what is stored."""
+        spec = self.spec
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+
+    def make_runner(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_model_len: int,
+        hooks: Sequence[WorkerHook] = (),
+    ) -> Runner:
+        """Allocate KV cache and slots."""
+        if self.model is None:
+            raise AssertionError("the weights must be loaded before the KV cache is allocated")
+        device = self.device.torch_device
+        for layer in self.model.attention_layers:
+            shape = self.attention.cache_shape(layer.spec, num_blocks, block_size)
+            layer.cache = torch.empty(shape, dtype=self.dtype, device=device)
+        slots = Slots(num_slots, max_model_len, math.ceil(max_model_len / block_size), self.spec.vocab_size, device)
+        return Runner(self.model, self.attention, slots, Sampler(), block_size, hooks)
