@@ -1,0 +1,61 @@
+"""`create_app`: the HTTP application, put together from its parts."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from octavo.config import ServerConfig
+from octavo.server import errors, schema
+from octavo.server.context import ServerContext
+from octavo.server.door import Door
+from octavo.server.lifecycle import Lifecycle
+from octavo.server.metrics.metrics import Metrics
+from octavo.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.routes.inference import inference_routes
+from octavo.server.routes.status import status_routes
+from octavo.server.stream import CLIENT_CLOSED_REQUEST, ClientGoneError
+from octavo.text.frontend import Frontend
+from octavo.version import __version__
+
+
+def create_app(
+    frontend: Frontend,
+    config: ServerConfig | None = None,
+    metrics: Metrics | None = None,
+    *,
+    lifecycle: Lifecycle | None = None,
+) -> FastAPI:
+    """An ASGI application that serves `frontend`. It does not own the engine: whoever made it closes it."""
+    config = config or ServerConfig()
+    name = (*config.served_model_name, frontend.info.name)[0]
+    ctx = ServerContext(
+        frontend=frontend,
+        config=config,
+        metrics=metrics or Metrics(frontend.engine, name, log_requests=config.enable_log_requests),
+        lifecycle=lifecycle or Lifecycle(),
+    )
+    app = FastAPI(
+        title="Octavo",
+        version=__version__,
+        description="Serves a large language model with an API that OpenAI's clients understand.",
+        root_path=config.root_path,
+        docs_url="/docs" if config.enable_docs else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if config.enable_docs else None,
+        middleware=[Middleware(Door, ctx=ctx)],
+    )
+    app.include_router(status_routes(ctx))
+    app.include_router(inference_routes(ctx))
+    schema.install(app, [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody])
+    errors.install(app)
+    app.add_exception_handler(ClientGoneError, _gone)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    return app
+
+
+async def _gone(request: Request, exc: Exception) -> Response:
+    """Nobody reads this; it gives the visit its status in the metrics."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,115 @@
+"""From the bytes of a request body to a checked pydantic model, with every way to fail told in plain words."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from octavo.core.errors import InvalidRequestError
+from octavo.server.errors import ApiError
+from octavo.server.validation import explain
+
+MAX_DEPTH = 64
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def parse_body(request: Request, model: type[M], max_bytes: int) -> M:
+    """The body as `model`.
+
+    Raises:
+        ApiError: 413 for a body over `max_bytes`, 415 for a content type other than JSON, 400 for malformed JSON.
+        InvalidRequestError: a field is missing, unknown in type or out of range.
+    """
+    _check_content_type(request)
+    value = decode_json(await read_body(request, max_bytes))
+    try:
+        return model.model_validate(value)
+    except ValidationError as exc:
+        raise explain(exc) from None
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body; refused before it is read if it states its length, else as soon as it grows too long."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(f"{int(declared):,} bytes", max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(f"more than {max_bytes:,} bytes", max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def decode_json(data: bytes) -> dict[str, Any]:
+    """A JSON object. NaN and infinities are not JSON; nesting deeper than `MAX_DEPTH` is refused.
+
+    Raises:
+        ApiError: 400, with what is wrong and where.
+    """
+    if not data.strip():
+        raise ApiError(400, "The request body is empty; send a JSON object.")
+    try:
+        value = msgspec.json.decode(data)
+    except UnicodeDecodeError as exc:
+        raise ApiError(400, f"The request body is not valid UTF-8: {exc.reason}.") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except msgspec.DecodeError as exc:
+        raise ApiError(400, f"The request body is not valid JSON: {exc}.") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"The request body must be a JSON object, got {_json_kind(value)}.")
+    if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if type(node) is dict else node)
+            if type(child) is dict or type(child) is list
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _check_content_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(
+            415, f"The content type must be application/json, got {kind}. Set 'Content-Type: application/json'."
+        )
+
+
+def _too_large(size: str, limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"The request body has {size}, and this server takes at most {limit:,} bytes. "
+        "Send less, or start the server with a larger --max-body-bytes.",
+    )
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"The request body is nested too deeply: at most {MAX_DEPTH} levels are taken.")
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return kinds.get(type(value), "null")
+
+
+def require(condition: bool, param: str, value: Any, message: str) -> None:
+    """Raise `InvalidRequestError` for `param` unless `condition` holds."""
+    if not condition:
+        raise InvalidRequestError(message, param=param, value=value)

@@ -1,0 +1,55 @@
+"""`ServerContext`: what the routes share. One is made per app and handed to each route; nothing is global."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from octavo.config import ServerConfig
+from octavo.core.info import Health
+from octavo.server.errors import UnknownModelError
+from octavo.server.lifecycle import Lifecycle
+from octavo.server.metrics.metrics import Metrics
+from octavo.text.frontend import Frontend
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerContext:
+    """The engine's front end, the settings, the counters and the life of one server."""
+
+    frontend: Frontend
+    config: ServerConfig
+    metrics: Metrics
+    lifecycle: Lifecycle
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names under which clients may ask for the model; the first is the one that answers carry."""
+        return list(self.config.served_model_name) or [self.frontend.info.name]
+
+    def check_model(self, name: str | None) -> str:
+        """The name that the answer carries. A request that names no model means the one there is.
+
+        Raises:
+            UnknownModelError: `name` is not served.
+        """
+        names = self.model_names
+        if name is not None and name not in names:
+            raise UnknownModelError(name, names)
+        return name or names[0]
+
+    def health(self) -> Health:
+        """The engine's health, where a stall longer than `stall_after_s` counts as illness."""
+        health = self.frontend.engine.health()
+        limit = self.config.stall_after_s
+        if health.ok and health.stalled_s > limit:
+            reason = f"The engine has work but made no step for {health.stalled_s:.0f} s (the limit is {limit:.0f} s)."
+            return Health(ok=False, reason=reason, stalled_s=health.stalled_s)
+        return health
+
+
+def engine_id(response_id: str) -> str:
+    """An id for the engine that no other request alive has, even if a client uses one request id twice."""
+    return f"{response_id}-{secrets.token_hex(6)}"

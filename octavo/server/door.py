@@ -1,0 +1,141 @@
+"""The door: what happens to every HTTP request before and after its route.
+
+It gives the request an id, checks the API key, refuses work while the server drains, counts, and turns an unforeseen
+exception into an error object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.server.context import ServerContext
+from octavo.server.errors import ApiError, as_api_error
+from octavo.server.stream import CLIENT_CLOSED_REQUEST
+
+_OPEN_PATHS = frozenset(
+    {
+        "/",
+        "/health",
+        "/live",
+        "/ready",
+        "/ping",
+        "/version",
+        "/metrics",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/redoc",
+        "/openapi.json",
+    }
+)
+_PRINTABLE_ID = re.compile(r"[!-~]{1,128}")
+
+
+class ApiKeys:
+    """The keys that open the server; none means that it is open to all."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def allow(self, headers: Headers) -> bool:
+        """Whether `Authorization: Bearer` or `x-api-key` holds a key. Takes the same time whichever key is wrong."""
+        if not self._digests:
+            return True
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        shown = _digest(token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
+        matches = [hmac.compare_digest(shown, digest) for digest in self._digests]
+        return any(matches)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+class Door:
+    """ASGI middleware around all routes."""
+
+    def __init__(self, app: ASGIApp, *, ctx: ServerContext) -> None:
+        self._app = app
+        self._ctx = ctx
+        self._keys = ApiKeys(ctx.config.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = _Visit(send, _request_id(Headers(scope=scope)))
+        scope.setdefault("state", {})["request_id"] = visit.request_id
+        started = time.monotonic()
+        try:
+            await self._answer(scope, receive, visit.send)
+        except Exception as exc:
+            error = as_api_error(exc, visit.request_id)
+            if not visit.status:
+                await error.response()(scope, receive, visit.send)
+            else:
+                raise
+        finally:
+            handler = getattr(scope.get("route"), "path", "none")
+            seconds = time.monotonic() - started
+            status = visit.status or CLIENT_CLOSED_REQUEST
+            self._ctx.metrics.http.observe(handler, scope["method"], status, seconds)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _path(scope) in _OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        with self._ctx.lifecycle.serving():
+            await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        if scope["method"] != "OPTIONS" and not self._keys.allow(Headers(scope=scope)):
+            return ApiError(
+                401,
+                "A valid API key is required: send 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",
+                headers={"WWW-Authenticate": "Bearer"},
+            ).response()
+        if self._ctx.lifecycle.draining and scope["method"] == "POST":
+            return ApiError(
+                503, "The server is shutting down and takes no new requests.", headers={"Retry-After": "5"}
+            ).response()
+        return None
+
+
+class _Visit:
+    """One request's way out: it notes the status and adds the request id to the response's headers."""
+
+    __slots__ = ("_send", "request_id", "status")
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["X-Request-Id"] = self.request_id
+        await self._send(message)
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _PRINTABLE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) or "/" if root else path

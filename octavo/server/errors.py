@@ -1,0 +1,128 @@
+"""The one shape in which every failure reaches a client: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.core.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OctavoError, QueueFullError
+
+logger = logging.getLogger("octavo.server")
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailable",
+}
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """What went wrong. `code` is the HTTP status, also where the status line has already said 200."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every response that is not a success, and of an error event in a stream."""
+
+    error: ErrorInfo
+
+
+class ApiError(OctavoError):
+    """A failure that knows its HTTP status. `param` is the dotted name of the offending field, if one is at fault."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status) or ("BadRequestError" if self.status < 500 else "InternalServerError")
+        return msgspec.json.encode(ErrorBody(ErrorInfo(self.message, kind, self.param, self.status)))
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+class UnknownModelError(ApiError):
+    """The request names a model that is not served here (404)."""
+
+    def __init__(self, name: str, served: list[str]) -> None:
+        names = ", ".join(f"`{one}`" for one in served)
+        super().__init__(404, f"The model `{name}` does not exist. This server serves {names}.", param="model")
+
+
+def as_api_error(exc: Exception, request_id: str = "") -> ApiError:
+    """The client's view of an exception; one that was not raised on purpose is logged and told without its insides."""
+    match exc:
+        case ApiError():
+            return exc
+        case InvalidRequestError():
+            return ApiError(400, str(exc), param=exc.param)
+        case ModelNotFoundError():
+            return ApiError(404, str(exc), param="model")
+        case QueueFullError():
+            return ApiError(503, str(exc), headers={"Retry-After": str(exc.retry_after_s)})
+        case EngineDeadError():
+            return ApiError(503, str(exc))
+        case HTTPException():
+            return _from_http(exc)
+    logger.error("Request %s failed with an unexpected error.", request_id or "-", exc_info=exc)
+    return ApiError(
+        500,
+        "The server failed to answer this request. This is a fault in the server, not in the request; "
+        f"its log has the details under request id {request_id or '-'}.",
+    )
+
+
+def _from_http(exc: HTTPException) -> ApiError:
+    return ApiError(exc.status_code, str(exc.detail), headers=exc.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` answer every deliberate error, and its router's own, with the error object."""
+
+    async def deliberate(request: Request, exc: Exception) -> Response:
+        return as_api_error(exc, request.state.request_id).response()
+
+    async def http(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, HTTPException)
+        return _explain_http(request, exc).response()
+
+    app.add_exception_handler(OctavoError, deliberate)
+    app.add_exception_handler(HTTPException, http)
+
+
+def _explain_http(request: Request, exc: HTTPException) -> ApiError:
+    error = _from_http(exc)
+    path = request.url.path
+    if exc.status_code == 404:
+        error.message = f"There is no {request.method} {path} here. GET /openapi.json lists what this server answers."
+    elif exc.status_code == 405:
+        allowed = error.headers.get("allow") or error.headers.get("Allow") or "another method"
+        error.message = f"{path} does not answer {request.method}; it answers {allowed}."
+    return error
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`value` (msgspec structs, dicts, lists) as a JSON response."""
+    return Response(msgspec.json.encode(value), status, dict(headers or {}), media_type="application/json")

@@ -1,0 +1,112 @@
+"""One HTTP request's way through the front end: prepared, counted, logged, and released whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+from octavo.core.output import RequestOutput
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.server.context import ServerContext, engine_id
+from octavo.server.errors import ApiError
+from octavo.server.merge import merge
+from octavo.server.openai.responses import CachedTokens, Usage
+from octavo.text.frontend import Prompt
+
+LONG_TEXT = 16_384
+"""Characters from which a prompt is tokenised in a thread, so that other streams need not wait for it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Job:
+    """One prompt, ready for the engine."""
+
+    request: GenerateRequest
+    text: str | None
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        return self.request.tokens
+
+
+async def prepare(
+    ctx: ServerContext,
+    prompt: str | list[int],
+    params: SamplingParams,
+    *,
+    response_id: str,
+    priority: int,
+    namespace: str,
+    add_special_tokens: bool,
+) -> Job:
+    """Tokenise and check one prompt.
+
+    Raises:
+        InvalidRequestError: the prompt is empty or too long, or a parameter names a token that does not exist.
+    """
+
+    def work() -> Job:
+        tokens: Prompt = prompt
+        if isinstance(prompt, str) and not add_special_tokens:
+            tokens = ctx.frontend.tokenizer.encode(prompt, add_special_tokens=False)
+        request = ctx.frontend.prepare(
+            tokens, params, request_id=engine_id(response_id), priority=priority, namespace=namespace
+        )
+        return Job(request, prompt if isinstance(prompt, str) else None)
+
+    if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+        return await asyncio.to_thread(work)
+    return work()
+
+
+def run(ctx: ServerContext, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of all jobs as they come, each with its job's number. Closing it aborts what is not done."""
+    return merge([_tracked(ctx, job) for job in jobs])
+
+
+async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput]:
+    """The last output of each job, in the jobs' order."""
+    last: dict[int, RequestOutput] = {}
+    async with aclosing(run(ctx, jobs)) as outputs:
+        async for number, output in outputs:
+            last[number] = output
+    return [last[number] for number in range(len(jobs))]
+
+
+async def _tracked(ctx: ServerContext, job: Job) -> AsyncGenerator[RequestOutput, None]:
+    record = ctx.metrics.requests.begin(job.request)
+    active = ctx.lifecycle.active
+    active.add(job.request.id)
+    outputs = cast("AsyncGenerator[RequestOutput, None]", ctx.frontend.generate(job.request, job.text))
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                record.observe(output)
+                if any(choice.finish_reason == "error" for choice in output.outputs):
+                    raise ApiError(500, "The engine could not finish this request; send it again.")
+                yield output
+    finally:
+        active.discard(job.request.id)
+        record.end()
+
+
+class UsageCounter:
+    """Adds up one HTTP request's tokens."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._prompt = sum(len(job.prompt_tokens) for job in jobs)
+        self._cached = [0] * len(jobs)
+        self._completion = 0
+
+    def add(self, number: int, output: RequestOutput) -> None:
+        """Count what is new in `output`: a DELTA, or the only output there is."""
+        self._cached[number] = max(self._cached[number], output.num_cached_tokens)
+        for choice in output.outputs:
+            self._completion += len(choice.token_ids)
+
+    def usage(self) -> Usage:
+        return Usage(self._prompt, self._completion, self._prompt + self._completion, CachedTokens(sum(self._cached)))

@@ -1,0 +1,61 @@
+"""The line that tells throughput and load in the log every few seconds, in the wording that log readers parse."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from octavo.core.stats import EngineStats
+
+logger = logging.getLogger("octavo.server")
+
+
+class StatsLine:
+    """Compares each snapshot with the one before. Silent while idle, apart from the one line that tells so."""
+
+    def __init__(self, stats: EngineStats, now: float) -> None:
+        self._remember(stats, now)
+        self._hit_rate = 0.0
+        self._was_busy = False
+
+    def next(self, stats: EngineStats, now: float) -> str | None:
+        """The line for the time since the last call, or None if there is nothing to tell."""
+        elapsed = max(now - self._at, 1e-9)
+        prompt = stats.prompt_tokens - self._prompt
+        generated = stats.generation_tokens - self._generated
+        queries = stats.prefix_cache_queries - self._queries
+        if queries > 0:
+            self._hit_rate = (stats.prefix_cache_hits - self._hits) / queries
+        self._remember(stats, now)
+        busy = bool(prompt or generated or stats.num_running or stats.num_waiting)
+        tells, self._was_busy = busy or self._was_busy, busy
+        if not tells:
+            return None
+        return (
+            f"Engine 000: Avg prompt throughput: {prompt / elapsed:.1f} tokens/s, "
+            f"Avg generation throughput: {generated / elapsed:.1f} tokens/s, "
+            f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
+            f"GPU KV cache usage: {stats.kv_usage * 100:.1f}%, Prefix cache hit rate: {self._hit_rate * 100:.1f}%"
+        )
+
+    def _remember(self, stats: EngineStats, now: float) -> None:
+        # Numbers, not the snapshot: an engine may update one snapshot in place.
+        self._at = now
+        self._prompt = stats.prompt_tokens
+        self._generated = stats.generation_tokens
+        self._queries = stats.prefix_cache_queries
+        self._hits = stats.prefix_cache_hits
+
+
+async def log_stats(read: Callable[[], EngineStats], interval_s: float) -> None:
+    """Log the line every `interval_s` seconds until cancelled; an interval of 0 logs nothing."""
+    if interval_s <= 0:
+        return
+    line = StatsLine(read(), time.monotonic())
+    while True:
+        await asyncio.sleep(interval_s)
+        text = line.next(read(), time.monotonic())
+        if text is not None:
+            logger.info("%s", text)

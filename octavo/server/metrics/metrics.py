@@ -1,0 +1,123 @@
+"""`Metrics`: everything that GET /metrics tells, under Octavo's names and under those of the ecosystem's dashboards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from octavo.core.stats import EngineStats
+from octavo.engine.protocol import EngineClient
+from octavo.server.metrics.engine import ENGINE_METRICS, EngineMetric
+from octavo.server.metrics.histogram import Histogram
+from octavo.server.metrics.http import HttpMetrics
+from octavo.server.metrics.requests import HISTOGRAMS, RequestMetrics
+from octavo.version import __version__
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIXES = ("octavo:", "vllm:")
+
+
+class Metrics(Collector):
+    """Reads the engine's statistics when asked, and holds what is measured at the HTTP side. No registry is shared.
+
+    Attributes:
+        requests: histograms over generation requests.
+        http: counts and durations of HTTP requests.
+    """
+
+    def __init__(self, engine: EngineClient, model_name: str, *, log_requests: bool = False) -> None:
+        self.requests = RequestMetrics(log_requests=log_requests)
+        self.http = HttpMetrics()
+        self._engine = engine
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._process = ProcessCollector(registry=None)
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """All families: the engine's and the requests' once under each prefix, then those of HTTP and the process."""
+        stats = self._engine.stats()
+        for prefix in PREFIXES:
+            yield from self._engine_families(prefix, stats)
+            yield from self._request_families(prefix)
+        yield from self._http_families()
+        yield from self._process.collect()
+
+    def _engine_families(self, prefix: str, stats: EngineStats) -> Iterator[Metric]:
+        for metric in ENGINE_METRICS:
+            yield self._family(prefix, metric, metric.samples(stats))
+        info = self._engine.info
+        yield self._gauge(
+            prefix + "cache_config_info",
+            "The KV cache's settings, as labels.",
+            {
+                "block_size": str(info.block_size),
+                "num_gpu_blocks": str(info.num_blocks),
+                "kv_bytes_per_token": str(info.kv_bytes_per_token),
+                "max_model_len": str(info.max_model_len),
+            },
+            1.0,
+        )
+        yield self._gauge(prefix + "build_info", "The server's version, as a label.", {"version": __version__}, 1.0)
+        healthy = float(self._engine.health().ok)
+        yield self._gauge(
+            prefix + "engine_healthy", "1 while the engine lives and makes progress, else 0.", {}, healthy
+        )
+
+    def _family(self, prefix: str, metric: EngineMetric, samples: Iterable[tuple[dict[str, str], float]]) -> Metric:
+        names = [*self._labels, *([metric.label] if metric.label else [])]
+        kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+        family = kind(prefix + metric.name, metric.help, labels=names)
+        for labels, value in samples:
+            family.add_metric([*self._labels.values(), *labels.values()], value)
+        return family
+
+    def _gauge(self, name: str, text: str, labels: dict[str, str], value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
+        family.add_metric([*self._labels.values(), *labels.values()], value)
+        return family
+
+    def _request_families(self, prefix: str) -> Iterator[Metric]:
+        values = list(self._labels.values())
+        success = CounterMetricFamily(
+            prefix + "request_success",
+            "Choices of requests that ended, by how they ended.",
+            labels=[*self._labels, "finished_reason"],
+        )
+        for reason, count in self.requests.finished.items():
+            success.add_metric([*values, reason], count)
+        yield success
+        for name, (text, _) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(prefix + name, text, labels=list(self._labels))
+            _add(family, values, self.requests.histograms[name])
+            yield family
+
+    def _http_families(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "http_requests", "HTTP requests by route, method and status class.", labels=["handler", "method", "status"]
+        )
+        for (handler, method, status), count in self.http.requests.items():
+            requests.add_metric([handler, method, status], count)
+        yield requests
+        durations = HistogramMetricFamily(
+            "http_request_duration_seconds",
+            "Time from a request's first byte to its response's last.",
+            labels=["handler", "method"],
+        )
+        for (handler, method), histogram in self.http.durations.items():
+            _add(durations, [handler, method], histogram)
+        yield durations
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    family.add_metric(labels, histogram.buckets(), histogram.total)

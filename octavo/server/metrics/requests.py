@@ -1,0 +1,172 @@
+"""What is measured of each generation request, from its outputs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+from octavo.core.output import RequestOutput, RequestTimes
+from octavo.core.params import OutputKind
+from octavo.core.request import GenerateRequest
+from octavo.server.metrics.histogram import Histogram
+
+logger = logging.getLogger("octavo.server.requests")
+
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+_SMALL = (0, 1, 2, 5, 10, 20, 50, 100)
+
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", _SLOW),
+    "inter_token_latency_seconds": (
+        "Time between one choice's successive outputs; a response that is not streamed counts its mean.",
+        _FAST,
+    ),
+    "request_time_per_output_token_seconds": ("A request's mean time per token after the first.", _FAST),
+    "e2e_request_latency_seconds": ("Time from a request's arrival to its end.", _SLOW),
+    "request_queue_time_seconds": ("Time from a request's arrival to its first step.", _SLOW),
+    "request_inference_time_seconds": ("Time from a request's first step to its end.", _SLOW),
+    "request_prefill_time_seconds": ("Time from a request's first step to its first token.", _SLOW),
+    "request_decode_time_seconds": ("Time from a request's first token to its end.", _SLOW),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "request_generation_tokens": ("Tokens generated for a request, all choices together.", _TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of a request's longest choice.", _TOKENS),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that the prefix cache did not hold.", _TOKENS),
+    "request_params_n": ("The parameter n of a request.", (1, 2, 5, 10, 20, 50)),
+    "request_params_max_tokens": ("The parameter max_tokens of a request, resolved.", _TOKENS),
+    "request_num_preemptions": ("How often a request was preempted.", _SMALL),
+}
+
+
+class RequestMetrics:
+    """Histograms over finished requests, and how their choices ended."""
+
+    def __init__(self, *, log_requests: bool = False) -> None:
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.finished: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
+        self._log_level = logging.INFO if log_requests else logging.DEBUG
+
+    def begin(self, request: GenerateRequest) -> RequestRecord:
+        """Start to follow `request`; the record must be ended, however the request ends."""
+        return RequestRecord(self, request)
+
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        self.histograms[name].observe(value, times)
+
+    def log(self, line: str) -> None:
+        logger.log(self._log_level, "%s", line)
+
+    @property
+    def logs(self) -> bool:
+        return logger.isEnabledFor(self._log_level)
+
+
+class RequestRecord:
+    """One request on its way. `observe` runs for every chunk and does little."""
+
+    __slots__ = (
+        "_arrival",
+        "_cached",
+        "_last",
+        "_latency",
+        "_metrics",
+        "_preemptions",
+        "_reasons",
+        "_request",
+        "_streamed",
+        "_times",
+        "_tokens",
+    )
+
+    def __init__(self, metrics: RequestMetrics, request: GenerateRequest) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._streamed = request.params.output_kind is OutputKind.DELTA
+        self._latency = metrics.histograms["inter_token_latency_seconds"]
+        self._arrival = request.arrival or time.monotonic()
+        self._last: dict[int, float] = {}
+        self._tokens = [0] * request.params.n
+        self._reasons: dict[int, str] = {}
+        self._cached = 0
+        self._preemptions = 0
+        self._times: RequestTimes | None = None
+
+    def observe(self, output: RequestOutput) -> None:
+        """Count what is new in `output`."""
+        now = time.monotonic()
+        for choice in output.outputs:
+            index = choice.index
+            if choice.token_ids:
+                self._tokens[index] += len(choice.token_ids)
+                if self._streamed:
+                    self._follow(index, now)
+            if choice.finish_reason is not None:
+                self._reasons[index] = choice.finish_reason
+        self._cached = max(self._cached, output.num_cached_tokens)
+        if output.times is not None:
+            self._times = output.times
+            self._preemptions = max(self._preemptions, output.num_preemptions)
+
+    def _follow(self, index: int, now: float) -> None:
+        last = self._last.get(index)
+        if last is not None:
+            self._latency.observe(now - last)
+        elif not self._last:
+            self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
+        self._last[index] = now
+
+    def end(self) -> None:
+        """Enter the request into the histograms. Choices that have not finished by now were aborted."""
+        metrics, params = self._metrics, self._request.params
+        total = sum(self._tokens)
+        for index in range(params.n):
+            metrics.finished[self._reasons.get(index, "abort")] += 1
+        metrics.observe("request_prompt_tokens", len(self._request.tokens))
+        metrics.observe("request_generation_tokens", total)
+        metrics.observe("request_max_num_generation_tokens", max(self._tokens))
+        metrics.observe("request_prefill_kv_computed_tokens", len(self._request.tokens) - self._cached)
+        metrics.observe("request_params_n", params.n)
+        if params.max_tokens is not None:
+            metrics.observe("request_params_max_tokens", params.max_tokens)
+        metrics.observe("request_num_preemptions", self._preemptions)
+        if self._times is not None:
+            self._observe_times(self._times)
+        if metrics.logs:
+            metrics.log(self._line(total))
+
+    def _observe_times(self, times: RequestTimes) -> None:
+        metrics = self._metrics
+        metrics.observe("e2e_request_latency_seconds", times.finished - times.arrival)
+        if not times.first_scheduled:
+            return
+        metrics.observe("request_queue_time_seconds", times.first_scheduled - times.arrival)
+        metrics.observe("request_inference_time_seconds", times.finished - times.first_scheduled)
+        if not times.first_token:
+            return
+        decode = times.finished - times.first_token
+        metrics.observe("request_prefill_time_seconds", times.first_token - times.first_scheduled)
+        metrics.observe("request_decode_time_seconds", decode)
+        later = max(self._tokens) - 1
+        if later > 0:
+            metrics.observe("request_time_per_output_token_seconds", decode / later)
+        if not self._streamed:
+            metrics.observe("time_to_first_token_seconds", times.first_token - times.arrival)
+            if later > 0:
+                self._latency.observe(decode / later, later)
+
+    def _line(self, total: int) -> str:
+        request, times = self._request, self._times
+        reasons = ",".join(self._reasons.get(index, "abort") for index in range(request.params.n))
+        line = (
+            f"Request {request.id} ended ({reasons}): {len(request.tokens)} prompt tokens, "
+            f"{self._cached} of them cached, {total} generated"
+        )
+        if times is None:
+            return f"{line}, {time.monotonic() - self._arrival:.3f} s"
+        queued = max(times.first_scheduled - times.arrival, 0.0)
+        first = max(times.first_token - times.arrival, 0.0)
+        return (
+            f"{line}, {times.finished - times.arrival:.3f} s (queued {queued:.3f} s, first token after {first:.3f} s)"
+        )

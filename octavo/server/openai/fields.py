@@ -1,0 +1,147 @@
+"""Field types of the request bodies: checked strictly, with errors that say what was expected."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.server.validation import kind_of
+
+Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+"""An integer that fits the wire; pydantic's strict mode refuses booleans, floats and strings."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def _stop_strings(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return value
+    raise InvalidRequestError("stop must be a string or a list of strings.")
+
+
+Stop = Annotated[
+    list[str] | None,
+    BeforeValidator(_stop_strings),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+]
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"logit_bias must be an object that maps token ids to numbers, got {kind_of(value)}.")
+    return {_token_id(key): _bias(key, one) for key, one in value.items()}
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) < 19):
+        raise InvalidRequestError(f"logit_bias must have token ids (whole numbers) as its keys, got {key!r}.")
+    return int(key)
+
+
+def _bias(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequestError(f"logit_bias of token {key} must be a number, got {kind_of(value)}.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidRequestError(f"logit_bias of token {key} must be in [-100, 100].") from None
+
+
+LogitBias = Annotated[
+    dict[int, float] | None,
+    BeforeValidator(_logit_bias),
+    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}),
+]
+
+
+def _role(value: Any) -> str:
+    if isinstance(value, str) and value in ROLES:
+        return value
+    raise InvalidRequestError(f"role must be one of {', '.join(ROLES)}.")
+
+
+Role = Annotated[str, BeforeValidator(_role), WithJsonSchema({"type": "string", "enum": list(ROLES)})]
+
+
+def _content(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"content must be a string or a list of parts, got {kind_of(value)}.")
+    return "\n".join(_part_text(number, part) for number, part in enumerate(value))
+
+
+def _part_text(number: int, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise InvalidRequestError(f"content part {number} must be an object, got {kind_of(part)}.")
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        raise UnsupportedError(f"content part {number} has type {kind!r}, but this model reads only text parts.")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"content part {number} must hold a string in its field {kind!r}.")
+    return text
+
+
+Content = Annotated[
+    str | None,
+    BeforeValidator(_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "object", "properties": {"type": {"type": "string"}}}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+PromptItem = str | list[int]
+
+
+def _prompts(value: Any) -> list[PromptItem]:
+    """One entry a prompt: its text or its token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _all_ints(value):
+            return [value]
+        if all(isinstance(one, str) for one in value):
+            return value
+        if all(isinstance(one, list) and _all_ints(one) for one in value):
+            return value
+    if value == []:
+        raise InvalidRequestError("prompt must not be empty.")
+    raise InvalidRequestError(
+        "prompt must be a string, a list of strings, a list of token ids or a list of such lists."
+    )
+
+
+def _all_ints(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+_TOKENS = {"type": "array", "items": {"type": "integer"}}
+Prompts = Annotated[
+    list[Any],
+    BeforeValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                _TOKENS,
+                {"type": "array", "items": _TOKENS},
+            ]
+        }
+    ),
+]

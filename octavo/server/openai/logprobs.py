@@ -1,0 +1,65 @@
+"""Log-probabilities in the two forms that OpenAI's API has for them."""
+
+from __future__ import annotations
+
+from octavo.core.output import CompletionOutput, Logprob
+from octavo.server.openai.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from octavo.text.tokenizer import Tokenizer
+
+_LOWEST = -9999.0
+"""Stands for minus infinity, which JSON can't say."""
+
+
+class LogprobWriter:
+    """Writes the log-probabilities of choices; `as_ids` writes tokens as `token_id:<id>`."""
+
+    def __init__(self, tokenizer: Tokenizer, count: int, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._count = count
+        self._as_ids = as_ids
+        self._offsets: dict[int, int] = {}
+
+    def chat(self, choice: CompletionOutput) -> ChatLogprobs | None:
+        """The form of chat completions, of the tokens in `choice`."""
+        if choice.logprobs is None:
+            return None
+        return ChatLogprobs(
+            [self._token(token, entries) for token, entries in zip(choice.token_ids, choice.logprobs, strict=True)]
+        )
+
+    def completion(self, choice: CompletionOutput, key: int) -> CompletionLogprobs | None:
+        """The form of text completions; offsets go on from the last call for the same `key`."""
+        if choice.logprobs is None:
+            return None
+        offset = self._offsets.get(key, 0)
+        result = CompletionLogprobs([], [], [] if self._count else None, [])
+        for token, entries in zip(choice.token_ids, choice.logprobs, strict=True):
+            text = self._text(token, entries[token])
+            result.tokens.append(text)
+            result.token_logprobs.append(_finite(entries[token].logprob))
+            result.text_offset.append(offset)
+            offset += len(text)
+            if result.top_logprobs is not None:
+                result.top_logprobs.append({self._text(i, e): _finite(e.logprob) for i, e in self._top(entries)})
+        self._offsets[key] = offset
+        return result
+
+    def _token(self, token: int, entries: dict[int, Logprob]) -> TokenLogprob:
+        chosen = entries[token]
+        top = [TopLogprob(self._text(i, e), _finite(e.logprob), self._bytes(i)) for i, e in self._top(entries)]
+        return TokenLogprob(self._text(token, chosen), _finite(chosen.logprob), self._bytes(token), top)
+
+    def _top(self, entries: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+        return sorted(entries.items(), key=lambda entry: -entry[1].logprob)[: self._count]
+
+    def _text(self, token: int, entry: Logprob) -> str:
+        if self._as_ids:
+            return f"token_id:{token}"
+        return self._tokenizer.token_text(token) if entry.decoded_token is None else entry.decoded_token
+
+    def _bytes(self, token: int) -> list[int]:
+        return list(self._tokenizer.token_bytes(token))
+
+
+def _finite(value: float) -> float:
+    return max(value, _LOWEST)

@@ -1,0 +1,91 @@
+"""From the messages of a request to the text of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError
+from octavo.server.context import ServerContext
+from octavo.server.generation import LONG_TEXT
+from octavo.server.openai.protocol import Message
+from octavo.text.chat import ChatTemplate
+
+
+async def render(
+    ctx: ServerContext,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    options: dict[str, Any] | None,
+    template: str | None = None,
+) -> str:
+    """The prompt that the chat template makes of `messages`; a long conversation is written in a thread.
+
+    Args:
+        options: further variables for the template.
+        template: the request's own template.
+
+    Raises:
+        InvalidRequestError: the flags contradict each other, a message is not complete, or the template refuses.
+    """
+    variables = options or {}
+    own = _own_template(ctx, template)
+    goes_on = bool(continue_final_message)
+    if goes_on and add_generation_prompt:
+        raise InvalidRequestError(
+            "add_generation_prompt and continue_final_message can't both be true; choose one.",
+            param="continue_final_message",
+            value=True,
+        )
+    for name in ("messages", "add_generation_prompt", "continue_final_message", "tools"):
+        if name in variables:
+            raise InvalidRequestError(
+                f"chat_template_kwargs can't set {name}; set it in the request itself.", param="chat_template_kwargs"
+            )
+    plain = [template_message(number, message) for number, message in enumerate(messages)]
+    generate = not goes_on if add_generation_prompt is None else add_generation_prompt
+
+    def work() -> str:
+        write = own.render if own else ctx.frontend.render_chat
+        return write(plain, add_generation_prompt=generate, continue_final_message=goes_on, **variables)
+
+    if sum(len(message["content"]) for message in plain) > LONG_TEXT:
+        return await asyncio.to_thread(work)
+    return work()
+
+
+def template_message(number: int, message: Message) -> dict[str, Any]:
+    """A message as chat templates take it. The instructions of a developer are what templates call a system message.
+
+    Raises:
+        InvalidRequestError: the message has nothing to say.
+    """
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        raise InvalidRequestError(
+            f"messages.{number}.content is required for the role {message.role}; give it a string.",
+            param=f"messages.{number}.content",
+        )
+    plain = message.model_dump(exclude_none=True)
+    plain["content"] = message.content or ""
+    if message.role == "developer":
+        plain["role"] = "system"
+    return plain
+
+
+def _own_template(ctx: ServerContext, source: str | None) -> ChatTemplate | None:
+    """The template that a request brings, where the server lets it."""
+    if source is None:
+        return None
+    if not ctx.config.trust_request_chat_template:
+        raise UnsupportedError(
+            "chat_template is not taken from requests; start the server with --trust-request-chat-template.",
+            param="chat_template",
+            value=source,
+        )
+    try:
+        return ChatTemplate(source, ctx.frontend.tokenizer)
+    except ConfigError as exc:
+        raise InvalidRequestError(str(exc), param="chat_template") from None

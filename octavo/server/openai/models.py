@@ -1,0 +1,30 @@
+"""`GET /v1/models`."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from octavo.server.context import ServerContext
+from octavo.server.errors import UnknownModelError, json_response
+from octavo.server.openai.responses import ModelCard, ModelList
+
+
+def list_models(ctx: ServerContext) -> Response:
+    """A card for each name."""
+    return json_response(ModelList(data=[_card(ctx, name) for name in ctx.model_names]))
+
+
+def retrieve_model(ctx: ServerContext, name: str) -> Response:
+    """The card of one name.
+
+    Raises:
+        UnknownModelError: nothing is served under `name`.
+    """
+    if name not in ctx.model_names:
+        raise UnknownModelError(name, ctx.model_names)
+    return json_response(_card(ctx, name))
+
+
+def _card(ctx: ServerContext, name: str) -> ModelCard:
+    info = ctx.frontend.info
+    return ModelCard(id=name, created=ctx.started, root=info.name, max_model_len=info.max_model_len)

@@ -1,0 +1,131 @@
+"""What clients may send: OpenAI's request bodies with the parameters that engines of this ecosystem add.
+
+A field that is null counts as not given. Fields that are not declared here are kept in `model_extra`: those that are
+known elsewhere but not supported are refused by `unsupported.py`, the others are named in the answer's `warnings`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from octavo.server.openai.fields import Content, Int, LogitBias, Prompts, Role, Stop
+
+
+class StreamOptions(BaseModel):
+    """`include_usage` adds a last chunk with the usage; `continuous_usage_stats` adds it, so far, to every chunk."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(BaseModel):
+    """What chat and text completions have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = None
+    n: Int | None = None
+    seed: Int | None = None
+    stop: Stop = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: LogitBias = None
+    max_tokens: Int | None = None
+
+    # Accepted for OpenAI's sake; they have no bearing on what is generated.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[Int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: Int | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def streamed(self) -> bool:
+        return self.stream is True
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Fields that are not declared."""
+        return self.model_extra or {}
+
+
+class Message(BaseModel):
+    """One turn of a conversation. Fields that are not declared reach the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Role
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`. Without `max_tokens` it generates 16; with `max_tokens: null` the rest of the context."""
+
+    prompt: Prompts
+    logprobs: Int | None = None
+
+
+class TokenizeBody(BaseModel):
+    """`POST /tokenize`: the tokens of a `prompt`, or of `messages` as the chat template writes them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """`POST /detokenize`: the text of `tokens`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    tokens: list[Int]

@@ -1,0 +1,178 @@
+"""What clients get: OpenAI's response bodies as msgspec structs, so that a chunk costs about a microsecond to encode.
+
+A field that is UNSET is left out of the JSON; one that is None is written as null, where OpenAI writes null.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """Prompt tokens that were found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens read and written for one HTTP request. Each prompt counts once, whatever `n`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A candidate token. `bytes` are those of the token, which may be part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A generated token and the most likely candidates at its position, best first."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """`logprobs` of a chat choice."""
+
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """`logprobs` of a text completion choice; `text_offset` counts characters from the start of the output."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The assistant's turn."""
+
+    role: str
+    content: str
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole response of `POST /v1/chat/completions`."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What is new of an assistant's turn."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """What is new of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a streamed chat completion."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One completion, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole response of `POST /v1/completions`, or one event of it; they have one form."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One name under which the model is served."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "octavo"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+    permission: list[str] = msgspec.field(default_factory=list)
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/models`."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """`POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """`POST /detokenize`."""
+
+    prompt: str

@@ -1,0 +1,97 @@
+"""From a request body to `SamplingParams`: the model's defaults, overridden by what the client gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.params import MAX_TOP_LOGPROBS, OutputKind, SamplingParams
+from octavo.server.body import require
+from octavo.server.context import ServerContext
+from octavo.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
+
+_DIRECT = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logit_bias",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+COMPLETION_MAX_TOKENS = 16
+
+
+def chat_params(ctx: ServerContext, body: ChatBody) -> SamplingParams:
+    """The sampling of a chat request; without a limit it may fill the context.
+
+    Raises:
+        InvalidRequestError: a value is out of range; `param` is the field's name in the request.
+    """
+    limit = body.max_tokens
+    if body.max_completion_tokens is not None:
+        limit = body.max_completion_tokens
+        require(limit >= 1, "max_completion_tokens", limit, f"max_completion_tokens must be at least 1, got {limit}.")
+    return _params(ctx, body, limit, _chat_logprobs(body))
+
+
+def completion_params(ctx: ServerContext, body: CompletionBody) -> SamplingParams:
+    """The sampling of a text completion request.
+
+    Raises:
+        InvalidRequestError: a value is out of range; `param` is the field's name in the request.
+    """
+    limit = body.max_tokens if "max_tokens" in body.model_fields_set else COMPLETION_MAX_TOKENS
+    return _params(ctx, body, limit, body.logprobs)
+
+
+def _chat_logprobs(body: ChatBody) -> int | None:
+    top = body.top_logprobs
+    if top is not None:
+        in_range = 0 <= top <= MAX_TOP_LOGPROBS
+        require(in_range, "top_logprobs", top, f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {top}.")
+        require(
+            top == 0 or body.logprobs is True,
+            "top_logprobs",
+            top,
+            "top_logprobs needs logprobs to be true; set it or leave top_logprobs out.",
+        )
+    return (top or 0) if body.logprobs else None
+
+
+def _params(ctx: ServerContext, body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    _check_limits(ctx, body)
+    given: dict[str, Any] = {name: value for name in _DIRECT if (value := getattr(body, name)) is not None}
+    kind = OutputKind.DELTA if body.streamed else OutputKind.FINAL_ONLY
+    try:
+        return ctx.frontend.default_params(
+            **given, n=body.choices, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind
+        )
+    except OverflowError:
+        raise InvalidRequestError("A number in the request is too large.") from None
+
+
+def _check_limits(ctx: ServerContext, body: GenerationBody) -> None:
+    config = ctx.config
+    n, stops = body.choices, body.stop or []
+    require(n <= config.max_n, "n", n, f"n must be at most {config.max_n} on this server, got {n}.")
+    require(
+        len(stops) <= config.max_stop_strings,
+        "stop",
+        stops,
+        f"stop must have at most {config.max_stop_strings} strings on this server, got {len(stops)}.",
+    )
+    if body.stream_options is not None and not body.streamed:
+        raise InvalidRequestError(
+            "stream_options is only allowed when stream is true; set stream or leave stream_options out.",
+            param="stream_options",
+            value=body.stream_options.model_dump(exclude_none=True),
+        )

@@ -1,0 +1,58 @@
+"""`POST /tokenize` and `POST /detokenize`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.body import parse_body, require
+from octavo.server.context import ServerContext
+from octavo.server.errors import json_response
+from octavo.server.generation import LONG_TEXT
+from octavo.server.openai.messages import render
+from octavo.server.openai.protocol import DetokenizeBody, TokenizeBody
+from octavo.server.openai.responses import Detokenized, Tokenized
+
+
+async def tokenize(ctx: ServerContext, request: Request) -> Response:
+    """The tokens of `prompt`, or of the prompt that `messages` become."""
+    body = await parse_body(request, TokenizeBody, ctx.config.max_body_bytes)
+    ctx.check_model(body.model)
+    given = (body.prompt is None) + (body.messages is None) == 1
+    require(given, "prompt", body.prompt, "Exactly one of prompt and messages is required.")
+    special = body.add_special_tokens
+    if body.prompt is not None:
+        text = body.prompt
+        special = special is not False
+    else:
+        assert body.messages is not None
+        text = await render(
+            ctx,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            options=body.chat_template_kwargs,
+        )
+    tokens = await _encode(ctx, text, bool(special))
+    strings = [ctx.frontend.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+    return json_response(Tokenized(len(tokens), ctx.frontend.info.max_model_len, tokens, strings))
+
+
+async def detokenize(ctx: ServerContext, request: Request) -> Response:
+    """The text of `tokens`, special ones included."""
+    body = await parse_body(request, DetokenizeBody, ctx.config.max_body_bytes)
+    ctx.check_model(body.model)
+    tokenizer = ctx.frontend.tokenizer
+    for token in body.tokens:
+        in_range = 0 <= token < tokenizer.vocab_size
+        require(in_range, "tokens", token, f"tokens must be in [0, {tokenizer.vocab_size}), got {token}.")
+    return json_response(Detokenized(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+
+async def _encode(ctx: ServerContext, text: str, special: bool) -> list[int]:
+    encode = ctx.frontend.tokenizer.encode
+    if len(text) > LONG_TEXT:
+        return await asyncio.to_thread(encode, text, add_special_tokens=special)
+    return encode(text, add_special_tokens=special)

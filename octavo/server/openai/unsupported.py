@@ -1,0 +1,93 @@
+"""Parameters that clients of this ecosystem send and this version does not support.
+
+Silently ignoring one would answer a question that nobody asked. So each is refused by name, unless its value asks for
+what happens anyway. A field that nobody knows is ignored, and the answer says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.core.errors import UnsupportedError
+from octavo.server.openai.protocol import GenerationBody
+
+_ABSENT: tuple[Any, ...] = (None,)
+
+_BOTH: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": _ABSENT,
+    "bad_words": (None, []),
+    "guided_choice": _ABSENT,
+    "guided_decoding_backend": _ABSENT,
+    "guided_grammar": _ABSENT,
+    "guided_json": _ABSENT,
+    "guided_json_object": (None, False),
+    "guided_regex": _ABSENT,
+    "guided_whitespace_pattern": _ABSENT,
+    "kv_transfer_params": (None, {}),
+    "length_penalty": (None, 1),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None, []),
+    "media_io_kwargs": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "prompt_logprobs": _ABSENT,
+    "repetition_detection": _ABSENT,
+    "response_format": (None, {"type": "text"}),
+    "return_prompt_text": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "stream_interval": (None, 1),
+    "structured_outputs": _ABSENT,
+    "thinking_token_budget": _ABSENT,
+    "truncate_prompt_tokens": _ABSENT,
+    "truncation_side": _ABSENT,
+    "use_beam_search": (None, False),
+    "vllm_xargs": (None, {}),
+}
+_CHAT: dict[str, tuple[Any, ...]] = {
+    "audio": _ABSENT,
+    "documents": (None, []),
+    "echo": (None, False),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": _ABSENT,
+    "reasoning_effort": (None, "none"),
+    "include_reasoning": (None, True, False),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None, "medium"),
+    "web_search_options": _ABSENT,
+}
+_COMPLETION: dict[str, tuple[Any, ...]] = {
+    "echo": (None, False),
+    "prompt_embeds": _ABSENT,
+    "suffix": (None, ""),
+}
+
+
+def check_extras(body: GenerationBody, *, chat: bool) -> list[str]:
+    """Warnings about fields that nobody knows.
+
+    Raises:
+        UnsupportedError: a known parameter asks for something that this version does not do.
+    """
+    known = _BOTH | (_CHAT if chat else _COMPLETION)
+    warnings = []
+    for name, value in body.extra.items():
+        if name == "best_of":
+            neutral = value is None or value == body.choices
+        elif name == "tools" and body.extra.get("tool_choice") == "none":
+            neutral = True
+        elif name in known:
+            neutral = any(_same(value, one) for one in known[name])
+        else:
+            warnings.append(f"The unknown field `{name}` was ignored.")
+            continue
+        if not neutral:
+            raise UnsupportedError(f"{name} is not supported by this version; leave it out.", param=name, value=value)
+    return warnings
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equality that tells booleans from numbers, as JSON does."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

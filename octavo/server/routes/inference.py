@@ -1,0 +1,55 @@
+"""The routes under which the model answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.context import ServerContext
+from octavo.server.openai import chat, completions, models, tokens
+from octavo.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.schema import describe
+
+
+def inference_routes(ctx: ServerContext) -> APIRouter:
+    """POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize; GET /v1/models and /v1/models/{id}."""
+    router = APIRouter()
+
+    async def create_chat_completion(request: Request) -> Response:
+        """The model's answer to a conversation, as OpenAI's API has it."""
+        return await chat.chat_completions(ctx, request)
+
+    async def create_completion(request: Request) -> Response:
+        """The model's continuation of a text, as OpenAI's API has it."""
+        return await completions.completions(ctx, request)
+
+    async def tokenize(request: Request) -> Response:
+        """The tokens of a text or of a conversation."""
+        return await tokens.tokenize(ctx, request)
+
+    async def detokenize(request: Request) -> Response:
+        """The text of tokens."""
+        return await tokens.detokenize(ctx, request)
+
+    async def list_models(request: Request) -> Response:
+        """The names under which the model is served."""
+        return models.list_models(ctx)
+
+    async def retrieve_model(request: Request) -> Response:
+        """One of them."""
+        return models.retrieve_model(ctx, request.path_params["model_id"])
+
+    def post(path: str, endpoint: Any, body: Any, tag: str) -> None:
+        router.add_api_route(path, endpoint, methods=["POST"], tags=[tag], openapi_extra=describe(body))
+
+    post("/v1/chat/completions", create_chat_completion, ChatBody, "openai")
+    post("/v1/completions", create_completion, CompletionBody, "openai")
+    post("/tokenize", tokenize, TokenizeBody, "tokens")
+    post("/detokenize", detokenize, DetokenizeBody, "tokens")
+    router.add_api_route("/v1/models", list_models, methods=["GET"], tags=["openai"])
+    # A model's name may hold slashes.
+    router.add_api_route("/v1/models/{model_id:path}", retrieve_model, methods=["GET"], tags=["openai"])
+    return router

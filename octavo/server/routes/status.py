@@ -1,0 +1,56 @@
+"""How the server is: liveness, readiness, version, metrics, and a page for people who open it in a browser."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.context import ServerContext
+from octavo.server.errors import ApiError, json_response
+from octavo.server.metrics.metrics import CONTENT_TYPE
+from octavo.server.routes.home import home_page
+from octavo.version import __version__
+
+
+def status_routes(ctx: ServerContext) -> APIRouter:
+    """GET /health, /live, /ready, /ping, /version, /metrics and /."""
+    router = APIRouter(tags=["status"])
+
+    async def health(request: Request) -> Response:
+        """200 while the engine lives and makes progress; 503 with the reason once it does not."""
+        return _health(ctx)
+
+    async def ready(request: Request) -> Response:
+        """200 while new requests are taken; 503 when the engine is ill or the server is shutting down."""
+        if ctx.lifecycle.draining:
+            return ApiError(503, "The server is shutting down and takes no new requests.").response()
+        return _health(ctx, "ready")
+
+    async def version(request: Request) -> Response:
+        """The server's version."""
+        return json_response({"version": __version__})
+
+    async def metrics(request: Request) -> Response:
+        """Everything that is measured, for Prometheus."""
+        return Response(ctx.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    async def home(request: Request) -> Response:
+        """What this is and how to talk to it."""
+        return home_page(ctx, request)
+
+    for path in ("/health", "/live"):
+        router.add_api_route(path, health, methods=["GET"], name=path[1:])
+    router.add_api_route("/ping", health, methods=["GET", "POST"], name="ping", include_in_schema=False)
+    router.add_api_route("/ready", ready, methods=["GET"])
+    router.add_api_route("/version", version, methods=["GET"])
+    router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
+    router.add_api_route("/", home, methods=["GET"], include_in_schema=False)
+    return router
+
+
+def _health(ctx: ServerContext, word: str = "ok") -> Response:
+    health = ctx.health()
+    if health.ok:
+        return json_response({"status": word})
+    return ApiError(503, health.reason or "The engine is not healthy.").response()

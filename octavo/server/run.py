@@ -1,0 +1,264 @@
+"""Running the server: bind first, open the engine, serve, and leave in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from octavo.config import ServerConfig
+from octavo.core.errors import ConfigError, OctavoError
+from octavo.server.app import create_app
+from octavo.server.lifecycle import Lifecycle
+from octavo.server.metrics.log_line import log_stats
+from octavo.server.routes.home import curl_example
+from octavo.text.frontend import Frontend
+
+logger = logging.getLogger("octavo.server")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_KEEP_ALIVE_S = 65
+"""Longer than clients keep idle connections, so that it is they who close them."""
+_AFTER_ABORT_S = 5.0
+_BACKLOG = 4096
+
+OpenFrontend = Callable[[], AbstractAsyncContextManager[Frontend]]
+
+
+def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: Callable[[str], None] = print) -> int:
+    """Bind, open the engine, serve until a signal comes; the process's exit status.
+
+    Args:
+        open_frontend: starts the engine when entered and closes it when left.
+        announce: told where the server is, once it is ready.
+    """
+    level = getattr(logging, config.log_level.upper(), logging.INFO)
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        with bind(config) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_run(open_frontend, config, sock, announce))
+    except OctavoError as exc:
+        print(f"octavo: {exc}", file=sys.stderr)
+        return 1
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket bound to the configured address, not yet listening. Port 0 takes any free port.
+
+    Raises:
+        ConfigError: the address can't be had; the text says why and which flag changes it.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as exc:
+        raise ConfigError(f"{config.host!r} is not an address to listen on ({exc.strerror}); change --host.") from exc
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(_why_not_bound(config, exc)) from exc
+    return sock
+
+
+async def serve(
+    frontend: Frontend,
+    config: ServerConfig,
+    *,
+    sock: socket.socket | None = None,
+    announce: Callable[[str], None] = print,
+    stop: Stop | None = None,
+) -> None:
+    """Serve until the first stop signal, then finish what is in flight, for `shutdown_timeout_s` at most.
+
+    A second signal ends at once. The engine is left open: whoever opened it closes it.
+
+    Args:
+        sock: bound already; it is closed at the end.
+        announce: told where the server is, once it is ready.
+        stop: listens to signals already; by default this listens itself.
+
+    Raises:
+        ConfigError: the address can't be had.
+    """
+    if stop is None:
+        with Stop().listening() as stop:
+            await serve(frontend, config, sock=sock, announce=announce, stop=stop)
+        return
+    lifecycle = Lifecycle()
+    app = create_app(frontend, config, lifecycle=lifecycle)
+    with sock or bind(config) as bound:
+        server = _Server(_uvicorn_config(app, config))
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        stats = asyncio.create_task(log_stats(frontend.engine.stats, config.log_stats_interval_s))
+        try:
+            await _until(serving, server.ready)
+            announce(_ready_line(frontend, config, bound))
+            await _until(serving, stop.first)
+            await _drain(frontend, lifecycle, config, stop)
+            server.should_exit = True
+            server.force_exit = stop.second.is_set()
+            await serving
+        finally:
+            stats.cancel()
+            serving.cancel()
+            await asyncio.wait([stats, serving])
+
+
+class Stop:
+    """The two signals that stop a server: the first asks it to finish, the second to end now."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self.loading: asyncio.Task[int] | None = None
+        """Cancelled by the first signal."""
+
+    def request(self) -> None:
+        """Count one signal."""
+        if self.first.is_set():
+            self.second.set()
+        self.first.set()
+        if self.loading is not None:
+            self.loading.cancel()
+
+    @contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Take SIGINT and SIGTERM for the time of the block."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.request)
+        try:
+            yield self
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+async def _run(
+    open_frontend: OpenFrontend, config: ServerConfig, sock: socket.socket, announce: Callable[[str], None]
+) -> int:
+    with Stop().listening() as stop:
+        stop.loading = asyncio.current_task()
+        try:
+            async with open_frontend() as frontend:
+                stop.loading = None
+                await serve(frontend, config, sock=sock, announce=announce, stop=stop)
+        except asyncio.CancelledError:
+            if not stop.first.is_set():
+                raise
+            print("octavo: stopped before the server was ready.", file=sys.stderr)
+            return 1
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's server, with signals left to us. `ready` is set once it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    debug = config.log_level == "debug"
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning" if config.log_level == "info" else config.log_level,
+        access_log=debug,
+        server_header=False,
+        backlog=_BACKLOG,
+        root_path=config.root_path,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+
+
+async def _until(serving: asyncio.Task[None], event: asyncio.Event) -> None:
+    """Wait for `event`; if the server ends first, with its error, so does this."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    if serving.done():
+        serving.result()
+
+
+async def _drain(frontend: Frontend, lifecycle: Lifecycle, config: ServerConfig, stop: Stop) -> None:
+    lifecycle.drain()
+    if lifecycle.inflight:
+        logger.info(
+            "Stopping: %d requests in flight have %.0f s to finish; a second signal ends them now.",
+            lifecycle.inflight,
+            config.shutdown_timeout_s,
+        )
+    await _wait_any(lifecycle.idle, stop.second, timeout=config.shutdown_timeout_s)
+    if lifecycle.idle.is_set():
+        return
+    logger.warning("Stopping: %d requests did not finish and are aborted.", lifecycle.inflight)
+    for request_id in sorted(lifecycle.active):
+        await frontend.abort(request_id)
+    await _wait_any(lifecycle.idle, stop.second, timeout=_AFTER_ABORT_S)
+
+
+async def _wait_any(*events: asyncio.Event, timeout: float) -> None:
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    model = (*config.served_model_name, frontend.info.name)[0]
+    curl = curl_example(url + config.root_path, model, needs_key=bool(config.api_keys))
+    return f"The server is ready at {url} and serves {model}. Try it:\n  {curl}"
+
+
+def _why_not_bound(config: ServerConfig, exc: OSError) -> str:
+    where = f"{config.host}:{config.port}"
+    if exc.errno == errno.EADDRINUSE:
+        return f"Port {config.port} is in use ({where}); stop what listens there, or choose another with --port."
+    if exc.errno == errno.EACCES:
+        return f"Port {config.port} may not be used without privileges; choose one above 1023 with --port."
+    if exc.errno == errno.EADDRNOTAVAIL:
+        return f"{config.host} is not an address of this machine; change --host."
+    return f"Can't listen on {where}: {exc.strerror}. Change --host or --port."
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # there is none for Windows
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

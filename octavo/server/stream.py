@@ -1,0 +1,108 @@
+"""Server-sent events, and the watch for clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.server.errors import as_api_error
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+CLIENT_CLOSED_REQUEST = 499
+
+_ENCODER = msgspec.json.Encoder()
+# Legal in JSON and in events, but clients that cut lines with Python's str.splitlines would cut here too.
+_LINE_BREAKS = (
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+    (b"\xc2\x85", b"\\u0085"),
+)
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before it was answered."""
+
+
+def event(chunk: msgspec.Struct) -> bytes:
+    """One event that holds `chunk` as JSON on one line, whichever line breaks the reader believes in."""
+    data = _ENCODER.encode(chunk)
+    if not data.isascii():
+        for raw, escaped in _LINE_BREAKS:
+            data = data.replace(raw, escaped)
+    return b"data: " + data + b"\n\n"
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client leaves first. The request's body must have been read.
+
+    Raises:
+        ClientGoneError: the client left.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        await _end(task)
+        await _end(watch)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    """Cancel `task` and see it through, so that what it held is released before we go on."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+class EventStream(Response):
+    """A response that streams `events` and ends with `[DONE]`.
+
+    Nothing is sent before the first event is there, so a request that fails up to that point is answered with a plain
+    error response: its exception leaves `__call__`. A later failure becomes an error event. If the client leaves,
+    `events` is closed.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = scope.get("state", {}).get("request_id", "")
+        try:
+            await until_disconnect(receive, self._pump(send, request_id))
+        except ClientGoneError:
+            return
+
+    async def _pump(self, send: Send, request_id: str) -> None:
+        async with aclosing(self._events) as events:
+            data = await anext(events)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as exc:
+                error = as_api_error(exc, request_id).body()
+                await send({"type": "http.response.body", "body": b"data: " + error + b"\n\n", "more_body": True})
+            await send({"type": "http.response.body", "body": DONE, "more_body": False})

@@ -1,0 +1,77 @@
+"""Pydantic's findings, said as one plain sentence that names the field, what it held and what it should hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from octavo.core.errors import InvalidRequestError
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing_size": "an integer of at most 64 bits",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+def explain(exc: ValidationError) -> InvalidRequestError:
+    """The first finding as an `InvalidRequestError`; a missing field counts as less telling than a wrong one."""
+    findings = exc.errors(include_url=False)
+    first = min(findings, key=lambda finding: finding["type"] == "missing")
+    param = _dotted(first["loc"])
+    value = first["input"]
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is required; add it to the request.", param=param)
+    return InvalidRequestError(_sentence(param, first), param=param or None, value=value)
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in JSON's words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list():
+            return "a list"
+    return "an object"
+
+
+def _sentence(param: str, finding: ErrorDetails) -> str:
+    kind = finding["type"]
+    context = finding.get("ctx", {})
+    if kind == "value_error":
+        cause = context["error"]
+        return cause.message if isinstance(cause, InvalidRequestError) else f"{param}: {cause}"
+    value = finding["input"]
+    if kind in _EXPECTED:
+        return f"{param} must be {_EXPECTED[kind]}, got {kind_of(value)}."
+    if kind in ("greater_than_equal", "greater_than"):
+        return f"{param} must be at least {context.get('ge', context.get('gt'))}."
+    if kind in ("less_than_equal", "less_than"):
+        return f"{param} must be at most {context.get('le', context.get('lt'))}."
+    if kind == "string_too_long":
+        return f"{param} must have at most {context['max_length']} characters, got {len(value)}."
+    if kind == "too_short":
+        return f"{param} must not be empty."
+    if kind == "string_too_short":
+        return f"{param} must not be an empty string."
+    return f"{param}: {finding['msg']}."
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in loc if part != "[key]")
