@@ -63,11 +63,6 @@ class Metadata(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def length(self, key: str) -> int:
-        """Of an array, without decoding it; 0 if there is none."""
-        kind, place = self._places.get(key, (0, 0))
-        return self._reader.array_head(place, key)[1] if kind == _ARRAY else 0
-
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:

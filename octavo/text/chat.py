@@ -45,6 +45,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> str:
         """The prompt. It holds the special tokens already: encode it with `add_special_tokens=False`.
@@ -52,7 +53,8 @@ class ChatTemplate:
         Args:
             add_generation_prompt: end with the mark that begins the assistant's answer.
             continue_final_message: end within the last message, for the model to go on with it; no mark is added then.
-            variables: further variables for the template (OpenAI's `chat_template_kwargs`).
+            template_kwargs, variables: further variables for the template. The former may hold any name, as a client
+                sends it (`chat_template_kwargs`); the arguments above win.
 
         Raises:
             InvalidRequestError: the messages are not what a chat or this template takes; `param` is "messages".
@@ -63,6 +65,7 @@ class ChatTemplate:
         context = {
             **self._tokens,
             "documents": None,
+            **(template_kwargs or {}),
             **variables,
             "messages": plain,
             "tools": list(tools) if tools else None,

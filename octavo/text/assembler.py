@@ -1,0 +1,98 @@
+"""`RequestAssembler`: an engine's token deltas of one request, made into what the user reads."""
+
+from __future__ import annotations
+
+import time
+
+from octavo.core.output import RequestOutput, RequestTimes, TokenDelta
+from octavo.core.params import OutputKind
+from octavo.core.request import GenerateRequest
+from octavo.text.choice import Choice
+from octavo.text.tokenizer import Tokenizer
+
+
+class RequestAssembler:
+    """Detokenises, finds stop strings, and packs outputs in the form that `params.output_kind` asks for.
+
+    CUMULATIVE and DELTA items hold the one choice that has news; FINAL_ONLY gives one item with all choices in order.
+    Each choice appears with a finish reason exactly once.
+
+    Attributes:
+        request: the one whose deltas it takes.
+        aborts: choices which the last push found to end at a stop string; the engine must be told to end them.
+        finished: all choices have ended; nothing further will come out.
+    """
+
+    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, prompt_text: str | None = None) -> None:
+        self.aborts: list[int] = []
+        self.request = request
+        self._prompt_text = prompt_text
+        params = request.params
+        skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        after_text = any(token not in skipped for token in request.tokens)
+        self._choices = [Choice(index, params, tokenizer, after_text=after_text) for index in range(params.n)]
+        self._num_cached = 0
+        self._preemptions: dict[int, int] = {}
+        self._times: RequestTimes | None = None
+        self._first_token = 0.0
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish is not None for choice in self._choices)
+
+    def push(self, delta: TokenDelta) -> RequestOutput | None:
+        """Takes one delta; returns an item for the user, or None if there is nothing to show now."""
+        self.aborts = []
+        choice = self._choices[delta.index]
+        if choice.finish is not None:
+            return None
+        self._note(delta)
+        choice.push(delta)
+        if choice.stopped_by_string and delta.finish is None:
+            self.aborts = [choice.index]
+        if self.request.params.output_kind is OutputKind.FINAL_ONLY:
+            return self._output(self._choices) if self.finished else None
+        return self._output([choice]) if choice.has_news else None
+
+    def _output(self, choices: list[Choice]) -> RequestOutput:
+        finished = self.finished
+        return RequestOutput(
+            request_id=self.request.id,
+            prompt=self._prompt_text,
+            prompt_token_ids=self.request.tokens,
+            outputs=[choice.output(self.request.params.output_kind) for choice in choices],
+            finished=finished,
+            num_cached_tokens=self._num_cached,
+            times=self._final_times() if finished else None,
+            num_preemptions=sum(self._preemptions.values()),
+        )
+
+    def _note(self, delta: TokenDelta) -> None:
+        if delta.index == 0:  # the others share its prompt, whether or not that came from the cache
+            self._num_cached = max(self._num_cached, delta.num_cached)
+        self._preemptions[delta.index] = delta.num_preemptions
+        if delta.tokens and not self._first_token:
+            self._first_token = time.monotonic()
+        if delta.times is not None:
+            self._times = delta.times if self._times is None else _union(self._times, delta.times)
+
+    def _final_times(self) -> RequestTimes:
+        """The engine's; what was seen from here where a stop string ended the request before the engine could tell."""
+        if not any(choice.stopped_by_string for choice in self._choices) and self._times is not None:
+            return self._times
+        seen = RequestTimes(self.request.arrival, 0.0, self._first_token, time.monotonic())
+        return seen if self._times is None else _union(self._times, seen)
+
+
+def _union(one: RequestTimes, other: RequestTimes) -> RequestTimes:
+    """Of two choices of one request: from the first that began to the last that ended."""
+    return RequestTimes(
+        arrival=_earliest(one.arrival, other.arrival),
+        first_scheduled=_earliest(one.first_scheduled, other.first_scheduled),
+        first_token=_earliest(one.first_token, other.first_token),
+        finished=max(one.finished, other.finished),
+    )
+
+
+def _earliest(one: float, other: float) -> float:
+    return min(one, other) if one and other else one or other

@@ -1,0 +1,122 @@
+"""`Frontend`: the asynchronous face of text in, text out, over any engine client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+from octavo.core.info import ModelInfo
+from octavo.core.output import RequestOutput, TokenDelta
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.engine.protocol import EngineClient
+from octavo.text.assembler import RequestAssembler
+from octavo.text.chat import ChatTemplate, no_template_error
+from octavo.text.prepare import Preparer, Prompt, sampling_defaults, with_defaults
+from octavo.text.tokenizer import Tokenizer
+
+# Tokenising longer texts on the event loop would hold up the streams of others; `tokenizers` works without the GIL.
+_LONG_TEXT = 8192
+
+
+class Frontend:
+    """Prompts to requests, requests to text.
+
+    Args:
+        chat: the model's chat template, if it has one.
+        default_sampling: the content of generation_config.json, or fields of `SamplingParams`; other keys are ignored.
+
+    Raises:
+        ConfigError: a default is out of range.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        info: ModelInfo,
+        *,
+        chat: ChatTemplate | None = None,
+        default_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.info = info
+        self.chat = chat
+        self.preparer = Preparer(tokenizer, info)
+        self.default_sampling = sampling_defaults(default_sampling or {})
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        namespace: str = "",
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+    ) -> GenerateRequest:
+        """Tokenises and checks; see `Preparer.prepare`."""
+        return self.preparer.prepare(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            namespace=namespace,
+            add_special_tokens=add_special_tokens,
+            param=param,
+        ).request
+
+    async def prepare_async(self, prompt: Prompt, params: SamplingParams, **options: Any) -> GenerateRequest:
+        """As `prepare`, but a long text is tokenised in a thread, so that other streams flow on."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self.prepare, prompt, params, **options)
+        return self.prepare(prompt, params, **options)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt that the chat template makes; see `ChatTemplate.render`. Prepare it without special tokens.
+
+        Raises:
+            InvalidRequestError: there is no template, or it can't render these messages.
+        """
+        if self.chat is None:
+            raise no_template_error()
+        return self.chat.render(messages, **options)
+
+    def default_params(self, **overrides: Any) -> SamplingParams:
+        """The model's sampling defaults with what a request sets; None means unset in fields that can't be None."""
+        return with_defaults(self.default_sampling, overrides)
+
+    async def generate(self, request: GenerateRequest, prompt_text: str | None = None) -> AsyncIterator[RequestOutput]:
+        """Items in the form that `params.output_kind` asks for, the last with `finished`.
+
+        Closing the iterator early, or cancelling the task that reads it, aborts the request. A request that the engine
+        fails ends with the finish reason "error" and the cause as its stop reason.
+
+        Raises:
+            InvalidRequestError: the engine can never hold it; the message gives the numbers.
+            EngineDeadError: the engine has stopped.
+        """
+        assembler = RequestAssembler(request, self.tokenizer, prompt_text)
+        stream = cast("AsyncGenerator[TokenDelta, None]", self.engine.generate(request))
+        output: RequestOutput | None = None
+        async with aclosing(stream) as deltas:
+            async for delta in deltas:
+                output = assembler.push(delta)
+                if assembler.finished:
+                    break
+                for index in assembler.aborts:
+                    await self.engine.abort(request.id, index)
+                if output is not None:
+                    yield output
+        # Only now, with the engine told to end: the reader may never come back for more.
+        if output is not None and output.finished:
+            yield output
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its reader gets what was generated, with the finish reason "abort"."""
+        await self.engine.abort(request_id)

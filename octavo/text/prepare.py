@@ -1,0 +1,219 @@
+"""From a user's prompt to a request that the engine can take; everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict
+
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.info import ModelInfo
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.text.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict):
+    """`cache_salt`: the KV cache of this prompt is shared only with requests that have the same salt."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """As `TextPrompt`, for a prompt that is tokenised already; `prompt` is its text, if the caller knows it."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt
+
+# A normaliser may make one character of several, and a token may swallow spaces beside it: no prompt is refused by its
+# length alone unless it is over the bound by this factor.
+_SLACK = 4
+# generation_config.json's name -> ours
+_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "max_tokens": "max_tokens",
+}
+_MAY_BE_NONE = {"seed", "stop", "stop_token_ids", "max_tokens", "logprobs", "logit_bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request, and the text of its prompt where that is known."""
+
+    request: GenerateRequest
+    prompt_text: str | None
+
+
+class Preparer:
+    """Tokenises prompts and checks requests against one model. Pure: it may be used from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, info: ModelInfo) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        namespace: str = "",
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+    ) -> Prepared:
+        """A request whose every field is known to be good, with `max_tokens` resolved.
+
+        Args:
+            request_id: a fresh one if None.
+            add_special_tokens: False for a prompt that a chat template made.
+            param: the field that the prompt came from, for errors: "prompt" or "messages".
+
+        Raises:
+            InvalidRequestError: the message names the field, the value and the limit.
+        """
+        arrival = time.monotonic()
+        text, tokens, salt = _parts(prompt, param)
+        if tokens is None:
+            assert text is not None
+            self._check_chars(text, param)
+            tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            self._check_ids(tokens, param)
+        if not tokens:
+            raise InvalidRequestError(f"The {param} is empty; give at least one token.", param=param, value=text or [])
+        self._check_vocabulary(params)
+        request = GenerateRequest(
+            id=request_id or uuid.uuid4().hex,
+            tokens=tokens,
+            params=self._with_max_tokens(params, len(tokens), param),
+            namespace=f"{namespace}\x1f{salt}" if salt else namespace,
+            priority=priority,
+            arrival=arrival,
+        )
+        return Prepared(request, text)
+
+    def _check_chars(self, text: str, param: str) -> None:
+        """Refuses a text that can't fit, before time is spent on tokenising it."""
+        per_token = self.tokenizer.max_token_chars if len(text) > self.info.max_model_len else 0
+        if len(text) > _SLACK * per_token * self.info.max_model_len > 0:
+            raise self._too_long(f"at least {len(text) // per_token}", param, len(text))
+
+    def _too_long(self, count: str, param: str, value: int) -> InvalidRequestError:
+        field = "messages" if param == "messages" else "prompt"
+        return InvalidRequestError(
+            f"This model's maximum context length is {self.info.max_model_len} tokens. However, your {field} resulted "
+            f"in {count} tokens. Please reduce the length of the {field}.",
+            param=param,
+            value=value,
+        )
+
+    def _with_max_tokens(self, params: SamplingParams, num_prompt: int, param: str) -> SamplingParams:
+        room = self.info.max_model_len - num_prompt
+        if room < 1:
+            raise self._too_long(str(num_prompt), param, num_prompt)
+        if params.max_tokens is None:
+            return params.replace(max_tokens=room)
+        if params.max_tokens > room:
+            field = "messages" if param == "messages" else "prompt"
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self.info.max_model_len} tokens. However, you requested "
+                f"{num_prompt + params.max_tokens} tokens ({num_prompt} in the {field}, {params.max_tokens} in the "
+                f"completion). Please reduce the length of the {field} or completion.",
+                param="max_tokens",
+                value=params.max_tokens,
+            )
+        return params
+
+    def _check_ids(self, tokens: list[int], param: str) -> None:
+        size = self.info.vocab_size
+        for place, token in enumerate(tokens):
+            if type(token) is not int:
+                raise InvalidRequestError(
+                    f"Token ids must be integers; at position {place} there is {token!r}.", param=param, value=token
+                )
+            if not 0 <= token < size:
+                raise InvalidRequestError(
+                    f"Token id {token} at position {place} is out of vocabulary: ids go from 0 to {size - 1}.",
+                    param=param,
+                    value=token,
+                )
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        size = self.info.vocab_size
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in ids or ():
+                if not 0 <= token < size:
+                    raise InvalidRequestError(
+                        f"token_id {token} in {name} is an out-of-vocab token id. Vocabulary size: {size}, so ids go "
+                        f"from 0 to {size - 1}.",
+                        param=name,
+                        value=token,
+                    )
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `SamplingParams` that a checkpoint's generation_config.json sets.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    defaults = {
+        ours: generation_config[theirs]
+        for theirs, ours in _DEFAULTS.items()
+        if generation_config.get(theirs) is not None
+    }
+    try:
+        SamplingParams(**defaults)
+    except (InvalidRequestError, TypeError) as exc:
+        raise ConfigError(
+            f"The model's generation_config.json sets a sampling default that can't be used: {exc} Correct the file."
+        ) from exc
+    return defaults
+
+
+def with_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> SamplingParams:
+    """`SamplingParams` from defaults and what a request sets; None means unset in fields that can't be None.
+
+    Raises:
+        InvalidRequestError: a field is out of range.
+    """
+    chosen = {name: value for name, value in overrides.items() if value is not None or name in _MAY_BE_NONE}
+    return SamplingParams(**{**defaults, **chosen})
+
+
+def _parts(prompt: Prompt, param: str) -> tuple[str | None, list[int] | None, str | None]:
+    """Text, token ids and salt; at least one of the former two is there."""
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if isinstance(prompt, list):
+        return None, prompt, None
+    if not isinstance(prompt, Mapping):
+        raise InvalidRequestError(
+            f"The {param} must be a string, a list of token ids, or an object with 'prompt' or 'prompt_token_ids'; got "
+            f"{type(prompt).__name__}.",
+            param=param,
+            value=prompt,
+        )
+    text, tokens, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+    if not isinstance(text, str | None) or not isinstance(tokens, list | None) or (text is None and tokens is None):
+        raise InvalidRequestError(
+            f"The {param} must have 'prompt', a string, or 'prompt_token_ids', a list of integers.",
+            param=param,
+            value=dict(prompt),
+        )
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise InvalidRequestError("cache_salt must be a string that is not empty.", param="cache_salt", value=salt)
+    return text, tokens, salt
