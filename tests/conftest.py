@@ -1,0 +1,14 @@
+"""Fixtures that several floors' tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.hub.files import ModelFiles
+from octavo.hub.resolve import resolve
+
+
+@pytest.fixture(scope="session")
+def smollm2_files() -> ModelFiles:
+    """The real default model, pulled into Octavo's cache on the first use."""
+    return resolve("smollm2")
