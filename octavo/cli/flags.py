@@ -46,7 +46,7 @@ def _dtype(text: str) -> str:
 
 
 MODEL = (
-    Flag("model", "model.model", "the same as the positional MODEL", metavar="MODEL"),
+    Flag("model", "model.model", "the same as the positional MODEL", "smollm2", metavar="MODEL"),
     Flag("tokenizer", "model.tokenizer", "take the tokenizer from this model instead", "the model's", metavar="MODEL"),
     Flag("revision", "model.revision", "branch, tag or commit of a Hugging Face id", "main"),
     Flag(

@@ -1,57 +1,96 @@
-"""Progress of what takes long, on the terminal: bars where one is attached, else a line for each phase."""
+"""Progress of what takes long, on standard error: bars where a terminal is attached, else a line for each phase."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
 
 from octavo.cli.parser import say
-from octavo.hub.progress import Progress
 
-
-@contextlib.contextmanager
-def download_bar() -> Iterator[Progress]:
-    """A `Progress` that draws on standard error while the block runs."""
-    if not sys.stderr.isatty():
-        yield PhaseLines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+if TYPE_CHECKING:
     from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        yield PhaseBars(bars)
+    from rich.progress import TaskID
 
 
-class PhaseBars:
-    """One bar a phase."""
+class Display(Protocol):
+    """Shows downloads (`octavo.hub.progress.Progress`) and phases of an engine's start (`OnPhase`)."""
 
-    def __init__(self, bars: Any) -> None:
-        self._bars = bars
-        self._tasks: dict[str, Any] = {}
+    def download(self, phase: str, done: int, total: int) -> None: ...
 
-    def __call__(self, phase: str, done: int, total: int) -> None:
+    def phase(self, name: str, seconds: float | None) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_display() -> Display:
+    """The display that suits standard error; draws while it is entered."""
+    return BarDisplay() if sys.stderr.isatty() else LineDisplay()
+
+
+class BarDisplay:
+    """One bar for each file that comes, a moving one for each phase; both vanish at the end."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+        from rich.progress import Progress as Bars
+        from rich.text import Text
+
+        class Amount(ProgressColumn):
+            def render(self, task: Task) -> Text:
+                if not task.total:
+                    return Text(f"{task.elapsed or 0:.0f} s")
+                speed = f"  {task.speed / 1e6:.0f} MB/s" if task.speed else ""
+                return Text(f"{task.completed / 1e6:.0f} of {task.total / 1e6:.0f} MB{speed}")
+
+        columns = (TextColumn("{task.description}"), BarColumn(), Amount())
+        self._bars: Bars = Bars(*columns, console=Console(stderr=True), transient=True)
+        self._tasks: dict[str, TaskID] = {}
+
+    def download(self, phase: str, done: int, total: int) -> None:
         if phase not in self._tasks:
             self._tasks[phase] = self._bars.add_task(phase, total=total or None)
         self._bars.update(self._tasks[phase], completed=done, total=total or None)
 
+    def phase(self, name: str, seconds: float | None) -> None:
+        if seconds is None:
+            self._tasks[name] = self._bars.add_task(name, total=None)
+        elif name in self._tasks:
+            self._bars.remove_task(self._tasks.pop(name))
 
-class PhaseLines:
-    """One line when a phase begins."""
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+
+class LineDisplay:
+    """One line when a download begins; phases are silent, for they are told at the end."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def __call__(self, phase: str, done: int, total: int) -> None:
+    def download(self, phase: str, done: int, total: int) -> None:
         if phase not in self._seen:
             self._seen.add(phase)
             say(f"{phase} ({total / 1e6:.0f} MB)" if total else phase)
+
+    def phase(self, name: str, seconds: float | None) -> None:
+        """Nothing to say yet."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to end."""

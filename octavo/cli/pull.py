@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.cli import units
 from octavo.cli.parser import OctavoParser
-from octavo.cli.progress import download_bar
+from octavo.cli.progress import open_display
 from octavo.config import DEFAULT_MODEL
 
 
@@ -15,8 +15,8 @@ def run(argv: list[str]) -> int:
         return 0
     from octavo.hub.pull import pull
 
-    with download_bar() as progress:
-        path = pull(args.name, progress=progress)
+    with open_display() as display:
+        path = pull(args.name, progress=display.download)
     print(path)
     return 0
 

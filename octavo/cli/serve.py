@@ -14,7 +14,7 @@ def run(argv: list[str]) -> int:
     engine, server = engine_from(found), server_from(found)
     from octavo.server.run import run_server
 
-    return run_server(lambda: open_frontend(engine, table=True), server)
+    return run_server(lambda: open_frontend(engine, server), server)
 
 
 def make_parser() -> OctavoParser:

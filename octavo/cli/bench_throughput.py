@@ -1,0 +1,66 @@
+"""`octavo bench throughput`: all requests handed over at once, in this process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.report import save
+from octavo.cli.args import add_engine_settings
+from octavo.cli.bench_data import add_data_flags, make_samples
+from octavo.cli.offline import fixed_length, open_llm
+from octavo.cli.parser import OctavoParser, say
+
+
+def run(argv: list[str]) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    with open_llm(parser, args) as llm:
+        samples = make_samples(
+            args,
+            tokenizer=llm.get_tokenizer(),
+            vocab_size=llm.info.vocab_size,
+            as_text=False,
+            seed=vars(args).get("model.seed", 0),
+        )
+        prompts: list[Any] = [s.prompt if isinstance(s.prompt, str) else list(s.prompt) for s in samples]
+        say(f"{len(samples)} requests to {llm.info.name}, {llm.info.dtype} on {llm.info.device}")
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, [fixed_length(s.output_tokens) for s in samples])
+        seconds = time.perf_counter() - start
+        waste = llm.stats().mean_waste
+    tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
+    tokens_out = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    figures = {
+        "elapsed_time": seconds,
+        "num_requests": len(outputs),
+        "total_input_tokens": tokens_in,
+        "total_output_tokens": tokens_out,
+        "requests_per_second": len(outputs) / seconds,
+        "output_tokens_per_second": tokens_out / seconds,
+        "tokens_per_second": (tokens_in + tokens_out) / seconds,
+        "kv_waste": waste,
+    }
+    print(
+        f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
+        f"{figures['tokens_per_second']:.2f} total tokens/s, "
+        f"{figures['output_tokens_per_second']:.2f} output tokens/s\n"
+        f"Total num prompt tokens:  {tokens_in}\nTotal num output tokens:  {tokens_out}\n"
+        f"Duration (s):  {seconds:.2f}\nKV slots allocated but empty:  {waste:.2%}"
+    )
+    if args.output_json:
+        save(figures, args.output_json)
+    return 0
+
+
+def make_parser() -> OctavoParser:
+    parser = OctavoParser(
+        "octavo bench throughput",
+        words="[MODEL]",
+        description="Hand all requests over at once and time the whole. Greedy, end-of-sequence ignored.",
+    )
+    add_data_flags(parser, num_prompts=100)
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures there")
+    add_engine_settings(parser)
+    return parser

@@ -1,0 +1,30 @@
+"""An `LLM` in this process from a command's flags, for the benches that have no server between."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from octavo.cli.args import values
+from octavo.cli.parser import OctavoParser
+from octavo.cli.progress import open_display
+
+if TYPE_CHECKING:
+    from octavo.core.params import SamplingParams
+    from octavo.llm import LLM
+
+
+def open_llm(parser: OctavoParser, args: argparse.Namespace) -> LLM:
+    """The model that the flags ask for, loaded."""
+    from octavo.llm import LLM
+
+    settings: dict[str, Any] = {target.split(".")[1]: value for target, value in values(parser, args).items()}
+    with open_display() as display:
+        return LLM(**settings, progress=display.download)
+
+
+def fixed_length(count: int) -> SamplingParams:
+    """Greedy, exactly `count` tokens, no text: nothing but the engine is measured."""
+    from octavo.core.params import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
