@@ -54,9 +54,9 @@ async def complete(args: argparse.Namespace, config: EngineConfig, fields: dict[
 
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     async with open_frontend(config) as frontend:
-        prompt = render(frontend, text, args)
+        prompt, rendered = render(frontend, text, args)
         answer = Answer()
-        async for piece in generate(frontend, prompt, fields, answer):
+        async for piece in generate(frontend, prompt, fields, answer, rendered=rendered):
             if not args.json:
                 print(piece, end="", flush=True)
     if args.json:
@@ -68,16 +68,17 @@ async def complete(args: argparse.Namespace, config: EngineConfig, fields: dict[
     return 0
 
 
-def render(frontend: Frontend, text: str, args: argparse.Namespace) -> str:
+def render(frontend: Frontend, text: str, args: argparse.Namespace) -> tuple[str, bool]:
+    """The prompt, and whether a chat template made it."""
     has_template = frontend.chat is not None
     if args.as_chat is False or (args.as_chat is None and not has_template):
         if args.system_prompt:
             raise ConfigError(
                 "--system-prompt needs a chat: this is a raw prompt (--raw, or a model without a template)"
             )
-        return text
+        return text, False
     system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-    return frontend.render_chat([*system, {"role": "user", "content": text}])
+    return frontend.render_chat([*system, {"role": "user", "content": text}]), True
 
 
 def described(prompt: str, answer: Answer) -> dict[str, Any]:

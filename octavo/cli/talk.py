@@ -141,7 +141,7 @@ async def generate(
     from octavo.core.params import OutputKind
 
     params = frontend.default_params(**({"max_tokens": None} | fields)).replace(output_kind=OutputKind.DELTA)
-    request = frontend.prepare(prompt, params)
+    request = frontend.prepare(prompt, params, add_special_tokens=not rendered)
     answer.prompt_tokens = len(request.tokens)
     async for output in frontend.generate(request, prompt):
         choice = output.outputs[0]
@@ -151,6 +151,8 @@ async def generate(
         if choice.text:
             answer.add(choice.text)
             yield choice.text
+        if choice.finish_reason == "error":
+            raise OctavoError(f"the engine failed: {choice.stop_reason}")
     answer.ended = time.perf_counter()
 
 
