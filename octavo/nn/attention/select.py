@@ -60,7 +60,7 @@ def select(name: str | None, device: torch.device, dtype: torch.dtype, spec: Att
     if name is None:
         problem = f"No attention backend supports {device} with {dtype}."
     elif name in reasons:
-        problem = f"The attention backend {name!r} can't be used here; leave the choice out to get the fastest that can."
+        problem = f"The attention backend {name!r} can't be used here; leave the choice out to get one that can."
     else:
         problem = f"There is no attention backend {name!r}; leave the choice out or take one of these."
     raise ConfigError(f"{problem} {listed}.")

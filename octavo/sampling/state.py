@@ -1,0 +1,115 @@
+"""What the sampler knows of a row: its parameters in tensor form, made once, and its tokens so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.output import TokenLogprobs
+from octavo.core.params import SamplingParams
+
+_MAX_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedParams:
+    """One request's sampling parameters, ready for use in a batch.
+
+    Attributes:
+        greedy: the most likely token is taken.
+        plain: greedy, and nothing changes the logits or reports on them.
+        filters: [4] float64: temperature, top_k (0 for all), top_p, min_p.
+        filtered: some of top_k, top_p, min_p is in force.
+        seed: [1] int64.
+        bias_ids, bias_values: [b] int64 and [b] float32.
+        banned_ids: [s] int64, tokens not sampled before `min_tokens`.
+        logprobs: alternatives to report; None reports nothing.
+    """
+
+    greedy: bool
+    plain: bool
+    filtered: bool
+    filters: Tensor
+    seed: Tensor
+    repetition: float
+    frequency: float
+    presence: float
+    min_tokens: int
+    banned_ids: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    logprobs: int | None
+
+    @classmethod
+    def make(cls, params: SamplingParams, seed: int, stop_ids: list[int], vocab_size: int) -> PreparedParams:
+        """
+        Args:
+            seed: any integer; taken modulo 2^64.
+            stop_ids: tokens that end this request. Those outside the vocabulary can't be sampled and are left out.
+
+        Raises:
+            InvalidRequestError: `logit_bias` names a token outside the vocabulary.
+        """
+        bias = params.logit_bias or {}
+        for token in bias:
+            if not 0 <= token < vocab_size:
+                text = f"logit_bias contains token id {token}, which is outside the vocabulary [0, {vocab_size})."
+                raise InvalidRequestError(text, param="logit_bias", value=token)
+        top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+        banned = sorted({token for token in stop_ids if 0 <= token < vocab_size}) if params.min_tokens else []
+        return cls(
+            greedy=params.greedy,
+            plain=params.greedy and not (bias or banned or params.has_penalties) and params.logprobs is None,
+            filtered=bool(top_k) or params.top_p < 1 or params.min_p > 0,
+            filters=torch.tensor([params.temperature, top_k, params.top_p, params.min_p], dtype=torch.float64),
+            seed=torch.tensor([_signed(seed)]),
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            min_tokens=params.min_tokens,
+            banned_ids=torch.tensor(banned, dtype=torch.long),
+            bias_ids=torch.tensor(list(bias), dtype=torch.long),
+            bias_values=torch.tensor(list(bias.values()), dtype=torch.float32).clamp_(-_MAX_BIAS, _MAX_BIAS),
+            logprobs=params.logprobs,
+        )
+
+
+@dataclass(slots=True)
+class SampleRow:
+    """One row of logits to sample from.
+
+    Attributes:
+        tokens: [n] integers, all tokens of the sequence so far, prompt first; a view will do.
+        num_prompt: how many of them are the prompt.
+    """
+
+    slot_params: PreparedParams
+    tokens: Tensor
+    num_prompt: int
+
+    @property
+    def num_output(self) -> int:
+        return self.tokens.shape[0] - self.num_prompt
+
+
+@dataclass(slots=True)
+class SampleResult:
+    """What came of a batch.
+
+    Attributes:
+        tokens: [S] int64; 0 for a bad row.
+        logprobs: row -> its log-probabilities, for the rows that asked.
+        bad_rows: rows that can't be sampled, because their logits hold NaN or +inf or leave no token possible.
+    """
+
+    tokens: Tensor
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    bad_rows: list[int] = field(default_factory=list)
+
+
+def _signed(seed: int) -> int:
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed
