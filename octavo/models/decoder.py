@@ -22,6 +22,7 @@ class Attention(nn.Module):
         super().__init__()
         heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.head_dim = spec.head_dim
+        self.head_counts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.rope = rope
         self.qkv = b.linear(
             "q_proj",
@@ -48,10 +49,12 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv.split(self.qkv(x)))
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split(self.head_counts, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, k, step.positions)
+            q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions)
+        else:
+            self.rope.joint(heads[:, : -self.head_counts[2]], step.positions)
         return self.out(self.attn(q, k, v, step).flatten(1))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.nn.ops.rope import apply_rope
+from octavo.nn.ops.rope import apply_rope, apply_rope_joint
 from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 from octavo.nn.weights import TensorSpec, Wanted, WeightLayer, tensor_bytes
 
@@ -30,6 +30,10 @@ class Rope(WeightLayer):
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Turns q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place."""
         return apply_rope(q, k, self.cos_sin, positions)
+
+    def joint(self, qk: Tensor, positions: Tensor) -> Tensor:
+        """Turns queries and keys that lie side by side, [T, heads + kv_heads, head_dim], in place."""
+        return apply_rope_joint(qk, self.cos_sin, positions)
 
     def wanted(self) -> list[Wanted]:
         """Some GGUF files hold, instead of a named scaling, a divisor for each frequency."""

@@ -24,6 +24,13 @@ def apply_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tupl
     return q, k
 
 
+def apply_rope_joint(qk: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """`apply_rope` of queries and keys that lie side by side, [T, H + KVH, D], in half as many operations."""
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    _rotate_(qk, cos, sin)
+    return qk
+
+
 def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]

@@ -1,0 +1,86 @@
+"""GGUF files as llama.cpp's converter lays them out, against the Transformers model they came from."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from paged import PagedRunner
+from tiny import load_model, make_checkpoint
+from torch import Tensor
+
+from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_config import model_config
+from octavo.hub.gguf_file import read_gguf
+from octavo.nn.attention.reference import ReferenceAttention
+
+PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95]
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """Row j of a head's first half, then row j of its second half: the order that llama.cpp's rope wants."""
+    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def write_gguf(path: Path, model: Any, arch: str) -> None:
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    kind = gguf.MODEL_ARCH[arch.upper()]
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+            tensor = interleaved(tensor, heads)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
+    if config.rope_parameters["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(config).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama3_divisors(config: Any) -> Tensor:
+    """What the converter stores in place of Llama 3's rope parameters."""
+    rope = config.rope_parameters
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    divisors = []
+    for pair in range(0, config.head_dim, 2):
+        wave = 2 * math.pi * rope["rope_theta"] ** (pair / config.head_dim)
+        turns = rope["original_max_position_embeddings"] / wave
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return torch.tensor(divisors)
+
+
+@pytest.mark.parametrize(
+    ("family", "arch"),
+    [("llama", "llama"), ("llama-llama3-rope", "llama"), ("smollm", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")],
+)
+def test_a_converted_model_gives_the_same_logits(family: str, arch: str, tmp_path: Path) -> None:
+    theirs = make_checkpoint(family, tmp_path)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, theirs, arch)
+    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    runner = PagedRunner(load_model(files, ReferenceAttention()), num_blocks=20, block_size=4)
+    logits = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

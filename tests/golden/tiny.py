@@ -1,0 +1,98 @@
+"""Tiny random checkpoints of every family, made by Transformers, and the same models as Octavo builds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from octavo.hub.files import ModelFiles
+from octavo.models.decoder import CausalLM
+from octavo.models.load import open_checkpoint
+from octavo.models.load.weights import load_weights
+from octavo.models.registry import build_model
+from octavo.nn.attention.base import AttentionBackend
+
+_COMMON = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+Make = Callable[..., Any]
+
+FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False}),
+    "llama-biases": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama-llama3-rope": (transformers.LlamaConfig, {"rope_parameters": _LLAMA3}),
+    "llama-yarn-rope": (transformers.LlamaConfig, {"rope_parameters": _YARN}),
+    "llama-linear-rope": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}},
+    ),
+    "smollm": (
+        transformers.LlamaConfig,
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 7}),
+    "mistral-wide-heads": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 24}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-some-windows": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "qwen3-biases": (transformers.Qwen3Config, {"head_dim": 32, "attention_bias": True, "num_key_value_heads": 1}),
+}
+
+
+def make_checkpoint(family: str, folder: Path, **save: Any) -> Any:
+    """Writes a random checkpoint of the family and returns the Transformers model, in float32."""
+    make, settings = FAMILIES[family]
+    torch.manual_seed(len(family))
+    config = make(**{**_COMMON, **settings})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                # Norms start at one and biases at zero, where a forgotten one would not show.
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def model_files(folder: Path) -> ModelFiles:
+    """The folder as the hub would describe it."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = tuple(sorted(folder.glob("*.safetensors")))
+    return ModelFiles(name=folder.name, path=folder, format="safetensors", weights=weights, config=config)
+
+
+def load_model(files: ModelFiles, attention: AttentionBackend, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """Built and filled; every tensor of the checkpoint must have been used."""
+    model = build_model(files.config, dtype=dtype, device=torch.device("cpu"), attention=attention)
+    report = load_weights(model, open_checkpoint(files))
+    assert report.unread == ()
+    return model

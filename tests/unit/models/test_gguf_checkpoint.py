@@ -1,0 +1,141 @@
+"""Reading tensors out of GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from octavo.core.errors import ModelFileError
+from octavo.hub.files import ModelFiles
+from octavo.models.load import open_checkpoint
+from octavo.models.load.gguf import GGUFCheckpoint, hf_name
+from octavo.models.load.gguf_blocks import SUPPORTED
+from octavo.nn.weights import TensorSpec
+
+SHAPE = (6, 512)
+SPEC = TensorSpec(SHAPE, torch.float32)
+# Byte offsets of each block's float16 fields; random bits there could be infinite.
+HALVES = {
+    Kind.Q4_0: [0],
+    Kind.Q4_1: [0, 2],
+    Kind.Q5_0: [0],
+    Kind.Q5_1: [0, 2],
+    Kind.Q8_0: [0],
+    Kind.Q2_K: [80, 82],
+    Kind.Q3_K: [108],
+    Kind.Q4_K: [0, 2],
+    Kind.Q5_K: [0, 2],
+    Kind.Q6_K: [208],
+}
+PLAIN = {Kind.F32: np.float32, Kind.F16: np.float16}
+
+
+def random_raw(kind: Kind, shape: tuple[int, int] = SHAPE) -> np.ndarray:
+    """A tensor as stored, with every bit of the quantised values random."""
+    random = np.random.default_rng(int(kind))
+    if kind in PLAIN:
+        return random.standard_normal(shape).astype(PLAIN[kind])
+    if kind == Kind.BF16:
+        return gguf.quants.quantize(random.standard_normal(shape).astype(np.float32), kind)
+    per_block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (shape[0], shape[1] // per_block, size), dtype=np.uint8)
+    for at in HALVES.get(kind, []):
+        halves = random.standard_normal(blocks.shape[:2]).astype(np.float16)
+        blocks[:, :, at : at + 2] = halves.view(np.uint8).reshape(*halves.shape, 2)
+    return blocks.reshape(shape[0], -1)
+
+
+def write(path: Path, tensors: dict[str, tuple[Kind, np.ndarray]], **keys: int) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_head_count(keys.get("heads", 1))
+    writer.add_head_count_kv(keys.get("kv_heads", 1))
+    for name, (kind, raw) in tensors.items():
+        writer.add_tensor(name, raw, raw_dtype=None if kind in PLAIN else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda kind: kind.name)
+def test_values_equal_those_of_the_gguf_library(kind: Kind, tmp_path: Path) -> None:
+    raw = random_raw(kind)
+    checkpoint = GGUFCheckpoint(write(tmp_path / "m.gguf", {"blk.3.ffn_up.weight": (kind, raw)}))
+    name = "model.layers.3.mlp.up_proj.weight"
+    values = checkpoint.tensor(name, SPEC)
+    expected = torch.from_numpy(np.array(gguf.quants.dequantize(raw, kind)))
+    assert checkpoint.names() == {name}
+    assert checkpoint.shape(name) == SHAPE
+    assert torch.isfinite(expected).all()
+    assert torch.equal(values.float(), expected)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q6_K, Kind.F16], ids=lambda kind: kind.name)
+def test_tensors_longer_than_a_piece(kind: Kind, tmp_path: Path) -> None:
+    raw = random_raw(kind, (2100, 512))
+    checkpoint = GGUFCheckpoint(write(tmp_path / "m.gguf", {"token_embd.weight": (kind, raw)}))
+    values = checkpoint.tensor("model.embed_tokens.weight", TensorSpec((2100, 512), torch.bfloat16))
+    expected = torch.from_numpy(np.array(gguf.quants.dequantize(raw, kind))).bfloat16()
+    assert torch.equal(values.bfloat16(), expected)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.F32], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["blk.0.attn_k", "blk.0.attn_v"])
+def test_a_slice_is_the_same_as_slicing_the_whole(kind: Kind, name: str, tmp_path: Path) -> None:
+    """Also where rows are stored in another order."""
+    raw = random_raw(kind, (16, 512))
+    checkpoint = GGUFCheckpoint(write(tmp_path / "m.gguf", {f"{name}.weight": (kind, raw)}, heads=4, kv_heads=2))
+    full = next(iter(checkpoint.names()))
+    spec = TensorSpec((16, 512), torch.float32)
+    whole = checkpoint.tensor(full, spec)
+    assert torch.equal(checkpoint.tensor(full, spec, (slice(3, 9),)), whole[3:9])
+    assert torch.equal(checkpoint.tensor(full, spec, (slice(8, 16), slice(32, 40))), whole[8:16, 32:40])
+
+
+def test_rows_of_q_and_k_come_back_in_half_rotation_order(tmp_path: Path) -> None:
+    """Stored: pair after pair. Wanted: all first halves of a head, then all second halves."""
+    rows = np.arange(16, dtype=np.float32)[:, None].repeat(32, axis=1)
+    path = write(
+        tmp_path / "m.gguf",
+        {"blk.0.attn_q.weight": (Kind.F32, rows), "blk.0.attn_k.weight": (Kind.F32, rows)},
+        heads=4,
+        kv_heads=2,
+    )
+    checkpoint, spec = GGUFCheckpoint(path), TensorSpec((16, 32), torch.float32)
+    q = checkpoint.tensor("model.layers.0.self_attn.q_proj.weight", spec)[:, 0].tolist()
+    k = checkpoint.tensor("model.layers.0.self_attn.k_proj.weight", spec)[:, 0].tolist()
+    assert q == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15]
+    assert k == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+
+
+def test_an_undecodable_type_is_named_with_those_that_work(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": (Kind.IQ4_NL, random_raw(Kind.IQ4_NL))})
+    with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_up\.weight in .*m\.gguf is stored as IQ4_NL.*Q4_K.*Q8_0"):
+        GGUFCheckpoint(path)
+
+
+def test_a_truncated_file_names_the_tensor_cut_off(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {"output.weight": (Kind.Q8_0, random_raw(Kind.Q8_0))})
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelFileError, match=r"m\.gguf.*output\.weight"):
+        GGUFCheckpoint(path)
+
+
+def test_a_model_in_several_gguf_files_is_refused(tmp_path: Path) -> None:
+    paths = tuple(tmp_path / f"{i}.gguf" for i in range(2))
+    files = ModelFiles(name="m", path=tmp_path, format="gguf", weights=paths, config={})
+    with pytest.raises(ModelFileError, match=r"0\.gguf, 1\.gguf"):
+        open_checkpoint(files)
+
+
+def test_names_outside_the_table_stay_as_they_are() -> None:
+    assert hf_name("blk.7.attn_q.bias") == "model.layers.7.self_attn.q_proj.bias"
+    assert hf_name("output_norm.weight") == "model.norm.weight"
+    assert hf_name("blk.7.ffn_gate_exps.weight") == "blk.7.ffn_gate_exps.weight"
+    assert hf_name("rope_freqs.weight") == "rope_freqs.weight"
