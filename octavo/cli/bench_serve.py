@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ ENDPOINTS = {
     "openai-chat": "/v1/chat/completions",
 }
 DEFAULT_VOCABULARY = 30_000
+SHOWN_ERRORS = 5
 
 
 def run(argv: list[str]) -> int:
@@ -115,8 +117,9 @@ async def bench(args: argparse.Namespace) -> int:
         path = args.result_dir / (args.result_filename or f"{args.backend}-{args.request_rate:g}qps-{_stamp()}.json")
         save(figures, path)
         say(f"result saved as {path}")
-    for error in sorted({t.error for t in timings if t.error}):
-        say(f"failed: {error}")
+    errors = Counter(t.error for t in timings if t.error)
+    for error, count in errors.most_common(SHOWN_ERRORS):
+        say(f"failed ({count} of {len(timings)}): {error}")
     return 0 if summary.completed else 1
 
 
