@@ -146,8 +146,8 @@ class _Reader:
             end = place + 8 + self.number("Q", place)
         elif kind == _ARRAY:
             element, count = self.array_head(place, what)
-            end = self._after_strings(place + 12, count, what) if element == _STRING else 0
-            end = end or place + 12 + count * _SIZES[element]
+            start = place + 12
+            end = self._after_strings(start, count, what) if element == _STRING else start + count * _SIZES[element]
         else:
             raise self.corrupt(f"{what} has the unknown type {kind}")
         self.check(place, end - place, what)
@@ -171,7 +171,7 @@ class _Reader:
         try:
             for _ in range(count):
                 place += 8 + length_at(data, place)[0]
-        except struct.error as exc:
+        except (struct.error, OverflowError) as exc:
             raise self.corrupt(f"{what} runs past the end of the file") from exc
         return place
 

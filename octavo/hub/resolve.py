@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ def resolve(
     need_weights = weights and not tokenizer_only
     if model in CATALOGUE:
         return _from_disk(model, pull(model, progress=progress), need_weights, tokenizer_only)
-    path = Path(model).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(model))
+    if model and os.path.exists(path):
         return _from_disk(model, path, need_weights, tokenizer_only)
     if _looks_like_path(model):
         raise ModelNotFoundError(

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from toy_gguf import write_gguf
+
+from octavo.core.errors import ModelFileError, ModelNotFoundError
+from octavo.hub.catalogue import CATALOGUE
+from octavo.hub.files import ModelFiles
+from octavo.hub.resolve import eos_token_ids, resolve
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here may ask the real hub, whatever the code does."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file({"w": np.ones(3, dtype=np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "eos_token_id": 2}')
+    return tmp_path
+
+
+def test_catalogue_name(smollm2_files: ModelFiles) -> None:
+    assert smollm2_files.name == "smollm2"
+    assert smollm2_files.format == "gguf"
+    assert smollm2_files.weights == (smollm2_files.path,)
+    assert smollm2_files.path.stat().st_size == CATALOGUE["smollm2"].num_bytes
+    assert eos_token_ids(smollm2_files) == [2]
+
+
+def test_folder(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": 0.7, "eos_token_id": [5, 2]}')
+    files = resolve(str(folder))
+    assert (files.name, files.path, files.format) == (str(folder), folder, "safetensors")
+    assert files.weights == (folder / "model.safetensors",)
+    assert files.config["architectures"] == ["LlamaForCausalLM"]
+    assert files.generation_config["temperature"] == 0.7
+    assert eos_token_ids(files) == [5, 2]
+
+
+def test_gguf_file_and_folder_with_one(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "toy.gguf")
+    for name in (path, tmp_path):
+        files = resolve(str(name))
+        assert (files.path, files.format, files.weights) == (path, "gguf", (path,))
+        assert files.config["hidden_size"] == 32
+
+
+def test_folder_with_several_gguf_files(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        write_gguf(tmp_path / name)
+    with pytest.raises(ModelFileError, match=r"2 \.gguf files: a\.gguf, b\.gguf"):
+        resolve(str(tmp_path))
+
+
+def test_config_alone_will_do_for_random_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert resolve(str(folder), weights=False).weights == ()
+    with pytest.raises(ModelFileError, match=r"no weights.*--load-format dummy"):
+        resolve(str(folder))
+
+
+def test_weights_of_another_form_are_pointed_out(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(ModelFileError, match=r"pytorch_model\.bin, which Octavo does not read"):
+        resolve(str(folder))
+
+
+def test_tokenizer_alone(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"no tokenizer"):
+        resolve(str(tmp_path), tokenizer_only=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert resolve(str(tmp_path), tokenizer_only=True).path == tmp_path
+    with pytest.raises(ModelFileError, match=r"neither config\.json nor a \.gguf"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\ufffd"])
+def test_an_invalid_config_is_named(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ModelFileError, match=r"config\.json"):
+        resolve(str(folder))
+
+
+def test_corrupt_files_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"12345")
+    with pytest.raises(ModelFileError, match=r"model\.safetensors is corrupt or truncated"):
+        resolve(str(folder))
+    (folder / "x.gguf").write_bytes(b"GGUF\x03")
+    with pytest.raises(ModelFileError, match=r"x\.gguf is corrupt or truncated"):
+        resolve(str(folder / "x.gguf"))
+
+
+def test_files_that_are_no_models(folder: Path) -> None:
+    with pytest.raises(ModelFileError, match="Give its folder"):
+        resolve(str(folder / "model.safetensors"))
+    with pytest.raises(ModelFileError, match="is not a model file"):
+        resolve(str(folder / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["./none", "/none/x", "~/none", "a/b/c", "none.gguf", "none/", ".\\none"])
+def test_a_name_that_looks_like_a_path_gives_a_path_error(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"There is no file or folder"):
+        resolve(name)
+
+
+def test_a_typing_error_is_answered_with_the_name_that_was_meant() -> None:
+    with pytest.raises(ModelNotFoundError, match=r"Did you mean 'smollm2'\?"):
+        resolve("smolm2")
+
+
+@pytest.mark.parametrize("name", ["owner/name", "gpt2"])
+def test_offline_says_what_was_asked_and_how_to_get_it(name: str) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve(name)
+    text = str(caught.value)
+    for part in (repr(name), "the catalogue (smollm2)", "HF_HUB_OFFLINE is set", "HF_HOME", "folder or .gguf file"):
+        assert part in text
+
+
+def test_unreachable_hub(tmp_path: Path) -> None:
+    """In a process of its own, since the hub's library reads its settings when it is imported."""
+    code = "from octavo.hub.resolve import resolve; resolve('owner/name')"
+    environment = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "PATH": "",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("octavo.core.errors.ModelNotFoundError")
+    for part in ("can't be reached", "check the network", "HF_HOME", str(tmp_path)):
+        assert part in last
+
+
+def test_a_downloaded_model_is_used_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--owner--name"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    (snapshot / "config.json").write_text(json.dumps({"architectures": ["X"]}))
+    save_file({"w": np.ones(3, dtype=np.float32)}, snapshot / "model.safetensors")
+    files = resolve("owner/name")
+    assert files.name == "owner/name"
+    assert files.weights == (snapshot / "model.safetensors",)
+
+
+@pytest.mark.parametrize("name", ["we ird", "", "a..b/c", "-x/y", "x" * 300, "x\0y", "~nobody-here/x"])
+def test_names_of_no_form(name: str) -> None:
+    with pytest.raises(ModelNotFoundError):
+        resolve(name)
