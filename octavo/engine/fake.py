@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -174,10 +173,9 @@ class FakeEngine:
                 turn.result()
         finally:
             live.wake.clear()
-            for task in (turn, woken):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            turn.cancel()
+            woken.cancel()
+            await asyncio.wait({turn, woken})
 
     def _step(self, live: _Live, index: int) -> TokenDelta:
         params = live.request.params

@@ -9,12 +9,13 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.core.errors import InvalidRequestError
 from octavo.core.output import CompletionOutput, RequestOutput
 from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.generation import Job, UsageCounter, collect, prepare, run
+from octavo.server.openai.generation import Job, UsageCounter, collect, prepare, run
 from octavo.server.openai.logprobs import LogprobWriter
 from octavo.server.openai.messages import render
 from octavo.server.openai.protocol import ChatBody
@@ -54,16 +55,14 @@ async def _prepare(ctx: ServerContext, body: ChatBody, reply: Reply, params: Sam
         options=body.chat_template_kwargs,
         template=body.chat_template,
     )
-    return await prepare(
-        ctx,
-        text,
-        params,
-        response_id=reply.id,
-        priority=body.priority or 0,
-        namespace=body.cache_salt or "",
-        # The template has written the special tokens.
-        add_special_tokens=bool(body.add_special_tokens),
-    )
+    # The template has written the special tokens.
+    special = bool(body.add_special_tokens)
+    try:
+        return await prepare(ctx, text, params, body, reply.id, add_special_tokens=special, param="messages")
+    except InvalidRequestError as exc:
+        if exc.param == "max_tokens" and body.max_completion_tokens is not None:
+            raise InvalidRequestError(exc.message, param="max_completion_tokens", value=exc.value) from None
+        raise
 
 
 def _whole(job: Job, output: RequestOutput, reply: Reply, writer: LogprobWriter) -> ChatCompletion:

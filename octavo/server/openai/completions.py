@@ -15,7 +15,7 @@ from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.generation import Job, UsageCounter, collect, prepare, run
+from octavo.server.openai.generation import Job, UsageCounter, collect, prepare, run
 from octavo.server.openai.logprobs import LogprobWriter
 from octavo.server.openai.protocol import CompletionBody
 from octavo.server.openai.reply import Reply
@@ -46,18 +46,11 @@ async def _prepare(ctx: ServerContext, body: CompletionBody, reply: Reply, param
         f"{len(prompts)} prompts",
         f"prompt must have at most {limit} prompts on this server, got {len(prompts)}.",
     )
+    special = body.add_special_tokens is not False
     jobs = []
     for number, prompt in enumerate(prompts):
         try:
-            job = await prepare(
-                ctx,
-                prompt,
-                params,
-                response_id=reply.id,
-                priority=body.priority or 0,
-                namespace=body.cache_salt or "",
-                add_special_tokens=body.add_special_tokens is not False,
-            )
+            job = await prepare(ctx, prompt, params, body, reply.id, add_special_tokens=special, param="prompt")
         except InvalidRequestError as exc:
             if len(prompts) > 1 and exc.param in (None, "prompt"):
                 raise InvalidRequestError(exc.message, param=f"prompt.{number}", value=exc.value) from None

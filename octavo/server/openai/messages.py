@@ -8,9 +8,11 @@ from typing import Any
 
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError
 from octavo.server.context import ServerContext
-from octavo.server.generation import LONG_TEXT
 from octavo.server.openai.protocol import Message
 from octavo.text.chat import ChatTemplate
+
+LONG_TEXT = 16_384
+"""Characters from which a conversation is written in a thread, so that other streams need not wait for it."""
 
 
 async def render(

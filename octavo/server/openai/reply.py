@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from octavo.server.context import ServerContext
-from octavo.server.generation import UsageCounter
+from octavo.server.openai.generation import UsageCounter
 from octavo.server.openai.protocol import GenerationBody
 from octavo.server.openai.responses import Usage
 

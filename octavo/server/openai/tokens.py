@@ -10,8 +10,7 @@ from starlette.responses import Response
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.generation import LONG_TEXT
-from octavo.server.openai.messages import render
+from octavo.server.openai.messages import LONG_TEXT, render
 from octavo.server.openai.protocol import DetokenizeBody, TokenizeBody
 from octavo.server.openai.responses import Detokenized, Tokenized
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -14,11 +13,8 @@ from octavo.core.request import GenerateRequest
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import ApiError
 from octavo.server.merge import merge
+from octavo.server.openai.protocol import GenerationBody
 from octavo.server.openai.responses import CachedTokens, Usage
-from octavo.text.frontend import Prompt
-
-LONG_TEXT = 16_384
-"""Characters from which a prompt is tokenised in a thread, so that other streams need not wait for it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,30 +33,27 @@ async def prepare(
     ctx: ServerContext,
     prompt: str | list[int],
     params: SamplingParams,
-    *,
+    body: GenerationBody,
     response_id: str,
-    priority: int,
-    namespace: str,
+    *,
     add_special_tokens: bool,
+    param: str,
 ) -> Job:
-    """Tokenise and check one prompt.
+    """Tokenise and check one prompt, which came from the field `param`.
 
     Raises:
         InvalidRequestError: the prompt is empty or too long, or a parameter names a token that does not exist.
     """
-
-    def work() -> Job:
-        tokens: Prompt = prompt
-        if isinstance(prompt, str) and not add_special_tokens:
-            tokens = ctx.frontend.tokenizer.encode(prompt, add_special_tokens=False)
-        request = ctx.frontend.prepare(
-            tokens, params, request_id=engine_id(response_id), priority=priority, namespace=namespace
-        )
-        return Job(request, prompt if isinstance(prompt, str) else None)
-
-    if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-        return await asyncio.to_thread(work)
-    return work()
+    request = await ctx.frontend.prepare_async(
+        prompt,
+        params,
+        request_id=engine_id(response_id),
+        priority=body.priority or 0,
+        namespace=body.cache_salt or "",
+        add_special_tokens=add_special_tokens,
+        param=param,
+    )
+    return Job(request, prompt if isinstance(prompt, str) else None)
 
 
 def run(ctx: ServerContext, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
