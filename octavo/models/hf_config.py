@@ -27,6 +27,18 @@ def require(config: Config, name: str) -> Any:
     return value
 
 
+def whole(config: Config, name: str, default: int | None = None) -> int:
+    """A field that counts something, at least one; without a default it must be there.
+
+    Raises:
+        ModelFileError: the field is absent and has no default, or is not a positive whole number.
+    """
+    value = require(config, name) if default is None else value_or(config, name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelFileError(f"The model's config has {name}={value!r}, which should be a positive whole number.")
+    return value
+
+
 def value_or(config: Config, name: str, default: Any) -> Any:
     """A field, or its default where it is absent or null."""
     value = config.get(name)
@@ -61,7 +73,7 @@ def rope_spec(config: Config, head_dim: int) -> RopeSpec:
         only(source, "partial_rotary_factor", 1.0)
     kind = params.get("rope_type") or params.get("type") or "default"
     theta = float(params.get("rope_theta") or value_or(config, "rope_theta", 10000.0))
-    limit = int(require(config, "max_position_embeddings"))
+    limit = whole(config, "max_position_embeddings")
     match kind:
         case "default":
             return RopeSpec(head_dim, limit, theta)
@@ -140,21 +152,21 @@ def decoder_spec(
     """
     if value_or(config, "hidden_act", "silu") != "swish":
         only(config, "hidden_act", "silu")
-    hidden, heads = int(require(config, "hidden_size")), int(require(config, "num_attention_heads"))
-    kv_heads = int(value_or(config, "num_key_value_heads", heads))
+    hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
+    kv_heads = whole(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelFileError(
             f"The model's config has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}."
         )
-    head_dim = int(value_or(config, "head_dim", head_dim or hidden // heads))
+    head_dim = whole(config, "head_dim", head_dim or hidden // heads)
     return DecoderSpec(
         hidden_size=hidden,
-        num_layers=int(require(config, "num_hidden_layers")),
+        num_layers=whole(config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=int(require(config, "intermediate_size")),
-        vocab_size=int(require(config, "vocab_size")),
+        intermediate_size=whole(config, "intermediate_size"),
+        vocab_size=whole(config, "vocab_size"),
         rms_norm_eps=float(value_or(config, "rms_norm_eps", 1e-6)),
         rope=rope_spec(config, head_dim),
         windows=tuple(windows),
@@ -171,11 +183,11 @@ def layer_windows(config: Config) -> list[int | None]:
         ConfigError: a layer type is not supported.
         ModelFileError: `layer_types` has the wrong length.
     """
-    layers = int(require(config, "num_hidden_layers"))
-    window = int(value_or(config, "sliding_window", 4096)) if config.get("use_sliding_window") else None
+    layers = whole(config, "num_hidden_layers")
+    window = whole(config, "sliding_window", 4096) if config.get("use_sliding_window") else None
     types = config.get("layer_types")
     if types is None:
-        first = int(value_or(config, "max_window_layers", 28))
+        first = value_or(config, "max_window_layers", 28)
         return [window if i >= first else None for i in range(layers)]
     if len(types) != layers:
         raise ModelFileError(f"The model's config lists {len(types)} layer_types for {layers} layers.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.hf_config import Config, decoder_spec, require
+from octavo.models.hf_config import Config, decoder_spec, whole
 from octavo.models.spec import DecoderSpec
 
 
@@ -13,5 +13,5 @@ def llama(config: Config) -> DecoderSpec:
         biases |= {"qkv", "o"}
     if config.get("mlp_bias"):
         biases |= {"mlp"}
-    windows = [None] * int(require(config, "num_hidden_layers"))
+    windows = [None] * whole(config, "num_hidden_layers")
     return decoder_spec(config, windows=windows, biases=frozenset(biases))

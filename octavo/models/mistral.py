@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.hf_config import Config, decoder_spec, only, require
+from octavo.models.hf_config import Config, decoder_spec, only, whole
 from octavo.models.spec import DecoderSpec
 
 
@@ -12,5 +12,5 @@ def mistral(config: Config) -> DecoderSpec:
     An absent `sliding_window` means 4096, as in the first version; null means none.
     """
     only(config, "layer_types", None)
-    window = config.get("sliding_window", 4096)
-    return decoder_spec(config, windows=[window] * int(require(config, "num_hidden_layers")))
+    window = None if config.get("sliding_window", 4096) is None else whole(config, "sliding_window", 4096)
+    return decoder_spec(config, windows=[window] * whole(config, "num_hidden_layers"))

@@ -75,5 +75,5 @@ def tensor_bytes(*tensors: Tensor | None) -> int:
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """A contiguous copy, independent of any mapped file."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+    """The tensor, contiguous and independent of any mapped file. One on an accelerator was copied on its way there."""
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.device.type == "cpu" else tensor.contiguous()

@@ -1,0 +1,175 @@
+"""Configurations as they are found in the wild, and what they become."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.registry import ARCHITECTURES, build_model, spec_of
+from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, YarnScaling
+
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
+    merged = {**BASE, "architectures": [architecture], **changes}
+    return {name: value for name, value in merged.items() if value is not ...}
+
+
+def test_an_older_llama_config() -> None:
+    spec = spec_of(config(num_key_value_heads=..., rope_theta=5e5, rope_scaling=None, torch_dtype="bfloat16"))
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (8, 8, 8)
+    assert spec.rope.theta == 5e5
+    assert spec.rope.scaling is None
+    assert spec.max_position == 256
+    assert spec.windows == (None,) * 4
+    assert spec.biases == frozenset()
+    assert not spec.tied
+
+
+@pytest.mark.parametrize("style", ["old", "older", "new"])
+def test_linear_scaling_in_every_spelling(style: str) -> None:
+    spelt = {
+        "older": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "old": {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "new": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    }
+    rope = spec_of(config(**spelt[style])).rope
+    assert rope.scaling == LinearScaling(2.0)
+    assert rope.theta == 1e4
+
+
+def test_llama3_scaling() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    assert spec_of(config(rope_scaling=scaling)).rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
+    del scaling["low_freq_factor"]
+    with pytest.raises(ModelFileError, match=r"'low_freq_factor'.*rope type 'llama3' needs"):
+        spec_of(config(rope_scaling=scaling))
+
+
+def test_yarn_stretches_the_context() -> None:
+    """Configs may leave max_position_embeddings at the length before stretching."""
+    rope = spec_of(config("Qwen2ForCausalLM", rope_scaling={"type": "yarn", "factor": 4.0})).rope
+    assert rope.max_position == 1024
+    assert isinstance(rope.scaling, YarnScaling)
+    assert rope.scaling.original_max_position == 256
+    assert rope.scaling.attention_factor == pytest.approx(1.1386294)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope"])
+def test_an_unsupported_rope_type_is_named(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{kind}'.*default, linear, llama3, yarn"):
+        spec_of(config(rope_scaling={"rope_type": kind, "factor": 2.0}))
+
+
+def test_rope_per_layer_type_is_refused() -> None:
+    nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match="full_attention"):
+        spec_of(config(rope_parameters=nested))
+
+
+def test_mistral_windows() -> None:
+    assert spec_of(config("MistralForCausalLM")).windows == (4096,) * 4
+    assert spec_of(config("MistralForCausalLM", sliding_window=None)).windows == (None,) * 4
+    assert spec_of(config("MistralForCausalLM", sliding_window=9)).windows == (9,) * 4
+
+
+def test_qwen_windows_need_the_switch() -> None:
+    settings = {"sliding_window": 16, "max_window_layers": 3}
+    assert spec_of(config("Qwen2ForCausalLM", **settings)).windows == (None,) * 4
+    assert spec_of(config("Qwen2ForCausalLM", use_sliding_window=True, **settings)).windows == (None, None, None, 16)
+
+
+def test_layer_types_say_which_layers_have_windows() -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    settings = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    assert spec_of(config("Qwen3ForCausalLM", layer_types=types, **settings)).windows == (16, None, 16, None)
+    with pytest.raises(ModelFileError, match="lists 3 layer_types for 4 layers"):
+        spec_of(config("Qwen3ForCausalLM", layer_types=types[:3], **settings))
+    with pytest.raises(ConfigError, match="linear_attention"):
+        spec_of(config("Qwen3ForCausalLM", layer_types=["linear_attention", *types[1:]], **settings))
+
+
+def test_families_differ_where_they_should() -> None:
+    assert spec_of(config(attention_bias=True)).biases == {"qkv", "o"}
+    assert spec_of(config(mlp_bias=True)).biases == {"mlp"}
+    assert spec_of(config("Qwen2ForCausalLM")).biases == {"qkv"}
+    qwen3 = spec_of(config("Qwen3ForCausalLM"))
+    assert (qwen3.biases, qwen3.qk_norm, qwen3.head_dim) == (frozenset(), True, 128)
+
+
+def test_an_unknown_architecture_lists_those_known() -> None:
+    with pytest.raises(ConfigError, match="MambaForCausalLM") as caught:
+        spec_of(config("MambaForCausalLM"))
+    for name in ARCHITECTURES:
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"])
+@pytest.mark.parametrize(
+    ("value", "says"), [(..., "has no '{}'"), (None, "has no '{}'"), ("64", "{}='64'"), (0, "{}=0")]
+)
+def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        spec_of(config(**{name: value}))
+    assert says.format(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with gptq"),
+    ],
+)
+def test_an_unsupported_feature_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec_of(config(**changes))
+    assert says in str(caught.value)
+
+
+def test_heads_must_divide() -> None:
+    with pytest.raises(ModelFileError, match=r"num_attention_heads=8.*num_key_value_heads=3"):
+        spec_of(config(num_key_value_heads=3))
+
+
+def test_no_architecture_at_all() -> None:
+    with pytest.raises(ModelFileError, match="architectures"):
+        spec_of({**BASE})
+
+
+def test_building_takes_no_memory_and_lists_the_attention_layers_in_order() -> None:
+    """A model of hundreds of gigabytes builds at once: tensors come with the weights."""
+    big = config("Qwen2ForCausalLM", hidden_size=16384, intermediate_size=65536, num_hidden_layers=5, vocab_size=10**6)
+    big |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+    model = build_model(big, dtype=torch.float32, device=torch.device("cpu"), attention=ReferenceAttention())
+    assert [layer.spec.window for layer in model.attention_layers] == [None, None, 7, 7, 7]
+    assert sum(layer.cache.numel() for layer in model.attention_layers) == 0
+
+
+def test_a_spec_needs_no_torch() -> None:
+    code = "import octavo.models.spec, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
