@@ -139,14 +139,17 @@ class RequestRecord:
     def _observe_times(self, times: RequestTimes) -> None:
         metrics = self._metrics
         metrics.observe("e2e_request_latency_seconds", times.finished - times.arrival)
-        if not times.first_scheduled:
-            return
-        metrics.observe("request_queue_time_seconds", times.first_scheduled - times.arrival)
-        metrics.observe("request_inference_time_seconds", times.finished - times.first_scheduled)
-        if not times.first_token:
-            return
+        if times.first_scheduled:
+            metrics.observe("request_queue_time_seconds", times.first_scheduled - times.arrival)
+            metrics.observe("request_inference_time_seconds", times.finished - times.first_scheduled)
+        if times.first_token:
+            self._observe_decode(times)
+
+    def _observe_decode(self, times: RequestTimes) -> None:
+        metrics = self._metrics
         decode = times.finished - times.first_token
-        metrics.observe("request_prefill_time_seconds", times.first_token - times.first_scheduled)
+        if times.first_scheduled:
+            metrics.observe("request_prefill_time_seconds", times.first_token - times.first_scheduled)
         metrics.observe("request_decode_time_seconds", decode)
         later = max(self._tokens) - 1
         if later > 0:

@@ -1,0 +1,199 @@
+"""What /metrics tells is what happened."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from server_kit import HELLO, House, ask_now, get_now, make_house, saying
+
+from octavo.config import ServerConfig
+from octavo.core.stats import EngineStats
+from octavo.server.metrics.engine import ENGINE_METRICS
+from octavo.server.metrics.histogram import Histogram
+from octavo.server.metrics.log_line import StatsLine
+from octavo.server.metrics.metrics import PREFIXES
+
+CHAT = "/v1/chat/completions"
+
+
+class Scrape:
+    """A scrape, parsed as Prometheus does."""
+
+    def __init__(self, house: House) -> None:
+        answer = get_now(house.app, "/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        self.families: list[Metric] = list(text_string_to_metric_families(answer.body.decode()))
+        names = [family.name for family in self.families]
+        assert len(names) == len(set(names)), "a family is told twice"
+
+    def value(self, name: str, **labels: str) -> float:
+        found = [
+            sample.value
+            for sample in self._samples(name)
+            if all(sample.labels.get(key) == value for key, value in labels.items())
+        ]
+        assert len(found) == 1, f"{name}{labels}: {found}"
+        return found[0]
+
+    def names(self, prefix: str) -> set[str]:
+        return {family.name.removeprefix(prefix) for family in self.families if family.name.startswith(prefix)}
+
+    def _samples(self, name: str) -> Iterator[Any]:
+        return (sample for family in self.families for sample in family.samples if sample.name == name)
+
+
+def test_both_prefixes_tell_the_same() -> None:
+    house = make_house(saying("hi"), ServerConfig(served_model_name=("m",)))
+    house.engine.current = EngineStats(num_waiting=3, num_waiting_deferred=1, num_blocks=10, num_blocks_used=4)
+    ask_now(house.app, CHAT, HELLO)
+    scrape = Scrape(house)
+    ours, theirs = (scrape.names(prefix) for prefix in PREFIXES)
+    assert ours == theirs
+    assert {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prompt_tokens",
+        "generation_tokens",
+        "num_preemptions",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "request_success",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "cache_config_info",
+        "kv_waste_mean",
+    } <= ours
+    for prefix in PREFIXES:
+        assert scrape.value(f"{prefix}num_requests_waiting", model_name="m", engine="0") == 3
+        assert scrape.value(f"{prefix}num_requests_waiting_by_reason", reason="capacity") == 2
+        assert scrape.value(f"{prefix}num_requests_waiting_by_reason", reason="deferred") == 1
+        assert scrape.value(f"{prefix}kv_cache_usage_perc") == 0.4
+        assert scrape.value(f"{prefix}cache_config_info", block_size="16", num_gpu_blocks="1024") == 1
+
+
+def test_every_counter_of_the_engine_is_told() -> None:
+    house = make_house(saying("hi"))
+    fields = {name: float(place) for place, name in enumerate(EngineStats.__struct_fields__, 1)}
+    house.engine.current = EngineStats(**{name: int(value) for name, value in fields.items()})
+    scrape = Scrape(house)
+    told = {value for metric in ENGINE_METRICS for _, value in metric.samples(house.engine.current)}
+    untold = {name for name, value in fields.items() if value not in told}
+    # The block size is a label of cache_config_info; the time of the last step is on a clock that scrapers don't have.
+    assert untold <= {"num_running", "num_waiting", "num_waiting_deferred", "block_size", "last_step_at"}
+    assert scrape.value("octavo:generation_tokens_total") == fields["generation_tokens"]
+    assert (
+        scrape.value("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == fields["prompt_tokens_cached"]
+    )
+    assert scrape.value("octavo:kv_waste_mean") == fields["waste_sum"] / fields["waste_samples"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_requests_leave_behind(stream: bool) -> None:
+    house = make_house(saying("hello", "hi"))
+    ask_now(house.app, CHAT, HELLO | {"n": 2, "stream": stream, "max_tokens": 50})
+    ask_now(house.app, CHAT, HELLO | {"n": 2, "stream": stream, "max_tokens": 2})
+    ask_now(house.app, CHAT, HELLO | {"n": 0, "stream": stream})
+    scrape = Scrape(house)
+    prompt = len("[user]Hello\n[assistant]")
+    expected = {
+        "request_prompt_tokens_sum": 2 * prompt,
+        "request_prompt_tokens_count": 2,
+        "request_generation_tokens_sum": 6 + 3 + 2 + 2,
+        "request_max_num_generation_tokens_sum": 6 + 2,
+        "request_params_n_sum": 4,
+        "request_params_max_tokens_sum": 52,
+        "request_prefill_kv_computed_tokens_sum": 2 * prompt,
+        "time_to_first_token_seconds_count": 2,
+        "e2e_request_latency_seconds_count": 2,
+        "request_queue_time_seconds_count": 2,
+        "request_decode_time_seconds_count": 2,
+        # Streams tell every gap of every choice; whole answers those of the longest one.
+        "inter_token_latency_seconds_count": (5 + 2 + 1 + 1) if stream else (5 + 1),
+    }
+    for name, value in expected.items():
+        assert scrape.value(f"octavo:{name}") == value, name
+        assert scrape.value(f"vllm:{name}") == value, name
+    for reason, count in {"stop": 2, "length": 2, "abort": 0, "error": 0}.items():
+        assert scrape.value("octavo:request_success_total", finished_reason=reason) == count
+    assert scrape.value("http_requests_total", handler=CHAT, method="POST", status="2xx") == 2
+    assert scrape.value("http_requests_total", handler=CHAT, method="POST", status="4xx") == 1
+    assert scrape.value("http_request_duration_seconds_count", handler=CHAT, method="POST") == 3
+
+
+def test_strangers_make_no_labels() -> None:
+    house = make_house(saying("x"))
+    for number in range(5):
+        get_now(house.app, f"/stranger/{number}")
+    ask_now(house.app, CHAT, HELLO, method="BREW")
+    scrape = Scrape(house)
+    assert scrape.value("http_requests_total", handler="none", method="GET", status="4xx") == 5
+    assert scrape.value("http_requests_total", method="other", status="4xx") == 1
+
+
+def test_a_line_for_each_request_if_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ask_now(make_house(saying("hi")).app, CHAT, HELLO)
+    assert "ended" not in caplog.text
+    app = make_house(saying("hi"), ServerConfig(enable_log_requests=True)).app
+    ask_now(app, CHAT, HELLO, headers={"x-request-id": "mine"})
+    (record,) = [record for record in caplog.records if record.name == "octavo.server.requests"]
+    line = record.getMessage()
+    assert "chatcmpl-mine" in line
+    assert "(stop): 23 prompt tokens, 0 of them cached, 3 generated" in line
+
+
+@given(st.lists(st.floats(0, 10), max_size=30), st.lists(st.floats(0, 10), min_size=1, max_size=6, unique=True))
+def test_a_histogram_counts_what_is_at_or_below_each_bound(values: list[float], bounds: list[float]) -> None:
+    bounds = sorted(bounds)
+    histogram = Histogram(bounds)
+    for value in values:
+        histogram.observe(value)
+    assert [count for _, count in histogram.buckets()] == [
+        sum(value <= bound for value in values) for bound in (*bounds, float("inf"))
+    ]
+    assert [float(bound) for bound, _ in histogram.buckets()] == [*bounds, float("inf")]
+    assert histogram.count == len(values)
+    assert histogram.total == pytest.approx(sum(values))
+
+
+def test_the_line_in_the_log() -> None:
+    line = StatsLine(EngineStats(), 0.0)
+    assert line.next(EngineStats(), 10.0) is None
+    busy = EngineStats(
+        prompt_tokens=1000,
+        generation_tokens=505,
+        num_running=3,
+        num_waiting=2,
+        num_blocks=8,
+        num_blocks_used=2,
+        prefix_cache_queries=200,
+        prefix_cache_hits=50,
+    )
+    assert line.next(busy, 20.0) == (
+        "Engine 000: Avg prompt throughput: 100.0 tokens/s, Avg generation throughput: 50.5 tokens/s, "
+        "Running: 3 reqs, Waiting: 2 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
+    )
+    idle = EngineStats(prompt_tokens=1000, generation_tokens=505, prefix_cache_queries=200, prefix_cache_hits=50)
+    last = line.next(idle, 30.0)
+    assert last is not None
+    assert "Avg generation throughput: 0.0 tokens/s, Running: 0 reqs" in last
+    assert line.next(idle, 40.0) is None
+
+
+def test_the_line_survives_a_snapshot_that_is_updated_in_place() -> None:
+    stats = EngineStats()
+    line = StatsLine(stats, 0.0)
+    stats.generation_tokens = 100
+    told = line.next(stats, 10.0)
+    assert told is not None
+    assert "Avg generation throughput: 10.0 tokens/s" in told
