@@ -104,15 +104,15 @@ class FakeEngine:
             return
         self._live[request.id] = live
         self.running.add(request.id)
-        ended = False
+        unfinished = request.params.n
         try:
             async for delta in self._play(live):
+                unfinished -= delta.finish is not None
                 yield delta
-            ended = True
         finally:
             del self._live[request.id]
             self.running.discard(request.id)
-            if not ended:
+            if unfinished:
                 self.abandoned.append(request.id)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:

@@ -101,7 +101,7 @@ class Tokenizer:
         """The bytes that one token stands for; they need not be whole characters. Empty outside the vocabulary."""
         known = self._bytes.get(token)
         if known is None:
-            text = self.backend.id_to_token(token) if token >= 0 else None
+            text = self.backend.id_to_token(token) if 0 <= token < self.vocab_size else None
             known = token_bytes(text, self.decoding.kind) if text is not None else b""
             self._bytes[token] = known
         return known
