@@ -57,7 +57,9 @@ def build_core(
         share_prefixes=config.cache.enable_prefix_caching,
     )
     eos = eos_token_ids(files)
-    scheduler = Scheduler(KVCache(num_blocks, config.cache.block_size), limits, policy, eos_token_ids=eos)
+    scheduler = Scheduler(
+        KVCache(num_blocks, config.cache.block_size), limits, policy, eos_token_ids=eos, seed=config.model.seed
+    )
     loop = EngineLoop(scheduler, runner, depth)
     timer.begin("warm-up")
     _warm_up(loop)
@@ -96,8 +98,8 @@ def _fit(config: EngineConfig, worker: Worker, cache_bytes: int) -> tuple[int, i
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is less than --max-num-seqs "
-            f"{scheduler.max_num_seqs}, so not every running sequence could decode in each step. Raise the first or lower "
-            "the second."
+            f"{scheduler.max_num_seqs}, so not every running sequence could decode in each step. Raise the first or "
+            "lower the second."
         )
     longest = worker.spec.max_position
     wanted = config.model.max_model_len
@@ -113,8 +115,8 @@ def _fit(config: EngineConfig, worker: Worker, cache_bytes: int) -> tuple[int, i
         need = -(-wanted // block_size) * block_bytes
         raise ConfigError(
             f"One request of --max-model-len {wanted} needs {need} bytes of KV cache, but there are {cache_bytes}. "
-            f"Lower --max-model-len to {max(tokens, 1)}, raise --kv-cache-memory-bytes to {need}, or use --dtype bfloat16 "
-            "if it runs in float32."
+            f"Lower --max-model-len to {max(tokens, 1)}, raise --kv-cache-memory-bytes to {need}, or use --dtype "
+            "bfloat16 if it runs in float32."
         )
     if tokens < 2 * block_size:
         raise ConfigError(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 DEFAULT_MODEL = "smollm2"
+
+# Settings whose flag (and vLLM's keyword) is not the field's name.
+_FLAG_NAMES = {
+    "kv_cache_memory_bytes": "memory_bytes",
+    "gpu_memory_utilization": "memory_utilization",
+    "scheduling_policy": "policy",
+    "async_scheduling": "depth",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +87,31 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """From settings by the names of their fields, or by those of their command-line flags where these differ.
+
+        Raises:
+            TypeError: there is no such setting; the text names those that come near.
+        """
+        sections = {section.name: section.default_factory for section in fields(cls)}
+        home = {f.name: name for name, made in sections.items() for f in fields(made)}  # type: ignore[arg-type]
+        chosen: dict[str, dict[str, Any]] = {name: {} for name in sections}
+        for given, value in settings.items():
+            name = _FLAG_NAMES.get(given, given)
+            if name not in home:
+                near = difflib.get_close_matches(given, [*home, *_FLAG_NAMES], n=3)
+                raise TypeError(
+                    f"there is no setting {given!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+                )
+            chosen[home[name]][name] = int(value) if given == "async_scheduling" else value
+        return cls(**{name: made(**chosen[name]) for name, made in sections.items()})  # type: ignore[misc, operator]
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether weight files are read at all."""
+        return self.model.load_format != "dummy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """What a front end asks of an engine core; never changed after it was made.
 
     Attributes:
-        id: unique among the requests alive in the engine.
+        id: unique; not to be used again while anything of the earlier request may still be on its way.
         tokens: the prompt's token ids, at least one.
         params: how to sample; `params.max_tokens` is resolved (not None) by the time it gets here.
         namespace: requests share KV cache only within one namespace (an adapter's name, a tenant's salt).

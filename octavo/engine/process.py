@@ -16,6 +16,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0
+_POLL_S = 0.1
 
 
 class CoreProcess:
@@ -40,8 +41,9 @@ class CoreProcess:
         return self._process.poll() is None
 
     async def exited(self) -> None:
-        """Return when the process has ended."""
-        await asyncio.to_thread(self._process.wait)
+        """Return soon after the process has ended."""
+        while self.alive:
+            await asyncio.sleep(_POLL_S)
 
     def obituary(self) -> str:
         """How the process ended, for people."""
@@ -51,6 +53,11 @@ class CoreProcess:
             hint = " The system may have run out of memory." if name == "SIGKILL" else ""
             return f"The engine core was killed by {name}.{hint}"
         return f"The engine core ended with exit code {code}; its log says why."
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._process.kill()
+        self.stop()
 
     def stop(self) -> None:
         """Wait a little for the process to end by itself, then make it; also removes its socket."""

@@ -64,7 +64,7 @@ class _Admission(enum.Enum):
 
 
 class Scheduler:
-    """Owns every `Request`; nobody else changes one."""
+    """Owns every `Request`; nobody else changes one. `seed` starts the seeds of requests that bring none."""
 
     def __init__(
         self,
@@ -74,12 +74,14 @@ class Scheduler:
         *,
         eos_token_ids: Sequence[int] = (),
         hooks: Sequence[EngineHook] = (),
+        seed: int = 0,
     ) -> None:
         self.cache = cache
         self.limits = limits
         self._policy = policy
         self._hooks = hooks
         self._eos = frozenset(eos_token_ids)
+        self._seeds = random.Random(seed)
         self._stats = EngineStats(num_blocks=cache.num_blocks, block_size=cache.block_size)
         self._waiting = WaitingQueue(policy)
         self._running: list[Request] = []
@@ -112,7 +114,7 @@ class Scheduler:
                 tokens=list(spec.tokens),
                 max_tokens=max_tokens,
                 stop_ids=own_stops if spec.params.ignore_eos else own_stops | self._eos,
-                seed=random.getrandbits(62) if spec.params.seed is None else spec.params.seed + index,
+                seed=self._seeds.getrandbits(62) if spec.params.seed is None else spec.params.seed + index,
                 table=BlockTable(),
                 leader=choices[0] if choices else None,
             )
@@ -464,7 +466,8 @@ class Scheduler:
         """Raise AssertionError if anything is held although no request is alive."""
         self.cache.check()
         if self._alive or self.cache.num_free != self.cache.num_blocks:
-            raise AssertionError(f"{self.cache.pool.num_used} blocks and {len(self._alive)} requests are left when idle")
+            used = self.cache.pool.num_used
+            raise AssertionError(f"{used} blocks and {len(self._alive)} requests are left although nothing runs")
 
     def forget_past(self) -> None:
         """Drop cached contents and counters; nothing may be running."""

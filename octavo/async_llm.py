@@ -1,0 +1,112 @@
+"""`AsyncLLM`: an engine core in a process of its own and its text front end here, for servers and asyncio programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+from octavo.config import EngineConfig
+from octavo.core.info import ModelInfo
+from octavo.core.output import RequestOutput
+from octavo.core.params import SamplingParams
+from octavo.core.stats import EngineStats
+from octavo.engine.client import CoreClient, OnPhase
+from octavo.engine.process import CoreProcess
+from octavo.hub.progress import Progress, silent
+from octavo.hub.resolve import resolve
+from octavo.text.frontend import Frontend
+from octavo.text.model_text import load_text
+from octavo.text.prepare import Prompt
+
+
+class AsyncLLM:
+    """Made by `start`; close it, or use it as `async with await AsyncLLM.start("smollm2") as llm`. No torch in here."""
+
+    def __init__(self, client: CoreClient, frontend: Frontend) -> None:
+        self._client = client
+        self.frontend = frontend
+
+    @classmethod
+    async def start(
+        cls,
+        model: str | EngineConfig | None = None,
+        *,
+        chat_template: str | None = None,
+        stall_after_s: float = 120.0,
+        log_level: str = "warning",
+        on_phase: OnPhase | None = None,
+        progress: Progress = silent,
+        **settings: Any,
+    ) -> Self:
+        """Find the model (downloading it if need be), start the core, and wait until it is ready.
+
+        Args:
+            model: a model, or a whole configuration; `settings` are those of `LLM`.
+            stall_after_s: seconds without a completed step, while work waits, after which `health` says so.
+            on_phase: told when a phase of the start begins (None) and ends (seconds).
+
+        Raises:
+            ModelNotFoundError, ModelFileError, ConfigError: with what to do about it.
+            EngineDeadError: the core died while it started.
+        """
+        if isinstance(model, EngineConfig):
+            config = model
+        else:
+            config = EngineConfig.of(model=model, **settings) if model else EngineConfig.of(**settings)
+        files = await asyncio.to_thread(
+            resolve,
+            config.model.model,
+            revision=config.model.revision,
+            weights=config.needs_weights,
+            progress=progress,
+        )
+        process = CoreProcess("octavo.engine_main", (config, files, log_level))
+        starting = asyncio.create_task(CoreClient.start(process, stall_after_s=stall_after_s, on_phase=on_phase))
+        try:
+            text = await asyncio.to_thread(
+                load_text, files, tokenizer=config.model.tokenizer, chat_template=chat_template
+            )
+            client = await starting
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            process.kill()
+            raise
+        frontend = Frontend(client, text.tokenizer, client.info, chat=text.chat, default_sampling=text.defaults)
+        return cls(client, frontend)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._client.info
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """The request's outputs as `sampling_params.output_kind` says. Closing the iterator early aborts it."""
+        params = sampling_params or self.frontend.default_params()
+        request = self.frontend.prepare(prompt, params, request_id=request_id, **options)
+        return self.frontend.generate(request, prompt if isinstance(prompt, str) else None)
+
+    async def abort(self, request_id: str) -> None:
+        await self._client.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        return self._client.stats()
+
+    async def close(self) -> None:
+        """Stop the core; returns when its process is gone."""
+        await self._client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

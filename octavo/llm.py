@@ -1,0 +1,190 @@
+"""`LLM`: the engine in this process, for scripts and notebooks. The same loop as the server's, driven by the caller."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from octavo.build import build_core
+from octavo.config import EngineConfig
+from octavo.core.errors import InvalidRequestError
+from octavo.core.info import ModelInfo
+from octavo.core.output import RequestOutput
+from octavo.core.params import OutputKind, SamplingParams
+from octavo.core.stats import EngineStats
+from octavo.engine.loop import EngineLoop
+from octavo.hub.progress import Progress, silent
+from octavo.hub.resolve import resolve
+from octavo.text.assembler import RequestAssembler
+from octavo.text.chat import no_template_error
+from octavo.text.model_text import load_text
+from octavo.text.prepare import Preparer, Prompt, sampling_defaults, with_defaults
+from octavo.text.tokenizer import Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model that is loaded and ready.
+
+    Example:
+        >>> with LLM("smollm2") as llm:
+        ...     outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
+        ...     print(outputs[0].outputs[0].text)
+
+    Args:
+        model: a catalogue name, a folder, a .gguf file or a Hugging Face id.
+        chat_template: a Jinja template, or a file with one, instead of the model's own.
+        progress: told how a download gets on.
+        settings: any field of `octavo.config`'s dataclasses by its name, or by the name of its command-line flag:
+            `dtype`, `max_model_len`, `kv_cache_memory_bytes`, `max_num_seqs`, `enable_prefix_caching`, `threads`, ...
+
+    Raises:
+        ModelNotFoundError, ModelFileError, ConfigError: with what to do about it.
+        TypeError: a setting that doesn't exist.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        chat_template: str | None = None,
+        progress: Progress = silent,
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig.of(model=model, **settings) if model else EngineConfig.of(**settings)
+        files = resolve(
+            config.model.model, revision=config.model.revision, weights=config.needs_weights, progress=progress
+        )
+        self._loop: EngineLoop | None
+        self._loop, self._info = build_core(config, files)
+        text = load_text(files, tokenizer=config.model.tokenizer, chat_template=chat_template)
+        self._tokenizer, self._template = text.tokenizer, text.chat
+        self._preparer = Preparer(text.tokenizer, self._info)
+        self._defaults = sampling_defaults(text.defaults)
+        self._ids = itertools.count()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; the outputs come in the prompts' order.
+
+        Args:
+            prompts: one or several of: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}.
+            sampling_params: one for all, or one each; by default the model's own recommendation.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters can't be served; nothing has been computed then.
+        """
+        prompts = _as_list(prompts)
+        params = _one_each(sampling_params or self.get_default_sampling_params(), len(prompts), "sampling_params")
+        priorities = _one_each(priority, len(prompts), "priority")
+        assemblers = [
+            self._open(prompt, p.replace(output_kind=OutputKind.FINAL_ONLY), priority=rank)
+            for prompt, p, rank in zip(prompts, params, priorities, strict=True)
+        ]
+        done = {output.request_id: output for output in self._run(assemblers)}
+        return [done[a.request.id] for a in assemblers]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several; `template` goes to the chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        if self._template is None:
+            raise no_template_error()
+        texts = [self._template.render(conversation, **template) for conversation in conversations]
+        prompts = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self.generate(prompts, sampling_params)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt piece by piece, as `sampling_params.output_kind` says. Closing the iterator aborts."""
+        yield from self._run([self._open(prompt, sampling_params or self.get_default_sampling_params())])
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return with_defaults(self._defaults, {})
+
+    def close(self) -> None:
+        """Free the model and its memory. Using the LLM afterwards is an error."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _core(self) -> EngineLoop:
+        if self._loop is None:
+            raise RuntimeError("This LLM was closed; make a new one.")
+        return self._loop
+
+    def _open(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> RequestAssembler:
+        """Check and tokenise one prompt."""
+        request_id = f"llm-{next(self._ids)}"
+        prepared = self._preparer.prepare(prompt, params, request_id=request_id, priority=priority)
+        return RequestAssembler(prepared.request, self._tokenizer, prepared.prompt_text)
+
+    def _run(self, assemblers: Sequence[RequestAssembler]) -> Iterator[RequestOutput]:
+        """Drive the loop until all these requests have ended; whatever interrupts it aborts them."""
+        core = self._core
+        open_: dict[str, RequestAssembler] = {}
+        try:
+            for assembler in assemblers:
+                core.add(assembler.request)
+                open_[assembler.request.id] = assembler
+            while open_:
+                for delta in core.step():
+                    assembler = open_.get(delta.id)
+                    if assembler is None:
+                        continue
+                    output = assembler.push(delta)
+                    for index in assembler.aborts:
+                        core.abort(delta.id, index)
+                    if assembler.finished:
+                        del open_[delta.id]
+                    if output is not None:
+                        yield output
+        finally:
+            for request_id in open_:
+                core.abort(request_id)
+            while core.busy:
+                core.step()
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    one = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
+    return [prompts] if one else list(prompts)
+
+
+def _one_each(value: Any, count: int, name: str) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequestError(f"{name} has {len(value)} entries for {count} prompts.", param=name, value=len(value))
+    return list(value)

@@ -1,0 +1,220 @@
+"""A core and its client over real sockets, with the toy device for a model and a thread for a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+import zmq
+
+from octavo.cache.cache import KVCache
+from octavo.core.errors import ConfigError, EngineDeadError, InvalidRequestError
+from octavo.core.output import FinishReason
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.engine import wire
+from octavo.engine.client import CoreClient
+from octavo.engine.core_server import CoreServer, PhaseTimer
+from octavo.engine.fake import fake_info
+from octavo.engine.loop import EngineLoop
+from octavo.engine.toy import ToyDevice, toy_generate
+from octavo.schedule.policy import make_policy
+from octavo.schedule.scheduler import Limits, Scheduler
+
+
+class ThreadCore:
+    """What `CoreClient` needs of a `CoreProcess`, in a thread. `fail` is raised instead of starting."""
+
+    def __init__(self, folder, *, fail=None, gate=None):
+        self.address = f"ipc://{folder}/core.sock"
+        self.fail, self.gate = fail, gate
+        self.killed = threading.Event()
+        self.loop = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        CoreServer(self.address).run(self._make)
+
+    def _make(self, on_phase):
+        timer = PhaseTimer(on_phase)
+        timer.begin("weights")
+        if self.fail is not None:
+            raise self.fail
+        timer.end()
+        cache = KVCache(64, 4)
+        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
+        self.loop = GatedLoop(Scheduler(cache, limits, make_policy("fcfs")), ToyDevice(64, 4), gate=self.gate)
+        return self.loop, fake_info()
+
+    @property
+    def alive(self):
+        return self._thread.is_alive() and not self.killed.is_set()
+
+    async def exited(self):
+        while self.alive:
+            await asyncio.sleep(0.01)
+
+    def obituary(self):
+        return "The engine core was killed by SIGKILL."
+
+    def stop(self):
+        """A process that was killed is gone; a thread must still be told."""
+        if self.killed.is_set():
+            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.connect(self.address)
+                socket.send(wire.encode(wire.Shutdown()))
+        self._thread.join()
+
+
+class GatedLoop(EngineLoop):
+    """Steps only while the gate is open, so that a test decides when the core makes progress."""
+
+    def __init__(self, *args, gate=None):
+        super().__init__(*args)
+        self.gate = gate
+
+    def step(self):
+        if self.gate is not None:
+            self.gate.wait()
+        return super().step()
+
+
+@contextlib.asynccontextmanager
+async def client_of(folder, *, stall_after_s=60.0, on_phase=None, **core):
+    process = ThreadCore(folder, **core)
+    client = await CoreClient.start(process, stall_after_s=stall_after_s, on_phase=on_phase)
+    try:
+        yield client, process
+    finally:
+        if process.gate is not None:
+            process.gate.set()
+        await client.close()
+
+
+def ask(name, prompt=(1, 2, 3), **params):
+    return GenerateRequest(
+        id=name, tokens=list(prompt), params=SamplingParams(**{"seed": 0, "max_tokens": 8, **params})
+    )
+
+
+async def tokens_of(client, request):
+    return [token async for delta in client.generate(request) for token in delta.tokens]
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def test_many_requests_each_get_their_own_tokens(tmp_path):
+    async def main():
+        phases = []
+        async with client_of(tmp_path, on_phase=lambda name, s: phases.append((name, s is None))) as (client, _):
+            prompts = [[i, 2, 3] for i in range(1, 20)]
+            got = await asyncio.gather(*(tokens_of(client, ask(f"r{p[0]}", p, ignore_eos=True)) for p in prompts))
+            assert got == [toy_generate(p, 8, stop_ids=()) for p in prompts]
+            await until(lambda: client.stats().num_running == 0)
+            assert client.stats().generation_tokens == 19 * 8
+        assert phases == [("weights", True), ("weights", False)]
+
+    run(main())
+
+
+def test_closing_the_stream_frees_the_request_within_a_step(tmp_path):
+    async def main():
+        gate = threading.Event()
+        gate.set()
+        async with client_of(tmp_path, gate=gate) as (client, process):
+            stream = client.generate(ask("r", max_tokens=150, ignore_eos=True))
+            await anext(stream)
+            gate.clear()
+            await stream.aclose()
+            steps = process.loop.stats().num_steps
+            gate.set()
+            await until(lambda: not process.loop.busy)
+            assert process.loop.stats().num_steps <= steps + 2
+            process.loop.check_idle()
+            assert await tokens_of(client, ask("next"))
+
+    run(main())
+
+
+def test_one_choice_can_be_ended_alone(tmp_path):
+    async def main():
+        gate = threading.Event()
+        gate.set()
+        async with client_of(tmp_path, gate=gate) as (client, _):
+            ends, lengths = {}, {0: 0, 1: 0}
+            async for delta in client.generate(ask("r", n=2, max_tokens=30, ignore_eos=True)):
+                if delta.index == 1 and not lengths[1]:
+                    await client.abort("r", 1)
+                lengths[delta.index] += len(delta.tokens)
+                if delta.finish:
+                    ends[delta.index] = delta.finish
+            assert ends[0] is FinishReason.LENGTH
+            assert lengths[0] == 30
+            assert ends[1] in (FinishReason.ABORT, FinishReason.LENGTH)
+
+    run(main())
+
+
+def test_a_refusal_reaches_only_its_request(tmp_path):
+    async def main():
+        async with client_of(tmp_path) as (client, _):
+            with pytest.raises(InvalidRequestError, match="maximum context length is 200") as caught:
+                await tokens_of(client, ask("long", range(1, 199), max_tokens=9))
+            assert caught.value.param == "max_tokens"
+            assert await tokens_of(client, ask("short"))
+
+    run(main())
+
+
+def test_health_tells_a_stall_from_idleness_and_from_death(tmp_path):
+    async def main():
+        gate = threading.Event()
+        async with client_of(tmp_path, gate=gate, stall_after_s=0.02) as (client, process):
+            await asyncio.sleep(0.03)
+            assert client.health().ok, "idle is healthy, however long"
+            reading = asyncio.create_task(tokens_of(client, ask("r")))
+            await until(lambda: not client.health().ok)
+            assert "no step has completed" in client.health().reason
+            gate.set()
+            await reading
+            assert client.health().ok
+            gate.clear()
+            reading = asyncio.create_task(tokens_of(client, ask("r2")))
+            await until(lambda: process.loop.busy)
+            process.killed.set()
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await reading
+            assert client.health().reason == "The engine core was killed by SIGKILL."
+            with pytest.raises(EngineDeadError):
+                await tokens_of(client, ask("r3"))
+
+    run(main())
+
+
+def test_what_keeps_the_core_from_starting_is_raised_as_it_was(tmp_path):
+    async def main():
+        with pytest.raises(ConfigError, match="too little to serve"):
+            async with client_of(tmp_path, fail=ConfigError("too little to serve anything")):
+                pass
+
+    run(main())
+
+
+def test_a_bug_at_start_is_reported_with_its_name(tmp_path, caplog):
+    async def main():
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError: oops"):
+            async with client_of(tmp_path, fail=ZeroDivisionError("oops")):
+                pass
+
+    run(main())
