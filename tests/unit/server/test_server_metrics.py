@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from octavo.server.metrics.engine import ENGINE_METRICS
 from octavo.server.metrics.histogram import Histogram
 from octavo.server.metrics.log_line import StatsLine
 from octavo.server.metrics.metrics import PREFIXES
+from octavo.server.metrics.requests import HISTOGRAMS
 
 CHAT = "/v1/chat/completions"
 
@@ -197,3 +199,12 @@ def test_the_line_survives_a_snapshot_that_is_updated_in_place() -> None:
     told = line.next(stats, 10.0)
     assert told is not None
     assert "Avg generation throughput: 10.0 tokens/s" in told
+
+
+def test_the_docs_name_every_metric() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for metric in ENGINE_METRICS:
+        assert f"`{metric.name}`" in text
+        assert metric.help in text
+    for name, (meaning, _) in HISTOGRAMS.items():
+        assert f"| `{name}` | histogram | {meaning} |" in text
