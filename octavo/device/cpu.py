@@ -31,7 +31,6 @@ class CpuDevice:
         if threads is not None and threads > cores:
             log.warning("--threads %d is more than the %d physical cores given to this process", threads, cores)
         torch.set_num_threads(threads or cores)
-        torch.set_num_interop_threads(1)
 
     def pick_dtype(self, wanted: str, checkpoint: str | None) -> torch.dtype:
         if wanted == "float16":

@@ -1,0 +1,120 @@
+"""The tokens of a request must not depend on how the engine got to them: under no pair of its features.
+
+A tiny random model in float32; the truth is each request alone, computed whole, one step after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.build import build_core
+from octavo.config import EngineConfig
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import EngineStats
+from octavo.hub.files import ModelFiles
+
+VOCAB = 131
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "eos_token_id": 3,
+}
+KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "overlap": {"async_scheduling": True},
+    "chunked prefill": {"max_num_batched_tokens": 8, "max_num_seqs": 8},
+    "preemption": {"memory_bytes": 192 * KV_BYTES_PER_TOKEN, "max_model_len": 160},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "small batches": {"max_num_seqs": 3},
+    "large blocks": {"block_size": 32},
+    "plain attention": {"attention_backend": "reference"},
+    "torch attention": {"attention_backend": "torch"},
+    "priorities": {"policy": "priority"},
+}
+PAIRS = [(name,) for name in FEATURES] + list(itertools.combinations(FEATURES, 2))
+CONFLICTS = {frozenset({"plain attention", "torch attention"}), frozenset({"chunked prefill", "small batches"})}
+
+
+def requests() -> list[GenerateRequest]:
+    rng = random.Random(5)
+    prefixes = [[rng.randrange(4, VOCAB) for _ in range(n)] for n in (48, 17)]
+    made = []
+    for i in range(12):
+        prompt = rng.choice([*prefixes, []]) + [rng.randrange(4, VOCAB) for _ in range(rng.randrange(1, 40))]
+        sampled: dict[str, Any] = {"temperature": 0}
+        if i % 3 == 1:
+            sampled = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": i, "n": 1 + i % 2}
+        if i % 3 == 2:
+            sampled = {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 1.5}}
+        params = SamplingParams(max_tokens=rng.randrange(8, 60), min_tokens=5, **sampled)
+        made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, priority=i % 2))
+    return made
+
+
+def files() -> ModelFiles:
+    return ModelFiles(name="tiny", path=Path("tiny"), format="safetensors", weights=(), config=CONFIG)
+
+
+def run(asked: list[GenerateRequest], **settings: Any) -> tuple[dict[tuple[str, int], list[int]], EngineStats]:
+    config = EngineConfig.of(
+        **{"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 22, "seed": 11, "threads": 1, **settings}
+    )
+    loop, _ = build_core(config, files())
+    tokens: dict[tuple[str, int], list[int]] = {}
+    waiting = list(asked)
+    while waiting or loop.busy:
+        for request in waiting[:2]:
+            loop.add(request)
+        del waiting[:2]
+        for delta in loop.step():
+            assert delta.error is None
+            tokens.setdefault((delta.id, delta.index), []).extend(delta.tokens)
+    loop.check_idle()
+    return tokens, loop.stats()
+
+
+@cache
+def truth() -> dict[tuple[str, int], list[int]]:
+    alone: dict[tuple[str, int], list[int]] = {}
+    for request in requests():
+        alone |= run([request], attention_backend="reference", enable_prefix_caching=False)[0]
+    return alone
+
+
+@pytest.mark.parametrize("names", [p for p in PAIRS if frozenset(p) not in CONFLICTS], ids=" + ".join)
+def test_tokens_do_not_depend_on(names):
+    settings: dict[str, Any] = {}
+    for name in names:
+        settings |= FEATURES[name]
+    tokens, stats = run(requests(), **settings)
+    assert tokens == truth()
+    if "preemption" in names and "small batches" not in names:
+        assert stats.num_preemptions > 0
+    if "no prefix cache" not in names:
+        assert stats.prefix_cache_hits > 0
+
+
+def test_the_truth_is_worth_comparing_with():
+    """Different requests give different tokens, and several lengths and ends occur."""
+    outputs = list(truth().values())
+    assert len({tuple(tokens) for tokens in outputs}) == len(outputs)
+    assert len({len(tokens) for tokens in outputs}) > 5
