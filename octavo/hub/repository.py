@@ -42,54 +42,73 @@ def fetch_repository(
     Raises:
         ModelNotFoundError: no such repository, no access, or no network and nothing in the cache.
     """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import snapshot_download
 
     if progress is not None:
         progress(f"looking up {model} on the Hugging Face Hub", 0, 0)
+    problem = _look_up(model, revision)
     try:
         folder = snapshot_download(
             model,
             revision=revision,
             allow_patterns=[*_SMALL_FILES, *(_WEIGHTS if weights else ())],
             ignore_patterns=list(_NOT_WANTED),
-            etag_timeout=_LOOKUP_TIMEOUT_S,
+            local_files_only=problem is not None,
         )
-    except GatedRepoError as exc:
-        raise ModelNotFoundError(
+    except Exception as exc:  # which library carries the requests, and so what it raises, differs by version
+        raise _explain(model, revision, problem or exc, unknown) from exc
+    return Path(folder)
+
+
+def _look_up(model: str, revision: str | None) -> Exception | None:
+    """Why the repository can't be downloaded now; None if it can.
+
+    The download asks the same again, but waits without limit for a hub that accepts connections and never answers.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().repo_info(model, revision=revision, timeout=_LOOKUP_TIMEOUT_S)
+    except Exception as exc:  # as above
+        return exc
+    return None
+
+
+def _explain(model: str, revision: str | None, problem: Exception, unknown: str) -> ModelNotFoundError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(problem, GatedRepoError):
+        return ModelNotFoundError(
             f"The Hugging Face model {model!r} needs its owner's consent. Ask for it on the model's page, then set "
             "HF_TOKEN to your access token."
-        ) from exc
-    except RevisionNotFoundError as exc:
-        raise ModelNotFoundError(f"The Hugging Face model {model!r} has no revision {revision!r}.") from exc
-    except (RepositoryNotFoundError, HFValidationError) as exc:
-        raise ModelNotFoundError(
+        )
+    if isinstance(problem, RevisionNotFoundError):
+        return ModelNotFoundError(f"The Hugging Face model {model!r} has no revision {revision!r}.")
+    if isinstance(problem, RepositoryNotFoundError | HFValidationError):
+        return ModelNotFoundError(
             f"{unknown} The Hugging Face Hub has no such model, or hides it: check the spelling, and set HF_TOKEN to "
             "your access token if it is private."
-        ) from exc
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as exc:
-        if constants.HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE is set, so the Hugging Face Hub was not asked; unset it to download the model"
-        else:
-            why = (
-                "The Hugging Face Hub can't be reached or refused to answer "
-                f"({_first_line(exc)}); check the network and the proxy settings"
-            )
-        raise ModelNotFoundError(
-            f"{unknown} {why}. Nor is it in the local cache of downloaded models, {constants.HF_HUB_CACHE}: set "
-            "HF_HOME to use another one, for example one copied from a machine with a network, or give the path of a "
-            "folder or .gguf file."
-        ) from exc
-    return Path(folder)
+        )
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set, so the Hugging Face Hub was not asked; unset it to download the model"
+    else:
+        why = (
+            f"The Hugging Face Hub can't be reached or refused to answer ({_first_line(problem)}); check the network "
+            "and the proxy settings"
+        )
+    return ModelNotFoundError(
+        f"{unknown} {why}. Nor is it in the local cache of downloaded models, {constants.HF_HUB_CACHE}: set HF_HOME to "
+        "use another one, for example one copied from a machine with a network, or give the path of a folder or .gguf "
+        "file."
+    )
 
 
 def _first_line(exc: Exception) -> str:
     lines = str(exc).strip().splitlines()
-    return (lines[0] if lines else type(exc).__name__).removeprefix("Got: ")[:200]
+    return (lines[0] if lines else type(exc).__name__)[:200]

@@ -74,24 +74,27 @@ def eos_token_ids(files: ModelFiles) -> list[int]:
 
 
 def _from_disk(name: str, path: Path, need_weights: bool, tokenizer_only: bool) -> ModelFiles:
-    if path.is_dir():
-        return _from_folder(name, path, need_weights, tokenizer_only)
+    try:
+        if path.is_dir():
+            return _from_folder(name, path, need_weights, tokenizer_only)
+    except PermissionError as exc:
+        raise ModelFileError(f"{exc.filename or path} can't be read: {exc.strerror}.") from exc
     if path.suffix == ".gguf":
-        return _from_gguf(name, path)
+        return _from_gguf(name, path, tokenizer_only)
     if path.suffix == ".safetensors":
         check_safetensors(path)
         raise ModelFileError(f"{path} holds weights only. Give its folder, which must hold config.json too.")
     raise ModelFileError(f"{path} is not a model file; Octavo reads .gguf files, and folders with *.safetensors.")
 
 
-def _from_gguf(name: str, path: Path) -> ModelFiles:
+def _from_gguf(name: str, path: Path, tokenizer_only: bool) -> ModelFiles:
     file = read_gguf(path)
     return ModelFiles(
         name=name,
         path=path,
         format="gguf",
         weights=(path,),
-        config=gguf_config.model_config(file),
+        config={} if tokenizer_only else gguf_config.model_config(file),
         generation_config=gguf_config.generation_config(file),
     )
 
@@ -108,7 +111,7 @@ def _from_folder(name: str, folder: Path, need_weights: bool, tokenizer_only: bo
             raise ModelFileError(
                 f"{folder} holds {len(ggufs)} .gguf files: {listed}. Give the path of the one to serve."
             )
-        return _from_gguf(name, ggufs[0])
+        return _from_gguf(name, ggufs[0], tokenizer_only)
     if not whole:
         raise _incomplete(folder, has_config, tokenizer_only)
     return ModelFiles(

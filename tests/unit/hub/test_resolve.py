@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_gguf_file_and_folder_with_one(tmp_path: Path) -> None:
         files = resolve(str(name))
         assert (files.path, files.format, files.weights) == (path, "gguf", (path,))
         assert files.config["hidden_size"] == 32
+
+
+def test_the_tokenizer_of_an_unknown_architecture_is_still_a_tokenizer(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "toy.gguf", arch="mamba")
+    with pytest.raises(ModelFileError, match="mamba"):
+        resolve(str(path))
+    assert resolve(str(path), tokenizer_only=True).path == path
 
 
 def test_folder_with_several_gguf_files(tmp_path: Path) -> None:
@@ -128,20 +136,42 @@ def test_offline_says_what_was_asked_and_how_to_get_it(name: str) -> None:
         assert part in text
 
 
-def test_unreachable_hub(tmp_path: Path) -> None:
-    """In a process of its own, since the hub's library reads its settings when it is imported."""
-    code = "from octavo.hub.resolve import resolve; resolve('owner/name')"
+RESOLVE = """
+from octavo.hub import repository
+from octavo.hub.resolve import resolve
+repository._LOOKUP_TIMEOUT_S = 0.2
+resolve("owner/name")
+"""
+
+
+def resolve_elsewhere(endpoint: str, home: Path) -> str:
+    """The last line of a process's complaint; its own process, since the hub's library reads its settings once."""
     environment = {
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "HF_HOME": str(tmp_path),
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "NO_PROXY": "*",
         "PATH": "",
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("octavo.core.errors.ModelNotFoundError")
-    for part in ("can't be reached", "check the network", "HF_HOME", str(tmp_path)):
-        assert part in last
+    command = [sys.executable, "-c", RESOLVE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return done.stderr.strip().splitlines()[-1]
+
+
+def check_unreachable(complaint: str, home: Path) -> None:
+    assert complaint.startswith("octavo.core.errors.ModelNotFoundError")
+    for part in ("can't be reached", "check the network", "HF_HOME", str(home)):
+        assert part in complaint
+
+
+def test_a_hub_that_refuses_connections(tmp_path: Path) -> None:
+    check_unreachable(resolve_elsewhere("http://127.0.0.1:9", tmp_path), tmp_path)
+
+
+def test_a_hub_that_never_answers(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        check_unreachable(resolve_elsewhere(f"http://127.0.0.1:{port}", tmp_path), tmp_path)
 
 
 def test_a_downloaded_model_is_used_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
