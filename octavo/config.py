@@ -106,7 +106,7 @@ class EngineConfig:
                     f"there is no setting {given!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
                 )
             chosen[home[name]][name] = int(value) if given == "async_scheduling" else value
-        return cls(**{name: made(**chosen[name]) for name, made in sections.items()})  # type: ignore[misc, operator]
+        return cls(**{name: made(**chosen[name]) for name, made in sections.items()})  # type: ignore[operator]
 
     @property
     def needs_weights(self) -> bool:

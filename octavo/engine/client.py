@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -185,7 +186,7 @@ class CoreClient:
             future.add_done_callback(_complain)
 
 
-def _complain(future: asyncio.Future[object]) -> None:
+def _complain(future: asyncio.Future[Any]) -> None:
     if not future.cancelled() and future.exception() is not None:
         log.error("a message to the engine core was lost: %s", future.exception())
 

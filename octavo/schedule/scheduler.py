@@ -16,32 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.cache.cache import BlockTable, KVCache
-from octavo.core.errors import InvalidRequestError, context_error
+from octavo.core.errors import InvalidRequestError
 from octavo.core.output import FinishReason, RequestTimes, StepOutput, TokenDelta, TokenLogprobs
 from octavo.core.plan import NewRow, PlanDraft, StepPlan
 from octavo.core.request import GenerateRequest, Request
 from octavo.core.stats import EngineStats
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.policy import Policy, Rank
 from octavo.schedule.queue import WaitingQueue
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What bounds a step and a request.
-
-    Attributes:
-        max_ahead: steps in flight that may hold a row of one request: depth + 1, or 1 under pipeline parallelism.
-        num_drafts: draft tokens that the worker proposes whenever it samples.
-        share_prefixes: whether requests may find each other's blocks.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_ahead: int = 1
-    num_drafts: int = 0
-    share_prefixes: bool = True
 
 
 @dataclass(slots=True)
@@ -103,7 +86,7 @@ class Scheduler:
         """
         if spec.id in self._alive:
             raise InvalidRequestError("request_id is in use by a running request.", param="request_id", value=spec.id)
-        max_tokens = self._checked_max_tokens(spec)
+        max_tokens = checked_max_tokens(spec, self.cache, self.limits)
         own_stops = frozenset(spec.params.stop_token_ids or ())
         choices: list[Request] = []
         for index in range(spec.params.n):
@@ -234,7 +217,8 @@ class Scheduler:
             request.num_computed = 0
             return _Admission.WAIT if num_tokens <= 0 else _Admission.FULL
         request.slot = self._free_slots.pop()
-        self._add_row(step, request, num_tokens)
+        if not self._add_row(step, request, num_tokens):
+            raise AssertionError(f"no KV block for request {request.id}, although there was room")
         step.draft.new.append(self._new_row(request, shared))
         bisect.insort(self._running, request, key=self._policy.rank)
         self._count_admission(request, shared)
@@ -243,7 +227,7 @@ class Scheduler:
     def _has_room(self, request: Request) -> bool:
         """Room for all known tokens, a copy of a shared block, and some for the running ones to grow into."""
         missing = self.cache.blocks_for(len(request.tokens) + 1) - len(request.table.blocks)
-        copied = 1 if request.num_computed % self.cache.block_size else 0
+        copied = 1 if len(request.table.blocks) * self.cache.block_size > request.num_computed else 0
         reserve = min(len(self._running), self.cache.num_blocks // 50)
         return missing + copied + reserve <= self.cache.num_free
 
@@ -422,29 +406,6 @@ class Scheduler:
 
     def _namespace(self, request: Request) -> str:
         return request.spec.namespace if self.limits.share_prefixes else request.id
-
-    def _checked_max_tokens(self, spec: GenerateRequest) -> int:
-        if not spec.tokens:
-            raise InvalidRequestError("The prompt has no tokens; send at least one.", param="prompt", value=[])
-        room = self.limits.max_model_len - len(spec.tokens)
-        max_tokens = room if spec.params.max_tokens is None else spec.params.max_tokens
-        if max_tokens > room or room < 1:
-            raise InvalidRequestError(
-                context_error(self.limits.max_model_len, len(spec.tokens), max(max_tokens, 1)),
-                param="max_tokens",
-                value=spec.params.max_tokens,
-            )
-        cache = self.cache
-        need = cache.blocks_for(len(spec.tokens) + max_tokens + self.limits.num_drafts)
-        if need > cache.num_blocks:
-            raise InvalidRequestError(
-                f"{len(spec.tokens)} prompt tokens and max_tokens={max_tokens} need {need} KV blocks, but the whole "
-                f"cache has {cache.num_blocks} ({cache.num_blocks * cache.block_size} tokens). "
-                "Lower max_tokens, shorten the prompt, or start the server with a larger --kv-cache-memory-bytes.",
-                param="max_tokens",
-                value=max_tokens,
-            )
-        return max_tokens
 
     # Counting
 

@@ -20,8 +20,8 @@ class _Sampling:
 class Slots:
     """Row s holds the request in slot s.
 
-    tokens [slots, max_model_len] int32: all known tokens; length [slots]: how many; computed [slots]: positions whose KV
-    is written; block_tables [slots, blocks] int32. Memory is touched only as rows fill.
+    tokens [slots, max_model_len] int32: all known tokens; length [slots]: how many; computed [slots]: positions whose
+    KV is written; block_tables [slots, blocks] int32. Memory is touched only as rows fill.
     """
 
     def __init__(

@@ -69,6 +69,15 @@ def test_choices_share_the_prompt_and_copy_only_its_last_partial_block():
     assert engine.device.cells_computed == len(prefix := prompt) + 3 * 1 + 4 * 2, prefix
 
 
+def test_a_choice_waits_until_its_copy_of_the_shared_block_has_room():
+    engine = Engine(num_blocks=9, depth=1)
+    engine.ask("r", range(1, 26), max_tokens=11, n=2, ignore_eos=True)
+    engine.run()
+    assert [engine.output("r", i) for i in range(2)] == [
+        toy_generate(range(1, 26), 11, stop_ids=(), seed=i) for i in range(2)
+    ]
+
+
 def test_a_long_prompt_never_holds_up_a_decode():
     engine = Engine(budget=8)
     engine.ask("short", [1, 2, 3], max_tokens=12, ignore_eos=True)

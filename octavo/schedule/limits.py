@@ -1,0 +1,55 @@
+"""`Limits`: what bounds a step and a request, and the check of a request against them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.cache.cache import KVCache
+from octavo.core.errors import InvalidRequestError, context_error
+from octavo.core.request import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds a step and a request.
+
+    Attributes:
+        max_ahead: steps in flight that may hold a row of one request: depth + 1, or 1 under pipeline parallelism.
+        num_drafts: draft tokens that the worker proposes whenever it samples.
+        share_prefixes: whether requests may find each other's blocks.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_ahead: int = 1
+    num_drafts: int = 0
+    share_prefixes: bool = True
+
+
+def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits) -> int:
+    """The request's `max_tokens`, resolved; refused at the door if it could never be computed to the end.
+
+    Raises:
+        InvalidRequestError: with the numbers and what to change.
+    """
+    if not spec.tokens:
+        raise InvalidRequestError("The prompt has no tokens; send at least one.", param="prompt", value=[])
+    room = limits.max_model_len - len(spec.tokens)
+    max_tokens = room if spec.params.max_tokens is None else spec.params.max_tokens
+    if max_tokens > room or room < 1:
+        raise InvalidRequestError(
+            context_error(limits.max_model_len, len(spec.tokens), max(max_tokens, 1)),
+            param="max_tokens",
+            value=spec.params.max_tokens,
+        )
+    need = cache.blocks_for(len(spec.tokens) + max_tokens + limits.num_drafts)
+    if need > cache.num_blocks:
+        raise InvalidRequestError(
+            f"{len(spec.tokens)} prompt tokens and max_tokens={max_tokens} need {need} KV blocks, but the whole "
+            f"cache has {cache.num_blocks} ({cache.num_blocks * cache.block_size} tokens). "
+            "Lower max_tokens, shorten the prompt, or start the server with a larger --kv-cache-memory-bytes.",
+            param="max_tokens",
+            value=max_tokens,
+        )
+    return max_tokens
