@@ -14,6 +14,7 @@ from toy_gguf import LLAMA, write_gguf
 
 from octavo.core.errors import ModelFileError
 from octavo.hub.resolve import resolve
+from octavo.text.gguf_tokenizer import merges_from_scores
 from octavo.text.pretokenizers import PRE_TOKENIZERS
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -83,6 +84,12 @@ def test_a_rebuilt_tokenizer_gives_the_same_ids_and_texts(
     ids = tokenizer.encode(text)
     assert ids == original.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == original.decode(ids, skip_special_tokens=False)
+
+
+def test_the_union_with_the_highest_score_merges_first() -> None:
+    vocabulary = {"a": 0, "b": 1, "c": 2, "abc": 3, "ab": 4, "bc": 5}
+    scores = {"a": -9.0, "abc": -1.0, "ab": -3.0, "bc": -2.0}
+    assert merges_from_scores(scores, vocabulary) == [("a", "bc"), ("ab", "c"), ("b", "c"), ("a", "b")]
 
 
 def test_special_tokens_and_templates(rebuilt: dict[str, tuple[Tokenizer, Backend]]) -> None:
