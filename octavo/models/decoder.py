@@ -105,6 +105,7 @@ class CausalLM(nn.Module):
         super().__init__()
         model = b.at("model")
         self.spec = spec
+        self.residual_dtype = b.residual_dtype
         self.embedding = model.embedding("embed_tokens", spec.vocab_size, spec.hidden_size)
         self.rope = b.rope(spec.rope)
         self.layers = nn.ModuleList(
@@ -120,14 +121,15 @@ class CausalLM(nn.Module):
 
     def embed(self, step: StepInput) -> Tensor:
         """[T, hidden_size]: `step.embeds` if given, else the embeddings of `step.input_ids`."""
-        return self.embedding(step.input_ids) if step.embeds is None else step.embeds
+        embeds = self.embedding(step.input_ids) if step.embeds is None else step.embeds
+        return embeds.to(self.residual_dtype)
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """[T, hidden_size] to the same, before the final norm. Reads and writes the KV caches; x is left as it is."""
         residual = None
         for layer in self.layers:
             x, residual = layer(x, residual, step)
-        return x.add_(residual)
+        return residual + x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size], in the model's dtype."""

@@ -34,6 +34,12 @@ class Build:
     scheme: SchemeFactory = Unquantised
     path: str = ""
 
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """What the residual stream is kept in. On a CPU float32: it costs little there, and most of the rounding error
+        of a bfloat16 model is made in its sums."""
+        return torch.float32 if self.device.type == "cpu" else self.dtype
+
     def at(self, *names: str | int) -> Build:
         """The same choices further down: `b.at("layers", 3)` stands at `path.layers.3`."""
         return replace(self, path=".".join(str(name) for name in (self.path, *names) if name != ""))

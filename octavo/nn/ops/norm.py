@@ -7,27 +7,29 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, as a new tensor of x's dtype.
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, as a new tensor of the weight's dtype.
 
     Statistics and the product are float32 whatever the dtype, rounded once at the end.
 
     Args:
-        x: [..., H].
-        weight: [H], of x's dtype.
+        x: [..., H], of the weight's dtype or float32.
+        weight: [H].
     """
-    return F.rms_norm(x, weight.shape, weight, eps)
+    if x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The step between two blocks of a pre-norm decoder: add to the residual stream, then normalise.
 
     Args:
-        x: [T, H], a block's fresh output. **Overwritten** with the sum, which is the second result.
-        residual: [T, H]; left as it is.
+        x: [T, H], a block's fresh output. **Overwritten** with the sum, if of the residual's dtype.
+        residual: [T, H], of x's dtype or float32; left as it is.
         weight: [H].
 
     Returns:
-        (rms_norm(x + residual), x + residual).
+        (rms_norm(x + residual), x + residual), the sum in the residual's dtype.
     """
-    total = x.add_(residual)
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    total = x.add_(residual) if x.dtype == residual.dtype else residual + x
+    return rms_norm(total, weight, eps), total
