@@ -1,0 +1,93 @@
+"""The server as a process: how it starts, stops, and fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from serving import Server, free_port, serve_command, wait_until
+
+pytestmark = pytest.mark.e2e
+
+BODY = {"prompt": "Once upon a time", "max_tokens": 20, "ignore_eos": True, "stream": True}
+
+
+def events(lines: list[str]) -> list[str]:
+    return [line.removeprefix("data: ") for line in lines if line]
+
+
+def gone(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"
+
+
+def test_it_says_when_it_is_ready(server: Server) -> None:
+    ready = [line for line in server.output().splitlines() if "ready" in line]
+    assert any(server.url in line for line in ready)
+    assert f"curl {server.url}/v1/chat/completions" in server.output()
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = subprocess.run(serve_command("--port", str(port)), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert str(port) in line
+    assert "--port" in line
+    assert result.stdout == ""
+
+
+def test_a_model_that_is_not_there_is_told() -> None:
+    command = serve_command("/no/such/model", "--port", str(free_port()))
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert "/no/such/model" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_stop_signal_lets_streams_finish(start_server: Callable[..., Server]) -> None:
+    server = start_server("--shutdown-timeout", "240")
+    children = server.children()
+    assert children
+    with server.http.stream("POST", "/v1/completions", json=BODY) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        said = events([first, *lines])
+    assert said[-1] == "[DONE]"
+    assert json.loads(said[-2])["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(60) == 0, server.output()
+    wait_until(lambda: all(map(gone, children)), "the end of the engine's process")
+    assert "Traceback" not in server.output()
+
+
+def test_a_dead_engine_is_told_to_all(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    (core,) = server.children()
+    with server.http.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 1500}) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        os.kill(core, signal.SIGKILL)
+        said = events([first, *lines])
+    assert said[-1] == "[DONE]"
+    error = json.loads(said[-2])["error"]
+    assert error["code"] == 503
+    assert "SIGKILL" in error["message"]
+    health = server.http.get("/health")
+    assert health.status_code == 503
+    assert "SIGKILL" in health.json()["error"]["message"]
+    refused = server.http.post("/v1/completions", json={"prompt": "a"})
+    assert refused.status_code == 503
+    assert server.stop() == 0, server.output()
