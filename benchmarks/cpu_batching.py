@@ -32,7 +32,9 @@ from machine import describe
 
 from octavo import LLM, SamplingParams
 from octavo.bench.workloads import workload
-from octavo.hub.pull import pull
+from octavo.hub.resolve import resolve
+from octavo.models.load import open_checkpoint
+from octavo.nn.weights import TensorSpec
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REQUESTS, TOKENS_IN, TOKENS_OUT = 16, 128, 128
@@ -99,18 +101,34 @@ def part_transformers(setup: Setup) -> dict[str, Any]:
 
 
 class Reference:
-    """`transformers.generate` with the same weights, dequantized by its own GGUF reader."""
+    """`transformers.generate` on a model that holds the same dequantized weights."""
 
     def __init__(self, setup: Setup) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.utils import logging
 
         logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        gguf = pull("smollm2")
+        files = resolve(setup.model)
         dtype = getattr(torch, setup.dtype)
-        self.model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype).eval()
-        self.run(setup.prompts(), 4)
+        self.model = LlamaForCausalLM(LlamaConfig(**files.config)).to(dtype).eval()
+        checkpoint = open_checkpoint(files)
+        tensors = {
+            name: checkpoint.tensor(name, TensorSpec(checkpoint.shape(name), dtype)).to(dtype)
+            for name in checkpoint.names()
+        }
+        missing, unexpected = self.model.load_state_dict(tensors, strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise AssertionError(f"weights don't match: missing {missing}, unexpected {unexpected}")
+        self.model.tie_weights()
+        self.agrees(setup)
+
+    def agrees(self, setup: Setup) -> None:
+        """Both engines must generate the same tokens, or the comparison means nothing (float32 only: it is exact)."""
+        prompt = setup.prompt(TOKENS_IN)
+        ours = setup.llm.generate([prompt], fixed(8))[0].outputs[0].token_ids
+        theirs = self.model.generate(torch.tensor([prompt]), do_sample=False, min_new_tokens=8, max_new_tokens=8)
+        if setup.dtype == "float32" and theirs[0, TOKENS_IN:].tolist() != ours:
+            raise AssertionError(f"transformers generated {theirs[0, TOKENS_IN:].tolist()}, Octavo {ours}")
 
     def run(self, prompts: list[list[int]], count: int = TOKENS_OUT) -> float:
         ids = torch.tensor(prompts)
