@@ -35,8 +35,8 @@ async def parse_body(request: Request, model: type[M], max_bytes: int) -> M:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body; refused before it is read if it states its length, else as soon as it grows too long."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(f"{int(declared):,} bytes", max_bytes)
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise _too_large(f"{declared[:18]} bytes", max_bytes)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():

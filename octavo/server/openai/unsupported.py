@@ -75,7 +75,7 @@ def check_extras(body: GenerationBody, *, chat: bool) -> list[str]:
     warnings = []
     for name, value in body.extra.items():
         if name == "best_of":
-            neutral = value is None or value == body.choices
+            neutral = value is None or _same(value, body.choices)
         elif name == "tools" and body.extra.get("tool_choice") == "none":
             neutral = True
         elif name in known:

@@ -81,6 +81,9 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["x"]}, "bad_words"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ({"echo": True}, "echo"),
+    ({"echo": 0}, "echo"),
+    ({"best_of": True}, "best_of"),
+    ({"length_penalty": True}, "length_penalty"),
 ]
 CHAT_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -271,6 +274,10 @@ def test_a_body_that_is_too_large() -> None:
 def test_a_body_in_parts_is_read_whole() -> None:
     data = json.dumps(HELLO).encode()
     assert ask_now(APP, CHAT, parts=[data[:5], b"", data[5:]]).status == 200
+
+
+def test_a_content_length_beyond_all_numbers() -> None:
+    assert ask_now(APP, CHAT, HELLO, headers={"content-length": "9" * 5000}).status == 413
 
 
 def test_a_content_length_that_is_no_number_is_not_trusted() -> None:
