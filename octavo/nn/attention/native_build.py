@@ -103,7 +103,7 @@ def _compile(command: list[str], path: Path) -> Path:
     """Builds beside the final place and moves the result there, so that builders at the same time don't meet."""
     folder = _writable(path.parent)
     _log.info("compiling the attention kernels with %s, once", command[0])
-    handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
+    handle, name = tempfile.mkstemp(suffix=".tmp", dir=folder)
     os.close(handle)
     made = Path(name)
     try:
