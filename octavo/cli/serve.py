@@ -14,7 +14,12 @@ def run(argv: list[str]) -> int:
     engine, server = engine_from(found), server_from(found)
     from octavo.server.run import run_server
 
-    return run_server(lambda: open_frontend(engine, server), server)
+    return run_server(lambda: open_frontend(engine, server), server, announce=announce)
+
+
+def announce(text: str) -> None:
+    """To standard output at once, for whoever waits for it there may be a pipe away."""
+    print(text, flush=True)
 
 
 def make_parser() -> OctavoParser:
