@@ -9,10 +9,9 @@ import ragged
 import torch
 
 from octavo.nn.attention.cpu import TorchAttention
-from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.reference import ReferenceAttention
 
-BACKENDS = {"reference": ReferenceAttention, "torch": TorchAttention, "native": NativeAttention}
+BACKENDS = {"reference": ReferenceAttention, "torch": TorchAttention}
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from octavo.core.errors import ConfigError
-from octavo.nn.attention import native
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendFactory
 from octavo.nn.attention.cpu import DTYPES, TorchAttention
-from octavo.nn.attention.native_build import NativeBuildError, load_library
 from octavo.nn.attention.reference import ReferenceAttention
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +28,6 @@ class Factory:
         return self.make_backend()
 
 
-def _native_reason(device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> str | None:
-    reason = native.reason_against(device, dtype, spec)
-    if reason is None:
-        try:
-            load_library()
-        except NativeBuildError as error:
-            reason = f"could not be compiled: {error}"
-            _advise(reason)
-    return reason
-
-
-@functools.cache
-def _advise(reason: str) -> None:
-    _log.warning(
-        "Octavo's attention kernel %s. Attention runs in plain torch, which is correct but slower; "
-        "with a C++ compiler installed (for instance g++) the next start uses the kernel.",
-        reason,
-    )
-
-
 def _torch_reason(device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> str | None:
     if device.type != "cpu":
         return f"runs on cpu, not on {device.type}"
@@ -67,7 +41,6 @@ def _reference_reason(device: torch.device, dtype: torch.dtype, spec: AttentionS
 
 
 BACKENDS: tuple[BackendFactory, ...] = (
-    Factory("native", _native_reason, native.NativeAttention),
     Factory("torch", _torch_reason, TorchAttention),
     Factory("reference", _reference_reason, ReferenceAttention),
 )
@@ -79,10 +52,10 @@ def select(name: str | None, device: torch.device, dtype: torch.dtype, spec: Att
     Raises:
         ConfigError: `name` is unknown, or doesn't support this device, dtype or layer; lists what does and what not.
     """
-    for factory in BACKENDS:
-        if name in (None, factory.name) and factory.supports(device, dtype, spec) is None:
-            return factory.make()
     reasons = {factory.name: factory.supports(device, dtype, spec) for factory in BACKENDS}
+    for factory in BACKENDS:
+        if name in (None, factory.name) and reasons[factory.name] is None:
+            return factory.make()
     listed = "; ".join(f"{n}: {'usable' if why is None else why}" for n, why in reasons.items())
     if name is None:
         problem = f"No attention backend supports {device} with {dtype}."
