@@ -46,7 +46,7 @@ class CpuDevice:
         if budget <= 0:
             raise ConfigError(
                 f"The weights take {weights / _GIB:.2f} GiB, more than --memory-utilization "
-                f"{utilization or _DEFAULT_UTILIZATION} of the {available / _GIB:.2f} GiB of memory available. Raise it, set "
+                f"{utilization or _DEFAULT_UTILIZATION} of {available / _GIB:.2f} GiB available memory. Raise it, set "
                 "--kv-cache-memory-bytes yourself, use --dtype bfloat16 if it runs in float32, or take a smaller model."
             )
         return budget if utilization else min(budget, _DEFAULT_KV_LIMIT)

@@ -71,7 +71,8 @@ class CoreProcess:
 
 def receive_payload() -> tuple[str, Any]:
     """In the child: the address to serve at, and what `CoreProcess` was given. Ties its life to its parent's."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     address, payload = pickle.load(sys.stdin.buffer)
