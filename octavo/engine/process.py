@@ -25,7 +25,9 @@ class CoreProcess:
     def __init__(self, module: str, payload: Any) -> None:
         self._folder = tempfile.mkdtemp(prefix="octavo-")
         self.address = f"ipc://{Path(self._folder) / 'core.sock'}"
-        self._process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
+        # A compute thread that spins while it waits takes the core from whoever it waits for; read when torch loads.
+        environment = {"GOMP_SPINCOUNT": "0", **os.environ}
+        self._process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=environment)
         stdin = self._process.stdin
         if stdin is None:
             raise AssertionError("the child has no standard input")
