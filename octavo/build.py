@@ -36,7 +36,7 @@ def build_core(
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
-    worker = Worker(config.model, config.device, files)
+    worker = Worker(config.model, config.device, files, config.cache.block_size)
     timer.begin("weights")
     worker.load()
     timer.begin("kv cache")
@@ -44,7 +44,6 @@ def build_core(
     num_blocks, max_model_len = _fit(config, worker, cache_bytes)
     runner = worker.make_runner(
         num_blocks=num_blocks,
-        block_size=config.cache.block_size,
         num_slots=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
     )

@@ -72,11 +72,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where it runs. `threads` counts compute threads on a CPU; None takes the physical cores given to this process."""
+    """Where it runs.
+
+    Attributes:
+        threads: compute threads on a CPU; None takes the physical cores given to this process.
+        cpu_isa: the instruction set of the CPU kernels: "auto" or a name in `native/isa.py`.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     attention_backend: str | None = None
+    cpu_isa: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.cli import units
+from octavo.native import isa
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ DEVICE = (
     Flag("device", "device.device", "where the model runs", "auto", choices=("auto", "cpu", "cuda")),
     Flag("threads", "device.threads", "compute threads on a CPU", "its cores", units.count, metavar="N"),
     Flag("attention-backend", "device.attention_backend", "attention kernel to use", "the fastest that fits"),
+    Flag("cpu-isa", "device.cpu_isa", "instruction set of the CPU kernels", "auto", choices=("auto", *isa.NAMES)),
 )
 
 SERVER = (

@@ -8,7 +8,6 @@ from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
-from octavo.nn.embedding import TiedHead
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.rope import Rope
 from octavo.nn.shard import COL, ROW, Heads
@@ -113,7 +112,7 @@ class CausalLM(nn.Module):
         )
         self.norm = model.norm("norm", spec.hidden_size, spec.rms_norm_eps)
         self.head = (
-            TiedHead("lm_head", self.embedding)
+            b.tied_head("lm_head", self.embedding)
             if spec.tied
             else b.linear("lm_head", inputs=spec.hidden_size, outputs=spec.vocab_size, shard=COL)
         )

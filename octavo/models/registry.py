@@ -16,6 +16,7 @@ from octavo.models.qwen3 import qwen3
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.build import Build
+from octavo.nn.quant.none import Unquantised
 
 ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
@@ -50,10 +51,17 @@ def spec_of(config: Config) -> DecoderSpec:
     return ARCHITECTURES[names[0]](config)
 
 
-def build_model(config: Config, *, dtype: torch.dtype, device: torch.device, attention: AttentionBackend) -> CausalLM:
+def build_model(
+    config: Config,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: AttentionBackend,
+    scheme: type[Unquantised] = Unquantised,
+) -> CausalLM:
     """The model that a configuration describes, without weights: `models/load` fills it in.
 
     Raises:
         ConfigError, ModelFileError: as `spec_of`.
     """
-    return CausalLM(Build(dtype, device, attention), spec_of(config))
+    return CausalLM(Build(dtype, device, attention, scheme), spec_of(config))

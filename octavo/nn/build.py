@@ -9,10 +9,10 @@ import torch
 
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
-from octavo.nn.embedding import Embedding
+from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
-from octavo.nn.quant.base import Part, SchemeFactory
+from octavo.nn.quant.base import Part
 from octavo.nn.quant.none import Unquantised
 from octavo.nn.rope import Rope
 from octavo.nn.rope_spec import RopeSpec
@@ -31,7 +31,7 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     attention_backend: AttentionBackend
-    scheme: SchemeFactory = Unquantised
+    scheme: type[Unquantised] = Unquantised
     path: str = ""
 
     @property
@@ -57,6 +57,9 @@ class Build:
 
     def embedding(self, name: str, rows: int, size: int) -> Embedding:
         return Embedding(self.at(name).path, self.device, self.dtype, rows, size)
+
+    def tied_head(self, name: str, embedding: Embedding) -> TiedHead:
+        return TiedHead(self.at(name).path, embedding, self.scheme)
 
     def rope(self, spec: RopeSpec) -> Rope:
         return Rope(self.device, spec)

@@ -40,14 +40,14 @@ class Embedding(WeightLayer):
 class TiedHead(WeightLayer):
     """An output head that multiplies with the embedding table.
 
-    Where the machine multiplies faster with packed weights (see `Unquantised`) it keeps a packed copy of its own, since
-    a packed matrix can't be looked up by row: one more table's worth of memory.
+    A scheme that packs its weights has a packed copy of its own, since a packed matrix can't be looked up by row: one
+    more table's worth of memory.
     """
 
-    def __init__(self, path: str, embedding: Embedding) -> None:
+    def __init__(self, path: str, embedding: Embedding, scheme: type[Unquantised] = Unquantised) -> None:
         super().__init__(path, embedding.device)
         self.superseded = (f"{path}.weight",)
-        self.scheme = Unquantised(embedding.dtype, embedding.device)
+        self.scheme = scheme(embedding.dtype, embedding.device)
         # In a list, so that the embedding is registered as a submodule once, where it belongs.
         self._source = [embedding]
 

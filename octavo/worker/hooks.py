@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.core.output import StepOutput
+from octavo.models.model import Model
 from octavo.nn.step import StepInput
 
 
@@ -20,7 +21,7 @@ class WorkerHook:
 
     name: str = ""
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: Model) -> None:
         """The model is loaded; wrap what must be wrapped."""
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:

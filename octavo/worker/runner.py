@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.core.output import StepOutput, TokenLogprobs
 from octavo.core.plan import StepPlan
-from octavo.models.decoder import CausalLM
+from octavo.models.model import Model
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.sampler import Sampler
@@ -45,7 +45,7 @@ class Runner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Model,
         attention: AttentionBackend,
         slots: Slots,
         sampler: Sampler,

@@ -11,13 +11,16 @@ from octavo.config import DeviceConfig, ModelConfig
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
-from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint
 from octavo.models.load.weights import load_weights
+from octavo.models.model import Model, compiled
 from octavo.models.registry import build_model, spec_of
 from octavo.models.spec import DecoderSpec
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest
+from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.select import select
+from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.sampling.sampler import Sampler
 from octavo.worker.hooks import WorkerHook
 from octavo.worker.runner import Runner
@@ -32,15 +35,16 @@ class Worker:
         ModelFileError: the weights are not what the configuration says.
     """
 
-    def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles) -> None:
+    def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles, block_size: int) -> None:
         self.device: Device = select_device(device.device)
         self.device.setup(device.threads)
         self.spec: DecoderSpec = spec_of(files.config)
         self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
         self._config = config
         self._files = files
-        self._backend_name = device.attention_backend
-        self.model: CausalLM | None = None
+        self._settings = device
+        self._block_size = block_size
+        self.model: Model | None = None
         self.weight_bytes = 0
 
     def load(self) -> None:
@@ -48,13 +52,21 @@ class Worker:
         layer = AttentionSpec(
             self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, scale=self.spec.head_dim**-0.5
         )
-        self.attention: AttentionBackend = select(self._backend_name, self.device.torch_device, self.dtype, layer)
+        torch_device = self.device.torch_device
+        request = BackendRequest(torch_device, self.dtype, layer, self._block_size, self._settings.cpu_isa)
+        self.attention: AttentionBackend = select(self._settings.attention_backend, request)
+        native = isinstance(self.attention, NativeAttention)
+        packs = not native and torch_device.type == "cpu" and packing_works(self.dtype)
         model = build_model(
-            self._files.config, dtype=self.dtype, device=self.device.torch_device, attention=self.attention
+            self._files.config,
+            dtype=self.dtype,
+            device=torch_device,
+            attention=self.attention,
+            scheme=OneDNN if packs else Unquantised,
         )
         report = load_weights(model, open_checkpoint(self._files, self._config.load_format, self._config.seed))
         self.weight_bytes = report.nbytes
-        self.model = model
+        self.model = compiled(model, self.attention)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -66,7 +78,6 @@ class Worker:
         self,
         *,
         num_blocks: int,
-        block_size: int,
         num_slots: int,
         max_model_len: int,
         hooks: Sequence[WorkerHook] = (),
@@ -76,7 +87,9 @@ class Worker:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
         device = self.device.torch_device
         for layer in self.model.attention_layers:
-            shape = self.attention.cache_shape(layer.spec, num_blocks, block_size)
+            shape = self.attention.cache_shape(layer.spec, num_blocks, self._block_size)
             layer.cache = torch.empty(shape, dtype=self.dtype, device=device)
-        slots = Slots(num_slots, max_model_len, math.ceil(max_model_len / block_size), self.spec.vocab_size, device)
-        return Runner(self.model, self.attention, slots, Sampler(), block_size, hooks)
+        slots = Slots(
+            num_slots, max_model_len, math.ceil(max_model_len / self._block_size), self.spec.vocab_size, device
+        )
+        return Runner(self.model, self.attention, slots, Sampler(), self._block_size, hooks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octavo.models.decoder import CausalLM
+from octavo.models.model import Model
 from octavo.nn.step import StepInput
 
 
@@ -25,10 +25,11 @@ class Row:
 class PagedRunner:
     """Binds caches to a model and computes steps over rows whose blocks are scattered at random."""
 
-    model: CausalLM
+    model: Model
     num_blocks: int
     block_size: int
     seed: int = 0
+    dtype: torch.dtype = torch.float32
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -37,7 +38,7 @@ class PagedRunner:
         for layer in self.model.attention_layers:
             shape = layer.backend.cache_shape(layer.spec, self.num_blocks, self.block_size)
             # A NaN that reaches a logit was read from a slot that no token owns.
-            layer.cache = torch.full(shape, torch.nan, dtype=self.model.embedding.dtype)
+            layer.cache = torch.full(shape, torch.nan, dtype=self.dtype)
 
     def row(self, tokens: Sequence[int], capacity: int) -> Row:
         """A sequence with room for `capacity` tokens."""
@@ -52,8 +53,9 @@ class PagedRunner:
         """
         step = self.input(rows, counts, all_logits=all_logits)
         with torch.inference_mode():
-            hidden = self.model(self.model.embed(step), step)
-            logits = self.model.logits(hidden[step.logit_rows])
+            hidden = self.model.forward(self.model.embed(step), step)
+            # A model may use the memory of its logits again.
+            logits = self.model.logits(hidden[step.logit_rows]).clone()
         for row, count in zip(rows, counts, strict=True):
             row.computed += count
         return logits

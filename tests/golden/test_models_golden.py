@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from tiny import FAMILIES, load_model, make_checkpoint, model_files
 from torch import Tensor
 
 from octavo.models.decoder import CausalLM
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec
+from octavo.models.model import compiled
+from octavo.models.native import NativeDecoder
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest
 from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.attention.select import BACKENDS
 
@@ -34,16 +37,29 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 199, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
+def wanted(head_dim: int = 16) -> BackendRequest:
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=0.25)
+    return BackendRequest(torch.device("cpu"), torch.float32, spec)
+
+
 def usable_backends() -> list[str]:
-    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-    return [f.name for f in BACKENDS if f.supports(torch.device("cpu"), torch.float32, spec) is None]
+    return [f.name for f in BACKENDS if f.supports(wanted()) is None]
 
 
-def with_backend(model: CausalLM, name: str) -> CausalLM:
-    backend: AttentionBackend = next(f for f in BACKENDS if f.name == name).make()
+def runner_with(model: CausalLM, name: str, num_blocks: int, seed: int = 0) -> PagedRunner:
+    """The model on an attention backend; with the native one the whole of it as a native program."""
+    factory = next(f for f in BACKENDS if f.name == name)
+    if factory.supports(wanted(model.spec.head_dim)) is not None:
+        assert model.spec.head_dim % 16, "the native kernels take multiples of 16"
+        factory = next(f for f in BACKENDS if f.name == "torch")
+    backend: AttentionBackend = factory.make(wanted())
+    if backend.name == "native":
+        model = copy.deepcopy(model)
     for layer in model.attention_layers:
         layer.backend = backend
-    return model
+    form = compiled(model, backend)
+    assert isinstance(form, NativeDecoder) == (backend.name == "native")
+    return PagedRunner(form, num_blocks=num_blocks, block_size=16 if backend.name == "native" else 4, seed=seed)
 
 
 def expected_logits(theirs: Any, tokens: list[int]) -> Tensor:
@@ -54,7 +70,7 @@ def expected_logits(theirs: Any, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize("backend", usable_backends())
 def test_a_ragged_batch_of_whole_prompts(pair: Any, prompts: list[list[int]], backend: str) -> None:
     theirs, ours = pair
-    runner = PagedRunner(with_backend(ours, backend), num_blocks=40, block_size=4)
+    runner = runner_with(ours, backend, 40)
     rows = [runner.row(p, len(p)) for p in prompts]
     logits = runner.step(rows, [len(p) for p in prompts], all_logits=True)
     expected = torch.cat([expected_logits(theirs, p) for p in prompts])
@@ -65,7 +81,7 @@ def test_a_ragged_batch_of_whole_prompts(pair: Any, prompts: list[list[int]], ba
 def test_chunks_and_single_tokens_give_the_same_logits(pair: Any, prompts: list[list[int]], backend: str) -> None:
     """Each row advances by its own stride, so steps mix first chunks, later chunks and single tokens."""
     theirs, ours = pair
-    runner = PagedRunner(with_backend(ours, backend), num_blocks=40, block_size=4, seed=1)
+    runner = runner_with(ours, backend, 40, seed=1)
     rows = [runner.row(p, len(p)) for p in prompts]
     strides = [1, 6, 13, 1]
     collected: list[list[Tensor]] = [[] for _ in rows]
@@ -82,7 +98,7 @@ def test_chunks_and_single_tokens_give_the_same_logits(pair: Any, prompts: list[
 @pytest.mark.parametrize("backend", usable_backends())
 def test_greedy_tokens_equal_those_of_generate(pair: Any, prompts: list[list[int]], backend: str) -> None:
     theirs, ours = pair
-    runner = PagedRunner(with_backend(ours, backend), num_blocks=60, block_size=4, seed=2)
+    runner = runner_with(ours, backend, 60, seed=2)
     outputs = runner.greedy(prompts, [16] * len(prompts), stop=set())
     for prompt, output in zip(prompts, outputs, strict=True):
         with torch.no_grad():
@@ -109,7 +125,7 @@ def test_logits_of_any_rows_of_none_too(pair: Any) -> None:
 def test_given_embeddings_stand_in_for_token_ids(pair: Any, prompts: list[list[int]]) -> None:
     """And the caller's tensor is left as it was."""
     theirs, ours = pair
-    runner = PagedRunner(with_backend(ours, "reference"), num_blocks=40, block_size=4)
+    runner = runner_with(ours, "reference", 40)
     step = runner.input([runner.row(prompts[1], 19)], [19])
     embeds = ours.embedding(step.input_ids).clone()
     step.embeds, step.input_ids = embeds.clone(), torch.zeros_like(step.input_ids)
@@ -134,7 +150,7 @@ def test_bfloat16_stays_near_float32(pair: Any, prompts: list[list[int]], tmp_pa
     theirs, _ = pair
     theirs.save_pretrained(tmp_path)
     ours = load_model(model_files(tmp_path), ReferenceAttention(), torch.bfloat16)
-    runner = PagedRunner(ours, num_blocks=40, block_size=4)
+    runner = PagedRunner(ours, num_blocks=40, block_size=4, dtype=torch.bfloat16)
     logits = runner.step([runner.row(prompts[2], 33)], [33], all_logits=True)
     expected = expected_logits(theirs, prompts[2])
     assert logits.dtype == torch.bfloat16

@@ -12,8 +12,8 @@ from paged import PagedRunner
 from tiny import load_model
 
 from octavo.hub.files import ModelFiles
-from octavo.models.decoder import CausalLM
-from octavo.nn.attention.base import AttentionSpec
+from octavo.models.model import Model, compiled
+from octavo.nn.attention.base import AttentionSpec, BackendRequest
 from octavo.nn.attention.select import select
 
 GOLDEN = Path(__file__).parent.parent / "data" / "smollm2_greedy.json"
@@ -24,17 +24,17 @@ def chats() -> list[dict[str, Any]]:
     return json.loads(GOLDEN.read_text())["chats"]
 
 
-@pytest.fixture(scope="module")
-def model(smollm2_files: ModelFiles) -> CausalLM:
+@pytest.fixture(scope="module", params=["native", "torch"])
+def model(smollm2_files: ModelFiles, request: pytest.FixtureRequest) -> Model:
     spec = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
-    attention = select(None, torch.device("cpu"), torch.float32, spec)
+    attention = select(request.param, BackendRequest(torch.device("cpu"), torch.float32, spec))
     # The golden run used the epsilon that the model was trained with; the file's metadata says the same.
     assert smollm2_files.config["rms_norm_eps"] == 1e-5
-    return load_model(smollm2_files, attention)
+    return compiled(load_model(smollm2_files, attention), attention)
 
 
 @pytest.mark.slow
-def test_all_chats_in_one_ragged_batch(model: CausalLM, chats: list[dict[str, Any]]) -> None:
+def test_all_chats_in_one_ragged_batch(model: Model, chats: list[dict[str, Any]]) -> None:
     runner = PagedRunner(model, num_blocks=200, block_size=16)
     prompts = [chat["prompt_token_ids"] for chat in chats]
     outputs = runner.greedy(prompts, [len(chat["tokens"]) for chat in chats], stop={2})
@@ -42,7 +42,7 @@ def test_all_chats_in_one_ragged_batch(model: CausalLM, chats: list[dict[str, An
 
 
 @pytest.mark.slow
-def test_a_chat_alone_and_in_chunks(model: CausalLM, chats: list[dict[str, Any]]) -> None:
+def test_a_chat_alone_and_in_chunks(model: Model, chats: list[dict[str, Any]]) -> None:
     chat = max(chats, key=lambda chat: len(chat["prompt_token_ids"]))
     runner = PagedRunner(model, num_blocks=40, block_size=16, seed=5)
     prompt, tokens = chat["prompt_token_ids"], chat["tokens"][:12]

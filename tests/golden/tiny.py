@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
     ),
     "smollm": (
         transformers.LlamaConfig,
-        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+        {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
     ),
     "mistral": (transformers.MistralConfig, {"sliding_window": 7}),
     "mistral-wide-heads": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 24}),

@@ -48,6 +48,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "large blocks": {"block_size": 32},
     "plain attention": {"attention_backend": "reference"},
     "torch attention": {"attention_backend": "torch"},
+    "two threads": {"threads": 2},
     "priorities": {"policy": "priority"},
 }
 PAIRS = [(name,) for name in FEATURES] + list(itertools.combinations(FEATURES, 2))

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import random
 
 import pytest
 import ragged
 import torch
 
+from octavo.native.build import NativeBuildError, load_library
+from octavo.native.isa import LEVELS, usable
+from octavo.native.program import Pool
 from octavo.nn.attention.cpu import TorchAttention
+from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.reference import ReferenceAttention
 
-BACKENDS = {"reference": ReferenceAttention, "torch": TorchAttention}
+
+def native(isa):
+    """The kernels compiled for one instruction set, each of which is another path through them."""
+    if isa not in usable():
+        pytest.skip(f"this processor has no {isa.name}")
+    try:
+        load_library(isa.name)
+    except NativeBuildError as error:
+        pytest.skip(f"no kernels on this machine: {error}")
+    return NativeAttention(Pool(2, isa.name))
+
+
+BACKENDS = {
+    "reference": ReferenceAttention,
+    "torch": TorchAttention,
+    **{f"native-{isa.name}": functools.partial(native, isa) for isa in LEVELS},
+}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -30,6 +52,11 @@ def check(case: ragged.Case, backend) -> None:
     assert bool((wrong <= limit).all()), f"off by {wrong.nan_to_num(torch.inf).max()} with {case.label}"
 
 
+def block_size(backend) -> int:
+    """The native kernels read whole panels of 16 tokens."""
+    return random.choice([16, 32, 64] if backend.name == "native" else [8, 16, 32])
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     return BACKENDS[request.param]()
@@ -38,7 +65,7 @@ def backend(request):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("trial", range(12))
 def test_random_batches(backend, dtype, trial):
-    check(ragged.make_case(fresh_seed(), dtype), backend)
+    check(ragged.make_case(fresh_seed(), dtype, block_size=block_size(backend)), backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,22 +76,27 @@ def test_random_batches(backend, dtype, trial):
 )
 @pytest.mark.parametrize("trial", range(3))
 def test_window_and_soft_cap(backend, dtype, options, trial):
-    check(ragged.make_case(fresh_seed(), dtype, **options), backend)
+    check(ragged.make_case(fresh_seed(), dtype, block_size=block_size(backend), **options), backend)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_shapes(backend, head_dim, block_size):
-    check(ragged.make_case(fresh_seed(), torch.bfloat16, head_dim=head_dim, block_size=block_size), backend)
+@pytest.mark.parametrize("blocks", [8, 16, 32])
+def test_shapes(backend, head_dim, blocks):
+    size = 2 * blocks if backend.name == "native" else blocks
+    check(ragged.make_case(fresh_seed(), torch.bfloat16, head_dim=head_dim, block_size=size), backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_decodes(backend, dtype):
     rows = [(n, 1) for n in (1, 2, 15, 16, 17, 31, 32, 33, 250, 251, 300, 511, 512, 513, 640)] * 2
-    check(ragged.make_case(fresh_seed(), dtype, rows=rows, head_dim=32), backend)
+    check(ragged.make_case(fresh_seed(), dtype, rows=rows, head_dim=32, block_size=block_size(backend)), backend)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4096}, {"soft_cap": 30.0}], ids=str)
 def test_long_contexts(backend, options):
     rows = [(20_000, 1), (9_001, 1), (7, 7), (5_000, 3)]
-    check(ragged.make_case(fresh_seed(), torch.float32, rows=rows, heads=(1, 3), head_dim=32, **options), backend)
+    size = block_size(backend)
+    check(
+        ragged.make_case(fresh_seed(), torch.float32, rows=rows, heads=(1, 3), head_dim=32, block_size=size, **options),
+        backend,
+    )

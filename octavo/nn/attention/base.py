@@ -51,13 +51,29 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class BackendRequest:
+    """What a backend is wanted for.
+
+    Attributes:
+        block_size: tokens of a KV block.
+        isa: the instruction set that kernels compiled for a CPU may use; "auto" is the best there is.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    spec: AttentionSpec
+    block_size: int = 16
+    isa: str = "auto"
+
+
 class BackendFactory(Protocol):
     """An entry of `select.py`: whether this machine and layer are supported, and how to make the backend."""
 
     name: str
 
-    def supports(self, device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> str | None:
+    def supports(self, request: BackendRequest) -> str | None:
         """None if it does, else the reason why not."""
         ...
 
-    def make(self) -> AttentionBackend: ...
+    def make(self, request: BackendRequest) -> AttentionBackend: ...

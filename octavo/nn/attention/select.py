@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from octavo.core.errors import ConfigError
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendFactory
+from octavo.native.build import NativeBuildError
+from octavo.native.library import open_library
+from octavo.native.program import Pool
+from octavo.nn.attention import native
+from octavo.nn.attention.base import AttentionBackend, BackendFactory, BackendRequest
 from octavo.nn.attention.cpu import DTYPES, TorchAttention
 from octavo.nn.attention.reference import ReferenceAttention
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,47 +26,75 @@ class Factory:
     """A `BackendFactory` made of two functions."""
 
     name: str
-    reason_against: Callable[[torch.device, torch.dtype, AttentionSpec], str | None]
-    make_backend: Callable[[], AttentionBackend]
+    reason_against: Callable[[BackendRequest], str | None]
+    make_backend: Callable[[BackendRequest], AttentionBackend]
 
-    def supports(self, device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> str | None:
-        return self.reason_against(device, dtype, spec)
+    def supports(self, request: BackendRequest) -> str | None:
+        return self.reason_against(request)
 
-    def make(self) -> AttentionBackend:
-        return self.make_backend()
+    def make(self, request: BackendRequest) -> AttentionBackend:
+        return self.make_backend(request)
 
 
-def _torch_reason(device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> str | None:
-    if device.type != "cpu":
-        return f"runs on cpu, not on {device.type}"
-    if dtype not in DTYPES:
-        return f"computes in {', '.join(map(str, DTYPES))}, not in {dtype}"
+def _native_reason(request: BackendRequest) -> str | None:
+    reason = native.reason_against(request.device, request.dtype, request.spec, request.block_size)
+    if reason is not None:
+        return reason
+    try:
+        open_library(request.isa)
+    except NativeBuildError as error:
+        if request.isa != "auto":
+            raise ConfigError(f"--cpu-isa {request.isa}: {error}. Leave it out to get the best that works.") from error
+        reason = f"could not be compiled: {error}"
+        _advise(reason)
+    return reason
+
+
+@functools.cache
+def _advise(reason: str) -> None:
+    log.warning(
+        "Octavo's CPU kernels %s. The model runs in plain torch, which is correct but several times slower; with a C++ "
+        "compiler installed (for instance g++) the next start uses the kernels.",
+        reason,
+    )
+
+
+def _make_native(request: BackendRequest) -> AttentionBackend:
+    return native.NativeAttention(Pool(torch.get_num_threads(), request.isa))
+
+
+def _torch_reason(request: BackendRequest) -> str | None:
+    if request.device.type != "cpu":
+        return f"runs on cpu, not on {request.device.type}"
+    if request.dtype not in DTYPES:
+        return f"computes in {', '.join(map(str, DTYPES))}, not in {request.dtype}"
     return None
 
 
-def _reference_reason(device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> str | None:
-    return None if dtype.is_floating_point else f"needs a floating-point dtype, not {dtype}"
+def _reference_reason(request: BackendRequest) -> str | None:
+    return None if request.dtype.is_floating_point else f"needs a floating-point dtype, not {request.dtype}"
 
 
 BACKENDS: tuple[BackendFactory, ...] = (
-    Factory("torch", _torch_reason, TorchAttention),
-    Factory("reference", _reference_reason, ReferenceAttention),
+    Factory("native", _native_reason, _make_native),
+    Factory("torch", _torch_reason, lambda _: TorchAttention()),
+    Factory("reference", _reference_reason, lambda _: ReferenceAttention()),
 )
 
 
-def select(name: str | None, device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> AttentionBackend:
-    """The backend called `name`, or the fastest one that supports the rest.
+def select(name: str | None, request: BackendRequest) -> AttentionBackend:
+    """The backend called `name`, or the fastest one that supports the request.
 
     Raises:
         ConfigError: `name` is unknown, or doesn't support this device, dtype or layer; lists what does and what not.
     """
-    reasons = {factory.name: factory.supports(device, dtype, spec) for factory in BACKENDS}
     for factory in BACKENDS:
-        if name in (None, factory.name) and reasons[factory.name] is None:
-            return factory.make()
+        if name in (None, factory.name) and factory.supports(request) is None:
+            return factory.make(request)
+    reasons = {factory.name: factory.supports(request) for factory in BACKENDS}
     listed = "; ".join(f"{n}: {'usable' if why is None else why}" for n, why in reasons.items())
     if name is None:
-        problem = f"No attention backend supports {device} with {dtype}."
+        problem = f"No attention backend supports {request.device} with {request.dtype}."
     elif name in reasons:
         problem = f"The attention backend {name!r} can't be used here; leave the choice out to get one that can."
     else:

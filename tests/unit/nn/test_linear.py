@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,30 +10,32 @@ from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear
-from octavo.nn.quant import none as unquantised
+from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.shard import COL, Heads
 from octavo.nn.weights import TensorSpec
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["packed", "plain"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+FORMS = {"packed": OneDNN, "plain": Unquantised}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
     """The second is what a machine without oneDNN does, and every GPU."""
-    if request.param == "plain":
-        monkeypatch.setattr(unquantised, "packing_works", lambda dtype: False)
     return request.param
 
 
-def build(dtype: torch.dtype = torch.float32) -> Build:
-    return Build(dtype, CPU, ReferenceAttention())
+def build(dtype: torch.dtype = torch.float32, form: str = "plain") -> Build:
+    return Build(dtype, CPU, ReferenceAttention(), FORMS[form])
 
 
-def qkv(bias: bool) -> tuple[Linear, list[Tensor]]:
+def qkv(bias: bool, form: str = "plain") -> tuple[Linear, list[Tensor]]:
     """A layer 24 -> 16 + 8 + 8 with random weights, and those, in the order in which it wants them."""
     heads = Heads(4, 2, 4)
     layer = (
-        build()
+        build(form=form)
         .at("model", "layers", 3)
         .linear("q_proj", "k_proj", "v_proj", inputs=24, outputs=heads.outputs, shard=heads, bias=bias)
     )
@@ -47,7 +47,7 @@ def qkv(bias: bool) -> tuple[Linear, list[Tensor]]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 3, 40])
 def test_parts_are_multiplied_side_by_side(form: str, bias: bool, rows: int) -> None:
-    layer, tensors = qkv(bias)
+    layer, tensors = qkv(bias, form)
     x = torch.randn(rows, 24)
     y = layer(x)
     assert y.is_contiguous()
@@ -58,7 +58,7 @@ def test_parts_are_multiplied_side_by_side(form: str, bias: bool, rows: int) -> 
 
 
 def test_strided_inputs(form: str) -> None:
-    layer, tensors = qkv(False)
+    layer, tensors = qkv(False, form)
     x = torch.randn(5, 60)[:, 10:34]
     torch.testing.assert_close(layer.split(layer(x))[0], x @ tensors[0].T, rtol=1e-5, atol=1e-5)
 
@@ -73,13 +73,13 @@ def test_what_a_layer_wants() -> None:
 
 
 def test_one_copy_of_the_weights(form: str) -> None:
-    layer, tensors = qkv(True)
+    layer, tensors = qkv(True, form)
     assert layer.nbytes == sum(t.numel() for t in tensors) * 4
 
 
 def test_the_layer_is_independent_of_the_tensors_it_was_given(form: str) -> None:
     """They may be views into a file that is about to be closed."""
-    layer = build().at("m").linear("down", inputs=6, outputs=4, shard=COL, bias=True)
+    layer = build(form=form).at("m").linear("down", inputs=6, outputs=4, shard=COL, bias=True)
     weight, bias = torch.randn(4, 6), torch.randn(4)
     layer.place([weight, bias])
     x = torch.randn(2, 6)
@@ -101,14 +101,14 @@ def test_every_dtype_multiplies(dtype: torch.dtype) -> None:
 
 
 def test_a_dtype_without_packing_is_found_out() -> None:
-    assert not unquantised.packing_works(torch.float64)
+    assert not packing_works(torch.float64)
 
 
 def test_a_tied_head_counts_its_memory_honestly(form: str) -> None:
     embedding = Embedding("model.embed_tokens", CPU, torch.float32, 10, 4)
     table = torch.randn(10, 4)
     embedding.place([table])
-    head = TiedHead("lm_head", embedding)
+    head = TiedHead("lm_head", embedding, FORMS[form])
     head.place([])
     x = torch.randn(3, 4)
     torch.testing.assert_close(head(x), x @ table.T)

@@ -1,0 +1,42 @@
+"""`Model`: what the runner asks of a language model, and the fastest form of one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from torch import Tensor
+
+from octavo.models.decoder import CausalLM
+from octavo.models.native import NativeDecoder, reason_against
+from octavo.models.spec import DecoderSpec
+from octavo.nn.attention.base import AttentionBackend
+from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.attention.native import NativeAttention
+from octavo.nn.step import StepInput
+
+log = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """A decoder-only language model in three steps, between which others may step in; see `CausalLM`."""
+
+    spec: DecoderSpec
+    attention_layers: list[PagedAttention]
+
+    def embed(self, step: StepInput) -> Tensor: ...
+
+    def forward(self, x: Tensor, step: StepInput) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def compiled(model: CausalLM, attention: AttentionBackend) -> Model:
+    """The model as a native program where that is possible, else as it is. Its weights must be loaded."""
+    if not isinstance(attention, NativeAttention):
+        return model
+    reason = reason_against(model)
+    if reason is None:
+        return NativeDecoder(model, attention.pool)
+    log.warning("the model runs layer by layer in torch instead of as one native program: %s", reason)
+    return model

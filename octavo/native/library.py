@@ -1,0 +1,80 @@
+"""The kernels' C interface: `src/program.h` in ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from enum import IntEnum
+
+from octavo.native.build import NativeBuildError, load_library
+
+EXTERNALS = 2
+
+
+class Kind(IntEnum):
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    ROPE = 3
+    ATTEND = 4
+    MERGE = 5
+    QUANTISE = 6
+
+
+class Dtype(IntEnum):
+    """How an operation's weights are stored, and with them what its products are made of."""
+
+    FLOAT = 0
+    BFLOAT = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class Epilogue(IntEnum):
+    """What becomes of a product: stored, added to what the output holds, or silu(gate) * up of paired panels."""
+
+    STORE = 0
+    ADD = 1
+    GATE = 2
+
+
+class Op(ctypes.Structure):
+    """`OctavoOp`."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "dtype", "input", "output", "rows", "columns", "epilogue", "groups")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window")),
+        *((name, c_float) for name in ("eps", "scale", "soft_cap")),
+        *((name, c_void_p) for name in ("weight", "scales", "second", "third", "cache")),
+    )
+
+
+class Step(ctypes.Structure):
+    """`OctavoStep`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_ids", "positions", "slots", "query_start", "seq_lens", "block_tables")),
+        ("external", c_void_p * EXTERNALS),
+        ("table_stride", c_int64),
+        *((name, c_int32) for name in ("tokens", "rows", "block_size")),
+    )
+
+
+def open_library(isa: str = "auto") -> ctypes.CDLL:
+    """The library with its functions declared.
+
+    Raises:
+        NativeBuildError: it can't be had on this machine.
+    """
+    library = load_library(isa)
+    library.octavo_pool_create.argtypes, library.octavo_pool_create.restype = [c_int], c_void_p
+    library.octavo_pool_destroy.argtypes, library.octavo_pool_destroy.restype = [c_void_p], None
+    library.octavo_program_create.argtypes = [c_void_p, POINTER(Op), c_int, POINTER(c_int64), c_int]
+    library.octavo_program_create.restype = c_void_p
+    library.octavo_program_destroy.argtypes, library.octavo_program_destroy.restype = [c_void_p], None
+    library.octavo_program_run.argtypes = [c_void_p, c_int, c_int, POINTER(Step)]
+    library.octavo_program_run.restype = c_int
+    sizes = ctypes.sizeof(Op) * 1000 + ctypes.sizeof(Step)
+    if library.octavo_abi() != sizes:
+        raise NativeBuildError(f"the library's structures ({library.octavo_abi()}) are not those of Python ({sizes})")
+    return library

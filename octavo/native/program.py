@@ -1,0 +1,172 @@
+"""`Program`: a forward pass as a list of operations that the C++ library runs in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.native.library import EXTERNALS, Dtype, Epilogue, Kind, Op, Step, open_library
+
+RESIDUAL, LOGITS = range(EXTERNALS)
+"""The buffers that the caller owns: the residual stream [T, hidden] float32, and the head's output [T, vocab]."""
+
+_ALIGNMENT = 64
+
+
+class Pool:
+    """A team of compute threads, asleep while no program runs."""
+
+    def __init__(self, threads: int, isa: str = "auto") -> None:
+        self.library = open_library(isa)
+        self.threads = threads
+        self.handle = self.library.octavo_pool_create(threads)
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self.library.octavo_pool_destroy(handle)
+
+
+@dataclass(slots=True)
+class ProgramBuilder:
+    """Collects operations and the buffers between them. Every buffer has one row a token.
+
+    Pointers are addresses of memory that must outlive the program. Norm weights and biases are float32, biases padded
+    with zeros to whole panels of 16.
+    """
+
+    ops: list[Op]
+    widths: list[int]
+
+    @classmethod
+    def make(cls, hidden_bytes: int, logits_bytes: int) -> ProgramBuilder:
+        """With the two external buffers, whose rows have these sizes in bytes."""
+        return cls([], [hidden_bytes, logits_bytes])
+
+    def buffer(self, row_bytes: int) -> int:
+        """A new buffer; its rows start on cache lines."""
+        self.widths.append(-(-row_bytes // _ALIGNMENT) * _ALIGNMENT)
+        return len(self.widths) - 1
+
+    def embed(self, weight: int, dtype: Dtype, columns: int, output: int, *, packed: bool, scales: int = 0) -> None:
+        """Rows of a table [V, columns], plain or packed in panels, to float32."""
+        self._add(Kind.EMBED, dtype, 0, output, columns=columns, weight=weight, scales=scales, groups=int(packed))
+
+    def norm(self, source: int, output: int, dtype: Dtype, columns: int, weight: int, eps: float) -> None:
+        """RMSNorm of float32 rows, to float32, bfloat16, or 8-bit integers with scales."""
+        self._add(Kind.NORM, dtype, source, output, columns=columns, weight=weight, eps=eps)
+
+    def linear(
+        self,
+        source: int,
+        output: int,
+        dtype: Dtype,
+        rows: int,
+        columns: int,
+        weight: int,
+        *,
+        epilogue: Epilogue = Epilogue.STORE,
+        bias: int = 0,
+        scales: int = 0,
+    ) -> None:
+        """source [T, columns] times W [rows, columns] transposed. The gate epilogue halves the rows."""
+        self._add(
+            Kind.LINEAR,
+            dtype,
+            source,
+            output,
+            rows=rows,
+            columns=columns,
+            weight=weight,
+            epilogue=epilogue,
+            second=bias,
+            scales=scales,
+        )
+
+    def rope(
+        self,
+        source: int,
+        output: int,
+        dtype: Dtype,
+        heads: tuple[int, int, int],
+        rotary_dim: int,
+        cos_sin: int,
+        cache: int,
+        *,
+        norms: tuple[int, int] = (0, 0),
+        eps: float = 0.0,
+    ) -> None:
+        """Heads q, k, v side by side, float32: turns q into `output`, writes k and v into the cache.
+
+        `heads` is (query heads, key-value heads, head dimension); `norms` the weights of the heads' own norms.
+        """
+        self._add(
+            Kind.ROPE,
+            dtype,
+            source,
+            output,
+            heads=heads[0],
+            kv_heads=heads[1],
+            head_dim=heads[2],
+            rotary_dim=rotary_dim,
+            weight=cos_sin,
+            second=norms[0],
+            third=norms[1],
+            eps=eps,
+            cache=cache,
+        )
+
+    def attend(
+        self,
+        source: int,
+        output: int,
+        dtype: Dtype,
+        heads: tuple[int, int, int],
+        cache: int,
+        scale: float,
+        *,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> None:
+        """Causal attention of the queries in `source` over each row's context."""
+        for kind in (Kind.ATTEND, Kind.MERGE):
+            self._add(
+                kind,
+                dtype,
+                source,
+                output,
+                heads=heads[0],
+                kv_heads=heads[1],
+                head_dim=heads[2],
+                scale=scale,
+                window=window,
+                soft_cap=soft_cap,
+                cache=cache,
+            )
+
+    def quantise(self, source: int, output: int, columns: int) -> None:
+        """Float32 rows to 8-bit integers with a scale for each 32 of them."""
+        self._add(Kind.QUANTISE, Dtype.INT8, source, output, columns=columns)
+
+    def _add(self, kind: Kind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
+        self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, **fields))
+
+
+class Program:
+    """What a builder collected, on a pool. Not to be run by two threads at once."""
+
+    def __init__(self, pool: Pool, ops: Sequence[Op], widths: Sequence[int]) -> None:
+        self._pool = pool
+        array = (Op * len(ops))(*ops)
+        sizes = (ctypes.c_int64 * len(widths))(*widths)
+        self._handle = pool.library.octavo_program_create(pool.handle, array, len(ops), sizes, len(widths))
+        self._run = pool.library.octavo_program_run
+
+    def run(self, first: int, last: int, step: Step) -> None:
+        """Operations [first, last). Raises MemoryError if there is none for the buffers of so many tokens."""
+        if self._run(self._handle, first, last, ctypes.byref(step)):
+            raise MemoryError(f"not enough memory for the activations of a step of {step.tokens} tokens")
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "_handle", None):
+            self._pool.library.octavo_program_destroy(handle)

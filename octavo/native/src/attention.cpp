@@ -1,0 +1,324 @@
+// Paged attention: reads keys and values through block tables, in one pass with the softmax on the fly (Milakov and
+// Gimelshein 2018, https://arxiv.org/abs/1805.02867), in tiles of queries so that a key is read once for many of them
+// (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
+//
+// The cache is [block][kv head][keys, values]. A block's keys lie as panels of 16 tokens, its values as panels of 16
+// channels (see tile.h), so that both products are those of any packed matrix.
+//
+// Every query's sums run in an order that depends on its own position alone: kTile keys at a time, kPart keys to a
+// part, parts merged front to back. So the same bits come out whatever else is in the batch, however a prompt was cut
+// into chunks, and however the work was dealt out to threads.
+
+#include <algorithm>
+
+#include "program.h"
+#include "tile.h"
+
+namespace octavo {
+
+namespace {
+
+constexpr int kTile = 64;                // keys between two updates of the running softmax
+constexpr int kPart = 512;               // keys that one task reads of a row with few queries
+constexpr int kQueryRows = 48;           // rows of a task (queries x heads that share a kv head), about
+constexpr int kSplitQueries = 8;         // rows with at most so many queries are split over their context
+constexpr int kMaxRows = 2 * kWideRows;  // rows of a register tile over a pair of panels
+constexpr int kMaxPanels = kTile / kPanel;
+
+// Running softmax of some rows: peak score (in powers of two), sum of weights, weighted sum of values.
+struct Running {
+    float *peaks, *totals, *sums;  // [count], [count], [count][dim]
+
+    void clear(int count, int dim) {
+        std::fill_n(peaks, count, kNegInf);
+        std::fill_n(totals, count, 0.0f);
+        std::fill_n(sums, (int64_t)count * dim, 0.0f);
+    }
+
+    // Takes in row m of a part: both sides are rescaled to the higher peak.
+    void merge(int m, int dim, float peak, float total, const float* part) {
+        if (peak == kNegInf) return;
+        const float top = std::max(peak, peaks[m]);
+        const float mine = exponential2(peaks[m] - top), its = exponential2(peak - top);
+        float* to = sums + (int64_t)m * dim;
+        for (int c = 0; c < dim; c += W) store(to + c, load(to + c) * mine + load(part + c) * its);
+        totals[m] = totals[m] * mine + total * its;
+        peaks[m] = top;
+    }
+};
+
+template <class T>
+struct Reader {
+    const OctavoOp& op;
+    const OctavoStep& step;
+    const AttentionTask& task;
+    const int dim, group, rows;      // rows = queries of the task x heads that share the kv head
+    const int position;              // of the first query
+    int64_t half;                    // elements of a block's keys, or values
+    const T* cache;
+    const int32_t* table;
+
+    // Scratch of the thread.
+    uint32_t* queries;   // [rows][dim] as words
+    uint32_t* weights;   // [rows][kTile] as words
+    float* scores;       // [rows][kTile]
+    Running part, whole;
+
+    Reader(Program& program, const OctavoOp& op, const AttentionTask& task, int thread)
+        : op(op),
+          step(program.step()),
+          task(task),
+          dim(op.head_dim),
+          group(op.heads / op.kv_heads),
+          rows(task.count * group),
+          position(step.seq_lens[task.row] - queries_of(step, task.row) + task.begin),
+          half((int64_t)step.block_size * dim),
+          cache(static_cast<const T*>(op.cache) + task.kv_head * 2 * half),
+          table(step.block_tables + task.row * step.table_stride) {
+        const int64_t floats = (int64_t)rows * (3 * dim + 2 * kTile + 4);
+        float* next = static_cast<float*>(program.scratch(thread, floats * sizeof(float)));
+        const auto take = [&](int64_t n) { return (next += n) - n; };
+        part.sums = take(rows * dim);
+        whole.sums = take(rows * dim);
+        queries = reinterpret_cast<uint32_t*>(take(rows * dim));
+        scores = take(rows * kTile);
+        weights = reinterpret_cast<uint32_t*>(take(rows * kTile));
+        part.peaks = take(rows);
+        part.totals = take(rows);
+        whole.peaks = take(rows);
+        whole.totals = take(rows);
+    }
+
+    static int queries_of(const OctavoStep& step, int row) { return step.query_start[row + 1] - step.query_start[row]; }
+
+    int64_t token(int query) const { return step.query_start[task.row] + task.begin + query; }
+    int visible_end(int m) const { return position + m / group + 1; }
+    int visible_begin(int m) const { return op.window > 0 ? std::max(0, visible_end(m) - op.window) : 0; }
+
+    void fetch_queries(const Program& program) {
+        for (int i = 0; i < task.count; i++)
+            std::memcpy(reinterpret_cast<T*>(queries) + i * group * dim,
+                        program.at<T>(op.input, token(i)) + task.kv_head * group * dim, sizeof(T) * group * dim);
+    }
+
+    const T* block_of(int at) const { return cache + table[at / step.block_size] * op.kv_heads * 2 * half; }
+
+    const uint32_t* keys_of(int at) const {
+        return reinterpret_cast<const uint32_t*>(block_of(at) + at % step.block_size / kPanel * kPanel * dim);
+    }
+
+    const uint32_t* values_of(int at, int panel) const {
+        return reinterpret_cast<const uint32_t*>(block_of(at) + half + (panel * step.block_size + at % step.block_size) * kPanel);
+    }
+
+    // Keys [first, last) of the context into `part`.
+    void attend(int first, int last) {
+        part.clear(rows, dim);
+        last = std::min(last, position + task.count);
+        if (op.window > 0) first = std::max(first, visible_begin(0) / kTile * kTile);
+        for (int begin = first; begin < last; begin += kTile) {
+            const int end = std::min(begin + kTile, last);
+            score(begin, end);
+            for (int m = 0; m < rows; m++) weigh(m, begin, end);
+            gather(begin, end);
+        }
+    }
+
+    struct Score {
+        const Reader& r;
+        const uint32_t* panels[2];
+        int column;
+        template <int M>
+        void run(int first) const {
+            Tile<M, 2> tile;
+            tile.clear();
+            const int words = r.dim / kPerWord<T>;
+            multiply<T>(tile, r.queries + (int64_t)first * words, words, panels, words);
+            tile.write(r.scores + first * kTile + column, kTile);
+        }
+    };
+
+    void score(int begin, int end) {
+        const int panels = (end - begin + kPanel - 1) / kPanel;
+        for (int p = 0; p < panels; p += 2) {
+            const uint32_t* left = keys_of(begin + p * kPanel);
+            const uint32_t* right = p + 1 < panels ? keys_of(begin + (p + 1) * kPanel) : left;
+            for_row_tiles<kMaxRows>(rows, Score{*this, {left, right}, p * kPanel});
+        }
+    }
+
+    // Scores of row m to weights, and what was summed so far to the new peak.
+    void weigh(int m, int begin, int end) {
+        constexpr float log2e = 1.44269504088896341f;
+        float* s = scores + m * kTile;
+        T* to = reinterpret_cast<T*>(weights) + m * kTile;
+        const int low = std::max(visible_begin(m) - begin, 0), high = std::min(visible_end(m), end) - begin;
+        if (high <= low) {
+            for (int j = 0; j < kTile; j += W) store(to + j, Vec{});
+            return;
+        }
+        Vec peak = splat(kNegInf);
+        for (int j = 0; j < high; j += W) {
+            Vec v = load(s + j);
+            if (op.soft_cap > 0) v = hyperbolic_tangent(v * (op.scale / op.soft_cap)) * (op.soft_cap * log2e);
+            else v = v * (op.scale * log2e);
+            if (j < low || j + W > high) v = hide(v, low - j, high - j);
+            store(s + j, v);
+            peak = maximum(peak, v);
+        }
+        const float before = part.peaks[m], top = std::max(before, horizontal_max(peak));
+        Vec sum{};
+        int j = 0;
+        for (; j < high; j += W) {
+            const Vec weight = exp2_of_negative<sizeof(T) == 2 ? 4 : 6>(load(s + j) - top);
+            store(to + j, weight);
+            sum += weight;
+        }
+        for (; j < kTile; j += W) store(to + j, Vec{});
+        if (top > before) {
+            const float factor = before == kNegInf ? 0.0f : exponential2(before - top);
+            float* o = part.sums + (int64_t)m * dim;
+            for (int c = 0; c < dim; c += W) store(o + c, load(o + c) * factor);
+            part.totals[m] *= factor;
+            part.peaks[m] = top;
+        }
+        part.totals[m] += horizontal_sum(sum);
+    }
+
+    // Lanes outside [low, high) to minus infinity, whatever they hold.
+    static Vec hide(Vec v, int low, int high) {
+        Int lane;
+        for (int i = 0; i < W; i++) lane[i] = i;
+        return select((lane >= low) & (lane < high), v, splat(kNegInf));
+    }
+
+    template <int P>
+    struct Gather {
+        const Reader& r;
+        int panel, begin, end;
+        template <int M>
+        void run(int first) const {
+            Tile<M, P> tile;
+            float* sums = r.part.sums + (int64_t)first * r.dim + panel * kPanel;
+            tile.read(sums, r.dim);
+            for (int at = begin; at < end; at += kPanel) {
+                const uint32_t* values[P];
+                for (int p = 0; p < P; p++) values[p] = r.values_of(at, panel + p);
+                constexpr int per = kPerWord<T>;
+                const uint32_t* weights = r.weights + first * (kTile / per) + (at - begin) / per;
+                multiply<T>(tile, weights, kTile / per, values, (std::min(end - at, kPanel) + per - 1) / per);
+            }
+            tile.write(sums, r.dim);
+        }
+    };
+
+    void gather(int begin, int end) {
+        int panel = 0;
+        for (; panel + 2 <= dim / kPanel; panel += 2) for_row_tiles<kMaxRows>(rows, Gather<2>{*this, panel, begin, end});
+        if (panel < dim / kPanel) for_row_tiles<kMaxRows>(rows, Gather<1>{*this, panel, begin, end});
+    }
+
+    void finish(const Program& program, const Running& of) const {
+        for (int m = 0; m < rows; m++) {
+            T* to = program.at<T>(op.output, token(m / group)) + (task.kv_head * group + m % group) * dim;
+            const float* from = of.sums + (int64_t)m * dim;
+            for (int c = 0; c < dim; c += W) store(to + c, load(from + c) / of.totals[m]);
+        }
+    }
+
+    void keep(float* partials) const {
+        for (int m = 0; m < rows; m++) {
+            float* to = partials + (task.result + (int64_t)task.part * rows + m) * (dim + 2);
+            to[0] = part.peaks[m];
+            to[1] = part.totals[m];
+            std::copy_n(part.sums + (int64_t)m * dim, dim, to + 2);
+        }
+    }
+
+    void run(Program& program) {
+        fetch_queries(program);
+        const int last = position + task.count;
+        if (task.part >= 0) {
+            attend(task.part * kPart, (task.part + 1) * kPart);
+            keep(program.partials());
+            return;
+        }
+        if (last <= kPart) {
+            attend(0, last);
+            finish(program, part);
+            return;
+        }
+        whole.clear(rows, dim);
+        for (int first = 0; first < last; first += kPart) {
+            attend(first, first + kPart);
+            for (int m = 0; m < rows; m++)
+                whole.merge(m, dim, part.peaks[m], part.totals[m], part.sums + (int64_t)m * dim);
+        }
+        finish(program, whole);
+    }
+
+    void merge(Program& program) {
+        whole.clear(rows, dim);
+        const int parts = (position + task.count + kPart - 1) / kPart;
+        for (int i = 0; i < parts; i++)
+            for (int m = 0; m < rows; m++) {
+                const float* kept = program.partials() + (task.result + (int64_t)i * rows + m) * (dim + 2);
+                whole.merge(m, dim, kept[0], kept[1], kept + 2);
+            }
+        finish(program, whole);
+    }
+};
+
+int64_t attend_tasks(Program& program, const OctavoOp&) { return (int64_t)program.attention_tasks().size(); }
+
+void run_attend(Program& program, const OctavoOp& op, int64_t task, int thread) {
+    const AttentionTask& what = program.attention_tasks()[task];
+    if (op.dtype == kBfloat)
+        Reader<bf16>(program, op, what, thread).run(program);
+    else
+        Reader<float>(program, op, what, thread).run(program);
+}
+
+int64_t merge_tasks(Program& program, const OctavoOp&) { return (int64_t)program.merges().size(); }
+
+void run_merge(Program& program, const OctavoOp& op, int64_t task, int thread) {
+    const AttentionTask& what = program.merges()[task];
+    if (op.dtype == kBfloat)
+        Reader<bf16>(program, op, what, thread).merge(program);
+    else
+        Reader<float>(program, op, what, thread).merge(program);
+}
+
+}  // namespace
+
+void plan_attention(const OctavoStep& step, const OctavoOp& op, std::vector<AttentionTask>& tasks,
+                    std::vector<AttentionTask>& merges, int64_t& partial_heads) {
+    const int group = op.heads / op.kv_heads, most = std::max(1, kQueryRows / group);
+    for (int row = 0; row < step.rows; row++) {
+        const int count = step.query_start[row + 1] - step.query_start[row], length = step.seq_lens[row];
+        if (count <= kSplitQueries && length > kPart) {
+            const int parts = (length + kPart - 1) / kPart;
+            for (int head = 0; head < op.kv_heads; head++) {
+                for (int part = 0; part < parts; part++)
+                    tasks.push_back({row, head, 0, count, part, partial_heads});
+                merges.push_back({row, head, 0, count, -1, partial_heads});
+                partial_heads += (int64_t)parts * count * group;
+            }
+            continue;
+        }
+        for (int end = count; end > 0; end -= most)
+            for (int head = 0; head < op.kv_heads; head++)
+                tasks.push_back({row, head, std::max(0, end - most), std::min(end, most), -1, -1});
+    }
+    const auto cost = [&](const AttentionTask& t) {
+        const int64_t context = step.seq_lens[t.row] - (step.query_start[t.row + 1] - step.query_start[t.row]);
+        return (t.part >= 0 ? kPart : context + t.begin + t.count) * t.count;
+    };
+    std::stable_sort(tasks.begin(), tasks.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });
+}
+
+OpCode attend_code() { return {attend_tasks, run_attend}; }
+
+OpCode merge_code() { return {merge_tasks, run_merge}; }
+
+}  // namespace octavo

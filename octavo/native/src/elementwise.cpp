@@ -1,0 +1,189 @@
+// Embedding, normalisation, and rotary positions with the write to the KV cache: everything between two products.
+
+#include <algorithm>
+#include <cmath>
+
+#include "program.h"
+#include "simd.h"
+
+namespace octavo {
+
+namespace {
+
+constexpr int kRowsPerTask = 4;
+
+int64_t tasks_by_rows(Program& program, const OctavoOp&) {
+    return (program.step().tokens + kRowsPerTask - 1) / kRowsPerTask;
+}
+
+template <class Body>
+void for_rows(const Program& program, int64_t task, const Body& body) {
+    const int end = (int)std::min<int64_t>(program.step().tokens, (task + 1) * kRowsPerTask);
+    for (int row = (int)task * kRowsPerTask; row < end; row++) body(row);
+}
+
+// --- embedding: a row of the table, which may be plain [row][channel] or packed in panels for the head -------------
+
+template <class T>
+void embed_row(const OctavoOp& op, int64_t id, float* to) {
+    const T* table = static_cast<const T*>(op.weight);
+    if (op.groups == 0) {
+        for (int c = 0; c < op.columns; c++) to[c] = to_float(table[id * op.columns + c]);
+        return;
+    }
+    constexpr int per = kPerWord<T>;
+    const T* panel = table + id / kPanel * op.columns * kPanel + id % kPanel * per;
+    for (int c = 0; c < op.columns; c += per)
+        for (int i = 0; i < per; i++) to[c + i] = to_float(panel[(int64_t)c * kPanel + i]);
+}
+
+void run_embed(Program& program, const OctavoOp& op, int64_t task, int) {
+    for_rows(program, task, [&](int row) {
+        float* to = program.at<float>(op.output, row);
+        const int64_t id = program.step().input_ids[row];
+        if (op.dtype == kBfloat)
+            embed_row<bf16>(op, id, to);
+        else
+            embed_row<float>(op, id, to);
+    });
+}
+
+// --- RMSNorm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * weight ------------------------------------------
+
+float inverse_rms(const float* x, int size, float eps) {
+    Vec sums[2] = {};
+    int c = 0;
+    for (; c + 2 * W <= size; c += 2 * W)
+        for (int i = 0; i < 2; i++) {
+            const Vec v = load(x + c + i * W);
+            sums[i] = v * v + sums[i];
+        }
+    float sum = horizontal_sum(sums[0] + sums[1]);
+    for (; c < size; c++) sum += x[c] * x[c];
+    return 1.0f / std::sqrt(sum / (float)size + eps);
+}
+
+template <class T>
+void norm_row(const float* x, const float* weight, int size, float eps, T* to) {
+    const float scale = inverse_rms(x, size, eps);
+    for (int c = 0; c < size; c += W) store(to + c, load(x + c) * scale * load(weight + c));
+}
+
+void run_norm(Program& program, const OctavoOp& op, int64_t task, int) {
+    const float* weight = static_cast<const float*>(op.weight);
+    for_rows(program, task, [&](int row) {
+        const float* x = program.at<float>(op.input, row);
+        if (op.dtype == kBfloat)
+            norm_row(x, weight, op.columns, op.eps, program.at<bf16>(op.output, row));
+        else
+            norm_row(x, weight, op.columns, op.eps, program.at<float>(op.output, row));
+    });
+}
+
+// --- rotary positions (Su et al. 2021), and keys and values to their places in the cache ---------------------------
+
+// Turns a head in place, after its own norm if it has one; channel i goes with channel i + rotary_dim / 2.
+void turn(float* head, const OctavoOp& op, const float* norm, const float* cos_sin) {
+    if (norm != nullptr) norm_row(head, norm, op.head_dim, op.eps, head);
+    const int half = op.rotary_dim / 2;
+    int c = 0;
+    for (; c + W <= half; c += W) {
+        const Vec x = load(head + c), y = load(head + half + c), cos = load(cos_sin + c), sin = load(cos_sin + half + c);
+        store(head + c, x * cos - y * sin);
+        store(head + half + c, y * cos + x * sin);
+    }
+    for (; c < half; c++) {
+        const float x = head[c], y = head[half + c];
+        head[c] = x * cos_sin[c] - y * cos_sin[half + c];
+        head[half + c] = y * cos_sin[c] + x * cos_sin[half + c];
+    }
+}
+
+inline void narrow(float x, float* to) { *to = x; }
+
+inline void narrow(float x, bf16* to) {
+    uint32_t b;
+    std::memcpy(&b, &x, sizeof b);
+    to->bits = x != x ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+
+// Where attention.cpp expects a token's key and value. Keys: [token panel][word of channels][token]; values:
+// [channel panel][word of tokens][channel].
+template <class T>
+struct Place {
+    const OctavoOp& op;
+    T *keys, *values;
+    int block_size, offset;
+
+    Place(const OctavoOp& op, int64_t slot, int head, int block_size)
+        : op(op), block_size(block_size), offset((int)(slot % block_size)) {
+        const int64_t half = (int64_t)block_size * op.head_dim;
+        keys = static_cast<T*>(op.cache) + (slot / block_size * op.kv_heads + head) * 2 * half;
+        values = keys + half;
+    }
+
+    void put_key(const float* k) const {
+        constexpr int per = kPerWord<T>;
+        T* to = keys + offset / kPanel * kPanel * op.head_dim + offset % kPanel * per;
+        for (int c = 0; c < op.head_dim; c += per)
+            for (int i = 0; i < per; i++) narrow(k[c + i], to + c * kPanel + i);
+    }
+
+    // A word of values holds several tokens. Those that will come are blanked, for they are read, and multiplied
+    // with zero, before they are written.
+    void put_value(const float* v, bool blank) const {
+        constexpr int per = kPerWord<T>;
+        for (int panel = 0; panel < op.head_dim / kPanel; panel++) {
+            T* to = values + (panel * block_size + offset / per * per) * kPanel + offset % per;
+            for (int c = 0; c < kPanel; c++) {
+                narrow(v[panel * kPanel + c], to + c * per);
+                if (blank)
+                    for (int i = 1; i < per; i++) narrow(0.0f, to + c * per + i);
+            }
+        }
+    }
+};
+
+template <class T>
+void rope_row(Program& program, const OctavoOp& op, int row) {
+    const OctavoStep& step = program.step();
+    const float* cos_sin = static_cast<const float*>(op.weight) + step.positions[row] * op.rotary_dim;
+    const int dim = op.head_dim;
+    float* heads = program.at<float>(op.input, row);
+    T* queries = program.at<T>(op.output, row);
+    for (int h = 0; h < op.heads; h++) {
+        turn(heads + h * dim, op, static_cast<const float*>(op.second), cos_sin);
+        for (int c = 0; c < dim; c += W) store(queries + h * dim + c, load(heads + h * dim + c));
+    }
+    const int64_t slot = step.slots[row];
+    const bool starts_word = slot % kPerWord<T> == 0;
+    const bool followed = row + 1 < step.tokens && step.slots[row + 1] == slot + 1;
+    float *keys = heads + op.heads * dim, *values = keys + op.kv_heads * dim;
+    for (int h = 0; h < op.kv_heads; h++) {
+        const Place<T> place(op, slot, h, step.block_size);
+        turn(keys + h * dim, op, static_cast<const float*>(op.third), cos_sin);
+        place.put_key(keys + h * dim);
+        place.put_value(values + h * dim, starts_word && !followed);
+    }
+}
+
+void run_rope(Program& program, const OctavoOp& op, int64_t task, int) {
+    for_rows(program, task, [&](int row) {
+        if (op.dtype == kBfloat)
+            rope_row<bf16>(program, op, row);
+        else
+            rope_row<float>(program, op, row);
+    });
+}
+
+}  // namespace
+
+OpCode embed_code() { return {tasks_by_rows, run_embed}; }
+
+OpCode quantise_code() { return {tasks_by_rows, nullptr}; }
+
+OpCode norm_code() { return {tasks_by_rows, run_norm}; }
+
+OpCode rope_code() { return {tasks_by_rows, run_rope}; }
+
+}  // namespace octavo

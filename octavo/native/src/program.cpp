@@ -1,0 +1,120 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "simd.h"
+
+namespace octavo {
+
+void Free::operator()(void* p) const { std::free(p); }
+
+void* Scratch::need(size_t bytes) {
+    if (bytes > size_) {
+        size_ = (bytes + bytes / 4 + 63) / 64 * 64;
+        memory_.reset();
+        memory_.reset(std::aligned_alloc(64, size_));
+        if (!memory_) throw std::bad_alloc();
+    }
+    return memory_.get();
+}
+
+namespace {
+
+const OpCode* codes() {
+    static const OpCode table[kKinds] = {embed_code(),  norm_code(),  linear_code(),  rope_code(),
+                                         attend_code(), merge_code(), quantise_code()};
+    return table;
+}
+
+}  // namespace
+
+Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers)
+    : pool_(pool),
+      ops_(ops, ops + count),
+      widths_(widths, widths + buffers),
+      bases_(buffers),
+      buffers_(buffers),
+      thread_scratch_(pool.threads()),
+      claimed_(new std::atomic<int64_t>[count]) {}
+
+void Program::run(int first, int last, const OctavoStep& step) {
+    step_ = &step;
+    first_ = first;
+    last_ = last;
+    prepare(first, last);
+    pool_.run([](void* self, int thread) { static_cast<Program*>(self)->work(thread); }, this);
+}
+
+void Program::prepare(int first, int last) {
+    for (size_t i = 0; i < bases_.size(); i++)
+        bases_[i] = i < kExternals ? step_->external[i] : buffers_[i].need((size_t)step_->tokens * widths_[i]);
+    for (int i = first; i < last; i++) claimed_[i].store(0, std::memory_order_relaxed);
+    const auto attends = [](const OctavoOp& op) { return op.kind == kAttend; };
+    const auto found = std::find_if(ops_.begin() + first, ops_.begin() + last, attends);
+    if (found == ops_.begin() + last) return;
+    int64_t heads = 0;
+    tasks_.clear();
+    merges_.clear();
+    plan_attention(*step_, *found, tasks_, merges_, heads);
+    partials(heads * (found->head_dim + 2));
+}
+
+void Program::work(int thread) {
+    for (int i = first_; i < last_; i++) {
+        const OctavoOp& op = ops_[i];
+        const OpCode& code = codes()[op.kind];
+        const int64_t tasks = code.tasks(*this, op);
+        if (tasks == 0) continue;
+        for (int64_t task; (task = claimed_[i].fetch_add(1, std::memory_order_relaxed)) < tasks;)
+            code.run(*this, op, task, thread);
+        pool_.barrier().wait();
+    }
+}
+
+}  // namespace octavo
+
+using namespace octavo;
+
+extern "C" {
+
+void* octavo_pool_create(int threads) { return new Pool(threads); }
+
+void octavo_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
+
+void* octavo_program_create(void* pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers) {
+    return new Program(*static_cast<Pool*>(pool), ops, count, widths, buffers);
+}
+
+void octavo_program_destroy(void* program) { delete static_cast<Program*>(program); }
+
+// 0, or 1 if there is not enough memory for the step's buffers.
+int octavo_program_run(void* program, int first, int last, const OctavoStep* step) {
+    try {
+        static_cast<Program*>(program)->run(first, last, *step);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
+}
+
+// Three rows times the identity, on two threads: the result must be the rows. 0 if it is.
+int octavo_self_test() {
+    constexpr int kSize = 32, kRows = 3;
+    float weight[kSize * kSize] = {}, rows[kRows * kSize], result[kRows * kSize] = {};
+    for (int i = 0; i < kSize; i++) weight[i / kPanel * kSize * kPanel + i * kPanel + i % kPanel] = 1.0f;
+    for (int i = 0; i < kRows * kSize; i++) rows[i] = (float)i - 7.5f;
+    OctavoOp op{};
+    op.kind = kLinear, op.input = 0, op.output = 1, op.rows = op.columns = kSize, op.weight = weight;
+    const int64_t widths[] = {kSize * 4, kSize * 4};
+    OctavoStep step{};
+    step.tokens = kRows, step.external[0] = rows, step.external[1] = result;
+    Pool pool(2);
+    Program(pool, &op, 1, widths, kExternals).run(0, 1, step);
+    return std::equal(rows, rows + kRows * kSize, result) ? 0 : 1;
+}
+
+int octavo_abi() { return (int)(sizeof(OctavoOp) * 1000 + sizeof(OctavoStep)); }
+
+}  // extern "C"

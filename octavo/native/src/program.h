@@ -1,0 +1,118 @@
+// A program: the operations of a model's forward pass in order, run over a batch of any size by one team of threads.
+//
+// Python builds it once from the model's layers and runs it with one call a step. Between two operations the threads
+// meet at a barrier; within one they claim tasks, so that a thread that lost its core for a while holds nobody up.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "pool.h"
+
+extern "C" {
+
+// One operation. Which fields count depends on its kind; octavo/native/program.py fills them in and explains them.
+struct OctavoOp {
+    int32_t kind, dtype, input, output;
+    int32_t rows, columns, epilogue, groups;
+    int32_t heads, kv_heads, head_dim, rotary_dim;
+    int32_t window;
+    float eps, scale, soft_cap;
+    const void *weight, *scales, *second, *third;
+    void* cache;
+};
+
+// One step's batch: pointers to what octavo/nn/step.py describes. `external` are the buffers that the caller owns.
+struct OctavoStep {
+    const int64_t *input_ids, *positions, *slots;
+    const int32_t *query_start, *seq_lens, *block_tables;
+    void* external[2];
+    int64_t table_stride;
+    int32_t tokens, rows, block_size;
+};
+
+}  // extern "C"
+
+namespace octavo {
+
+enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantise, kKinds };
+enum Dtype { kFloat, kBfloat, kInt8, kInt4 };
+enum Epilogue { kStore, kAdd, kGate };
+constexpr int kExternals = 2;
+
+struct Free {
+    void operator()(void* p) const;
+};
+
+// Memory that starts on a cache line, of at least the size last asked for; growing loses the contents.
+class Scratch {
+public:
+    void* need(size_t bytes);
+    void* get() const { return memory_.get(); }
+
+private:
+    std::unique_ptr<void, Free> memory_;
+    size_t size_ = 0;
+};
+
+// What one thread attends to at a time: queries of one row that share a key-value head, over all keys or a part.
+struct AttentionTask {
+    int32_t row, kv_head, begin, count;
+    int32_t part;        // -1: all parts, one after the other
+    int64_t result;      // where this row's partial results begin, counted in query heads; -1 without parts
+};
+
+class Program {
+public:
+    Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers);
+
+    // Runs the operations [first, last).
+    void run(int first, int last, const OctavoStep& step);
+
+    const OctavoStep& step() const { return *step_; }
+    int threads() const { return pool_.threads(); }
+
+    // A buffer's row for one token.
+    template <class T>
+    T* at(int buffer, int64_t token) const {
+        return reinterpret_cast<T*>(static_cast<char*>(bases_[buffer]) + token * widths_[buffer]);
+    }
+
+    void* scratch(int thread, size_t bytes) { return thread_scratch_[thread].need(bytes); }
+
+    const std::vector<AttentionTask>& attention_tasks() const { return tasks_; }
+    const std::vector<AttentionTask>& merges() const { return merges_; }
+    float* partials(int64_t floats) { return static_cast<float*>(partials_.need(floats * sizeof(float))); }
+    float* partials() const { return static_cast<float*>(partials_.get()); }
+
+private:
+    void work(int thread);
+    void prepare(int first, int last);
+
+    Pool& pool_;
+    std::vector<OctavoOp> ops_;
+    std::vector<int64_t> widths_;
+    std::vector<void*> bases_;
+    std::vector<Scratch> buffers_, thread_scratch_;
+    std::unique_ptr<std::atomic<int64_t>[]> claimed_;
+    std::vector<AttentionTask> tasks_, merges_;
+    Scratch partials_;
+    const OctavoStep* step_ = nullptr;
+    int first_ = 0, last_ = 0;
+};
+
+// How many tasks an operation has in this step, and one of them.
+struct OpCode {
+    int64_t (*tasks)(Program&, const OctavoOp&);
+    void (*run)(Program&, const OctavoOp&, int64_t task, int thread);
+};
+
+OpCode embed_code(), norm_code(), linear_code(), rope_code(), attend_code(), merge_code(), quantise_code();
+
+// Divides the step's attention into tasks; called once a step, before any of its operations run.
+void plan_attention(const OctavoStep& step, const OctavoOp& op, std::vector<AttentionTask>& tasks,
+                    std::vector<AttentionTask>& merges, int64_t& partial_heads);
+
+}  // namespace octavo

@@ -1,0 +1,216 @@
+// Vectors of 32-bit lanes by the compiler's vector types (GCC and Clang), with intrinsics where an instruction has no
+// other spelling. Matrices are read in *words* of 32 bits: one float32, two bfloat16 or four 8-bit integers, so that
+// one tile of code multiplies them all.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace octavo {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;         // lanes of a vector
+constexpr int kWideRows = 6;  // rows of a register tile over four panels; twice as many over two
+#elif defined(__AVX__)
+constexpr int W = 8;
+constexpr int kWideRows = 1;
+#else
+constexpr int W = 4;
+constexpr int kWideRows = 1;
+#endif
+constexpr int kPanel = 16;       // columns that lie side by side in a packed matrix, whatever the processor
+constexpr int VP = kPanel / W;   // vectors across a panel
+
+typedef float Vec __attribute__((vector_size(W * 4)));
+typedef int32_t Int __attribute__((vector_size(W * 4)));
+typedef uint32_t Word __attribute__((vector_size(W * 4)));
+typedef uint16_t Half __attribute__((vector_size(W * 2)));
+
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+struct bf16 {
+    uint16_t bits;  // the upper half of a float32
+};
+
+template <class T>
+constexpr int kPerWord = 4 / sizeof(T);
+
+inline Vec splat(float x) { return x - Vec{}; }
+
+inline Word splat(uint32_t x) { return x - Word{}; }
+
+template <class V>
+inline V load_as(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline Vec load(const float* p) { return load_as<Vec>(p); }
+inline Vec load(const bf16* p) { return (Vec)(__builtin_convertvector(load_as<Half>(p), Word) << 16); }
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline void store(bf16* p, Vec v) {
+#if defined(__AVX512BF16__)
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(p, &h, sizeof h);
+#else
+    const Word b = (Word)v;
+    const Word rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+    const Word nan = (Word)(v != v);
+    const Half h = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), Half);
+    std::memcpy(p, &h, sizeof h);
+#endif
+}
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bf16 x) {
+    const uint32_t b = (uint32_t)x.bits << 16;
+    float f;
+    std::memcpy(&f, &b, sizeof f);
+    return f;
+}
+
+inline float half_to_float(uint16_t bits) {
+#if defined(__F16C__)
+    return _cvtsh_ss(bits);
+#else
+    const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
+    uint32_t b = magnitude >= 0x7c00 ? (magnitude << 13) | 0x7f800000 : (magnitude << 13) + 0x38000000;
+    float f;
+    if (magnitude < 0x400) {
+        f = (float)magnitude * 0x1p-24f;
+        std::memcpy(&b, &f, sizeof b);
+    }
+    b |= sign;
+    std::memcpy(&f, &b, sizeof f);
+    return f;
+#endif
+}
+
+inline Vec load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(load_as<__m256i>(p));
+#elif defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps(load_as<__m128i>(p));
+#else
+    Vec v;
+    for (int i = 0; i < W; i++) v[i] = half_to_float(p[i]);
+    return v;
+#endif
+}
+
+// a where the mask is set, else b.
+inline Vec select(Int mask, Vec a, Vec b) { return (Vec)((mask & (Int)a) | (~mask & (Int)b)); }
+
+inline Vec maximum(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return select(a > b, a, b);
+#endif
+}
+
+inline float horizontal_max(Vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float m = v[0];
+    for (int i = 1; i < W; i++) m = m > v[i] ? m : v[i];
+    return m;
+#endif
+}
+
+// In a fixed order, by halves.
+inline float horizontal_sum(Vec v) {
+    float x[W];
+    store(x, v);
+    for (int n = W / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) x[i] += x[i + n];
+    return x[0];
+}
+
+// acc + sum over the word's elements of a * b, in the accumulator's lanes.
+template <class T>
+inline Vec multiply_add(Vec acc, Word a, Word b);
+
+template <>
+inline Vec multiply_add<float>(Vec acc, Word a, Word b) {
+    return (Vec)a * (Vec)b + acc;
+}
+
+template <>
+inline Vec multiply_add<bf16>(Vec acc, Word a, Word b) {
+#if defined(__AVX512BF16__)
+    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+    acc = (Vec)(a << 16) * (Vec)(b << 16) + acc;
+    return (Vec)(a & 0xffff0000u) * (Vec)(b & 0xffff0000u) + acc;
+#endif
+}
+
+// acc + sum over the four bytes of u (unsigned) * s (signed).
+inline Int multiply_add_bytes(Int acc, Word u, Word s) {
+#if defined(__AVX512VNNI__)
+    return (Int)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Even and odd bytes apart: pairs of products of 8 bits would not fit the 16 bits of maddubs.
+    const __m256i low = _mm256_and_si256((__m256i)u, _mm256_set1_epi16(0xff)), high = _mm256_srli_epi16((__m256i)u, 8);
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)s, 8), 8), odd = _mm256_srai_epi16((__m256i)s, 8);
+    return acc + (Int)_mm256_add_epi32(_mm256_madd_epi16(low, even), _mm256_madd_epi16(high, odd));
+#else
+    for (int shift = 0; shift < 32; shift += 8) acc += (Int)((u >> shift) & 0xff) * ((Int)(s << (24 - shift)) >> 24);
+    return acc;
+#endif
+}
+
+// 2^x for x <= 0 by a polynomial of degree D in the fraction; relative error 4e-5 (D = 4) or 2e-7 (D = 6).
+// 0 below -126, NaN for NaN.
+template <int D>
+inline Vec exp2_of_negative(Vec x) {
+    constexpr float c[] = {1.0f,          6.9314718e-1f, 2.4022651e-1f, 5.5504109e-2f,
+                           9.6181291e-3f, 1.3333558e-3f, 1.5403530e-4f};
+    const Int tiny = x < -126.0f;
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    const Vec shifted = x + magic;
+    const Vec r = x - (shifted - magic);
+    Vec y = splat(c[D]);
+    for (int i = D - 1; i >= 0; i--) y = y * r + c[i];
+    const Int exponent = ((Int)shifted - (Int)magic) << 23;
+    return select(tiny, Vec{}, (Vec)((Int)y + exponent));
+}
+
+// e^x to within about 2e-7, saturating at both ends; NaN for NaN.
+inline Vec exponential(Vec x) {
+    x = select(x > 88.0f, splat(88.0f), x);
+    const Vec magic = splat(12582912.0f);
+    const Vec shifted = x * 1.44269504088896341f + magic;
+    const Vec n = shifted - magic;
+    const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Vec y = splat(1.0f / 5040);
+    for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = y * r + c;
+    const Int scale = ((Int)shifted - (Int)magic + 127) << 23;
+    return select(x < -87.0f, Vec{}, y * (Vec)scale);
+}
+
+inline float exponential2(float x) { return x == 0.0f ? 1.0f : exp2_of_negative<6>(splat(x))[0]; }
+
+inline Vec hyperbolic_tangent(Vec x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
+
+inline void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+}  // namespace octavo

@@ -1,0 +1,114 @@
+"""Attention on CPU in Octavo's own C++ kernels, through the backend's interface.
+
+A model that runs as a native program (see models/native.py) has these kernels inside it; here they run one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.native.library import Dtype, Step
+from octavo.native.program import Pool, Program, ProgramBuilder
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.quant.panels import PANEL
+from octavo.nn.step import StepInput
+
+DTYPES = {torch.float32: Dtype.FLOAT, torch.bfloat16: Dtype.BFLOAT}
+
+
+class NativeAttention:
+    """Copies nothing; a result depends neither on the rest of the batch nor on how a prompt was cut, bit for bit.
+
+    Attributes:
+        pool: the threads it computes on.
+    """
+
+    name = "native"
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """[block, head, key or value, ...]: within a block both lie in panels."""
+        return (num_blocks, spec.num_kv_heads, 2, block_size, spec.head_dim)
+
+    def prepare(self, step: StepInput, block_size: int) -> Any:
+        """The step as the kernels read it."""
+        return native_step(step, block_size)
+
+    def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
+        """As rope does, without turning anything."""
+        _, heads, dim = k.shape
+        rows = torch.cat([k, v], dim=1).to(torch.float32, memory_format=torch.contiguous_format).flatten(1)
+        builder = ProgramBuilder.make(rows.shape[1] * 4, 0)
+        builder.rope(0, 1, DTYPES[cache.dtype], (0, heads, dim), 0, 0, cache.data_ptr())
+        self._run(builder, step, rows, None)
+
+    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        width = q.shape[1] * q.shape[2] * q.element_size()
+        builder = ProgramBuilder.make(width, width)
+        builder.attend(
+            0,
+            1,
+            DTYPES[q.dtype],
+            (spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            cache.data_ptr(),
+            spec.scale,
+            window=spec.window or 0,
+            soft_cap=spec.soft_cap or 0.0,
+        )
+        self._run(builder, step, q, out)
+        return out
+
+    def _run(self, builder: ProgramBuilder, step: StepInput, source: Tensor, result: Tensor | None) -> None:
+        batch: Step = step.attn
+        batch.external[:] = (source.data_ptr(), 0 if result is None else result.data_ptr())
+        Program(self.pool, builder.ops, builder.widths).run(0, len(builder.ops), batch)
+
+
+def native_step(step: StepInput, block_size: int) -> Step:
+    """Pointers into the step's tensors, which must outlive it. Raises TypeError if one has not the layout promised."""
+    _require_layout(step)
+    return Step(
+        input_ids=step.input_ids.data_ptr(),
+        positions=step.positions.data_ptr(),
+        slots=step.slot_mapping.data_ptr(),
+        query_start=step.query_start.data_ptr(),
+        seq_lens=step.seq_lens.data_ptr(),
+        block_tables=step.block_tables.data_ptr(),
+        table_stride=step.block_tables.stride(0),
+        tokens=step.num_tokens,
+        rows=step.num_rows,
+        block_size=block_size,
+    )
+
+
+def reason_against(device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int) -> str | None:
+    """Why the kernels can't serve this, apart from there being no compiler; None if they can."""
+    if device.type != "cpu":
+        return f"runs on cpu, not on {device.type}"
+    if dtype not in DTYPES:
+        return f"computes in {', '.join(map(str, DTYPES))}, not in {dtype}"
+    if spec.head_dim % PANEL:
+        return f"needs a head dimension that is a multiple of {PANEL}, not {spec.head_dim}"
+    if block_size % PANEL:
+        return f"needs a block size that is a multiple of {PANEL}, not {block_size}"
+    return None
+
+
+def _require_layout(step: StepInput) -> None:
+    for name, tensor, dtype in (
+        ("input_ids", step.input_ids, torch.int64),
+        ("positions", step.positions, torch.int64),
+        ("query_start", step.query_start, torch.int32),
+        ("seq_lens", step.seq_lens, torch.int32),
+        ("block_tables", step.block_tables, torch.int32),
+        ("slot_mapping", step.slot_mapping, torch.int64),
+    ):
+        if tensor.dtype != dtype or tensor.stride(-1) != 1 or tensor.device.type != "cpu":
+            raise TypeError(f"StepInput.{name} must be {dtype} on cpu with adjacent entries, not {tensor.dtype}.")

@@ -1,0 +1,54 @@
+"""Unquantised weights on a CPU, packed once for oneDNN: what torch multiplies fastest with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.nn.quant.none import Unquantised
+from octavo.nn.weights import tensor_bytes
+
+
+class OneDNN(Unquantised):
+    """1.05 to 3.5 times faster (most with few rows) than `F.linear`, which packs the matrix at every call.
+
+    The plain matrix is dropped, so there is one copy; only a head that shares the embedding's has one of its own.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._packed: Tensor | None = None
+
+    def prepare(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        super().prepare(parts)
+        assert self.weight is not None
+        self.share(self.weight)
+
+    def share(self, weight: Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous())
+        self.weight = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self._packed, self.bias)
+
+
+@functools.cache
+def packing_works(dtype: torch.dtype) -> bool:
+    """Whether this torch build on this CPU multiplies with prepacked weights in `dtype`.
+
+    The operators are private to torch, so they are tried once rather than trusted.
+    """
+    try:
+        weight = torch.eye(16, dtype=dtype)
+        packed = torch.ops.mkldnn._reorder_linear_weight.default(weight)
+        out = torch.ops.mkldnn._linear_pointwise.default(weight, packed, weight[0], "none", [], "")
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return torch.equal(out, weight + weight[0])

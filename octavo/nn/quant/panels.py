@@ -1,0 +1,26 @@
+"""Weight matrices in the layout of the CPU kernels: panels of 16 outputs, words of 32 bits (see native/src/tile.h)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+PANEL = 16
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[N, K] float32 or bfloat16 to [ceil(N / 16), K / e, 16, e], where e elements make 32 bits; K must divide by e."""
+    per_word = 4 // weight.element_size()
+    rows = F.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
+    return rows.view(-1, PANEL, weight.shape[1] // per_word, per_word).transpose(1, 2).contiguous()
+
+
+def interleave(first: Tensor, second: Tensor) -> Tensor:
+    """Panels of two matrices of the same shape, in turns."""
+    return torch.stack([first, second], dim=1).flatten(0, 1)
+
+
+def pad_bias(bias: Tensor) -> Tensor:
+    """[N] to float32 [ceil(N / 16), 16]."""
+    return F.pad(bias.float(), (0, -bias.shape[0] % PANEL)).view(-1, PANEL)

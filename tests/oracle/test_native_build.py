@@ -1,0 +1,173 @@
+"""The kernel is built once, safely, from what the machine has; without it the engine goes on and says so once."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.core.errors import ConfigError
+from octavo.native import build as native_build
+from octavo.native import isa
+from octavo.native.build import NativeBuildError
+from octavo.nn.attention import select
+from octavo.nn.attention.base import AttentionSpec, BackendRequest
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.2)
+
+
+def request(dtype: torch.dtype, spec: AttentionSpec = SPEC, **options) -> BackendRequest:
+    return BackendRequest(torch.device("cpu"), dtype, spec, **options)
+
+
+QUICK = tuple(flag.replace("-O3", "-O0") for flag in native_build._FLAGS)
+has_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, native_build.COMPILERS)), reason="this machine has no C++ compiler"
+)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty cache folder, and no memory of an earlier build."""
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native_build, "_FLAGS", QUICK)
+    native_build._load.cache_clear()
+    select._advise.cache_clear()
+    yield tmp_path
+    native_build._load.cache_clear()
+    select._advise.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(fresh, monkeypatch):
+    monkeypatch.setenv("PATH", str(fresh))
+    return fresh
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_without_a_compiler_torch_serves_and_one_line_says_how_to_be_faster(no_compiler, caplog):
+    with caplog.at_level(logging.INFO, logger="octavo"):
+        backends = [select.select(None, request(torch.bfloat16)).name for _ in range(3)]
+    assert backends == ["torch"] * 3
+    assert len(caplog.records) == 1
+    assert "no C++ compiler found" in caplog.text
+    assert "g++" in caplog.text
+
+
+def test_a_forced_backend_that_cannot_be_had_is_refused_with_reasons(no_compiler):
+    with pytest.raises(ConfigError, match=r"'native' can't be used here.*native: could not be compiled.*torch: usable"):
+        select.select("native", request(torch.bfloat16))
+    with pytest.raises(ConfigError, match=r"no attention backend 'flash'.*native: .*torch: usable; reference: usable"):
+        select.select("flash", request(torch.bfloat16))
+    with pytest.raises(ConfigError, match=r"'torch' can't be used here.*not in torch.float64.*reference: usable"):
+        select.select("torch", request(torch.float64))
+
+
+def test_a_forced_backend_costs_no_build_of_another(no_compiler, caplog):
+    with caplog.at_level(logging.INFO, logger="octavo"):
+        assert select.select("torch", request(torch.float32)).name == "torch"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size", "expected"),
+    [
+        (torch.float16, 32, 16, "torch"),
+        (torch.bfloat16, 40, 16, "torch"),
+        (torch.bfloat16, 32, 8, "torch"),
+        (torch.float64, 32, 16, "reference"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_not_know_goes_to_the_next(dtype, head_dim, block_size, expected):
+    spec = AttentionSpec(4, 2, head_dim, 0.2)
+    assert select.select(None, request(dtype, spec, block_size=block_size)).name == expected
+
+
+def test_a_compiler_that_fails_is_named_with_its_message(no_compiler):
+    script(
+        no_compiler / "g++", '[ "$1" = --version ] && echo fake 1.0 && exit 0; echo "x.h: error: no room" >&2; exit 3'
+    )
+    with pytest.raises(NativeBuildError, match=r"g\+\+ ended with status 3: x.h: error: no room"):
+        native_build.load_library()
+    assert not list((no_compiler / "cache").rglob("*.so"))
+
+
+def test_a_library_that_computes_nonsense_is_not_kept(no_compiler):
+    """The self-test runs in a process of its own, so that not even a crash of it does harm."""
+    body = '[ "$1" = --version ] && echo fake 1.0 && exit 0; for last; do :; done; echo garbage > "$last"'
+    script(no_compiler / "g++", body)
+    with pytest.raises(NativeBuildError, match="ended with status"):
+        native_build.load_library()
+    assert not list((no_compiler / "cache").rglob("*.so"))
+
+
+@has_compiler
+def test_the_next_compiler_is_tried(fresh, monkeypatch):
+    """Only the first is broken, and $CXX goes before all others."""
+    broken = fresh / "broken"
+    script(broken, "echo broken >&2; exit 1")
+    monkeypatch.setenv("CXX", str(broken))
+    native_build.load_library()
+    assert len(list((fresh / "cache").rglob("*.so"))) == 1
+
+
+@has_compiler
+def test_a_second_load_compiles_nothing(fresh, monkeypatch):
+    native_build.load_library()
+    native_build._load.cache_clear()
+    monkeypatch.setattr(native_build, "_compile", lambda *_: pytest.fail("compiled again"))
+    native_build.load_library()
+
+
+@has_compiler
+def test_changed_sources_get_a_library_of_their_own(fresh, monkeypatch):
+    native_build.load_library()
+    copy = fresh / "sources"
+    shutil.copytree(native_build.SOURCES, copy)
+    with (copy / "linear.cpp").open("a") as source:
+        source.write("// changed\n")
+    monkeypatch.setattr(native_build, "SOURCES", copy)
+    native_build._load.cache_clear()
+    native_build.load_library()
+    assert len(list((fresh / "cache").rglob("*.so"))) == 2
+
+
+def _build_in_process(folder: str) -> int:
+    os.environ["OCTAVO_CACHE"] = folder
+    native_build._FLAGS = QUICK
+    return native_build.load_library().octavo_self_test()
+
+
+@has_compiler
+def test_builders_at_the_same_time_all_succeed(fresh):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert pool.map(_build_in_process, [str(fresh / "cache")] * 2, chunksize=1) == [0, 0]
+    assert len(list((fresh / "cache").rglob("*"))) == 2, "a folder and one library, no leftovers"
+
+
+@has_compiler
+def test_a_cache_folder_that_cannot_be_made_is_no_obstacle(fresh, monkeypatch):
+    (fresh / "file").write_text("in the way")
+    monkeypatch.setenv("OCTAVO_CACHE", str(fresh / "file" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(fresh))
+    assert native_build.load_library().octavo_self_test() == 0
+
+
+def test_an_instruction_set_that_cannot_be_had_is_refused(monkeypatch):
+    monkeypatch.setattr(native_build, "usable", lambda: [isa.LEVELS[-1]])
+    native_build._load.cache_clear()
+    with pytest.raises(ConfigError, match=r"--cpu-isa avx512: .*this processor has portable"):
+        select.select(None, request(torch.float32, isa="avx512"))
+    native_build._load.cache_clear()
