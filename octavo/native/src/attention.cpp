@@ -47,6 +47,10 @@ struct Running {
     }
 };
 
+struct Place {
+    const uint32_t *keys, *values;  // the values of the first channel panel
+};
+
 template <class T>
 struct Reader {
     const OctavoOp& op;
@@ -63,6 +67,7 @@ struct Reader {
     uint32_t* weights;   // [rows][kTile] as words
     float* scores;       // [rows][kTile]
     Running part, whole;
+    Place places[kMaxPanels];  // of a tile of keys
 
     Reader(Program& program, const OctavoOp& op, const AttentionTask& task, int thread)
         : op(op),
@@ -101,14 +106,21 @@ struct Reader {
                         program.at<T>(op.input, token(i)) + task.kv_head * group * dim, sizeof(T) * group * dim);
     }
 
-    const T* block_of(int at) const { return cache + table[at / step.block_size] * op.kv_heads * 2 * half; }
-
-    const uint32_t* keys_of(int at) const {
-        return reinterpret_cast<const uint32_t*>(block_of(at) + at % step.block_size / kPanel * kPanel * dim);
+    // Where the keys and values of the 16 tokens from `at` on lie; past the context's end, those of its last ones.
+    Place place(int at) const {
+        at = std::min(at, (position + task.count - 1) / kPanel * kPanel);
+        const T* block = cache + table[at / step.block_size] * op.kv_heads * 2 * half;
+        const int offset = at % step.block_size;
+        return {reinterpret_cast<const uint32_t*>(block + offset * dim),
+                reinterpret_cast<const uint32_t*>(block + half + offset * kPanel)};
     }
 
-    const uint32_t* values_of(int at, int panel) const {
-        return reinterpret_cast<const uint32_t*>(block_of(at) + half + (panel * step.block_size + at % step.block_size) * kPanel);
+    const uint32_t* values_of(int token_panel, int channel_panel) const {
+        return places[token_panel].values + channel_panel * (step.block_size * kPanel / kPerWord<T>);
+    }
+
+    void find(int begin) {
+        for (int p = 0; p < kMaxPanels; p++) places[p] = place(begin + p * kPanel);
     }
 
     // Keys [first, last) of the context into `part`.
@@ -118,6 +130,7 @@ struct Reader {
         if (op.window > 0) first = std::max(first, visible_begin(0) / kTile * kTile);
         for (int begin = first; begin < last; begin += kTile) {
             const int end = std::min(begin + kTile, last);
+            find(begin);
             score(begin, end);
             for (int m = 0; m < rows; m++) weigh(m, begin, end);
             gather(begin, end);
@@ -141,9 +154,8 @@ struct Reader {
     void score(int begin, int end) {
         const int panels = (end - begin + kPanel - 1) / kPanel;
         for (int p = 0; p < panels; p += 2) {
-            const uint32_t* left = keys_of(begin + p * kPanel);
-            const uint32_t* right = p + 1 < panels ? keys_of(begin + (p + 1) * kPanel) : left;
-            for_row_tiles<kMaxRows>(rows, Score{*this, {left, right}, p * kPanel});
+            const Score score{*this, {places[p].keys, places[p + 1].keys}, p * kPanel};
+            for_row_tiles<kMaxRows>(rows, score);
         }
     }
 
@@ -157,20 +169,21 @@ struct Reader {
             for (int j = 0; j < kTile; j += W) store(to + j, Vec{});
             return;
         }
-        Vec peak = splat(kNegInf);
-        for (int j = 0; j < high; j += W) {
-            Vec v = load(s + j);
-            if (op.soft_cap > 0) v = hyperbolic_tangent(v * (op.scale / op.soft_cap)) * (op.soft_cap * log2e);
-            else v = v * (op.scale * log2e);
-            if (j < low || j + W > high) v = hide(v, low - j, high - j);
-            store(s + j, v);
-            peak = maximum(peak, v);
+        float scale = op.scale * log2e;
+        if (op.soft_cap > 0) {
+            for (int j = 0; j < high; j += W)
+                store(s + j, hyperbolic_tangent(load(s + j) * (op.scale / op.soft_cap)) * (op.soft_cap * log2e));
+            scale = 1.0f;
         }
-        const float before = part.peaks[m], top = std::max(before, horizontal_max(peak));
+        for (int j = 0; j < high; j += W)
+            if (j < low || j + W > high) store(s + j, hide(load(s + j), low - j, high - j));
+        Vec peak = splat(kNegInf);
+        for (int j = 0; j < high; j += W) peak = maximum(peak, load(s + j));
+        const float before = part.peaks[m], top = std::max(before, horizontal_max(peak) * scale);
         Vec sum{};
         int j = 0;
         for (; j < high; j += W) {
-            const Vec weight = exp2_of_negative<sizeof(T) == 2 ? 4 : 6>(load(s + j) - top);
+            const Vec weight = exp2_of_negative<sizeof(T) == 2 ? 3 : 6>(load(s + j) * scale - top);
             store(to + j, weight);
             sum += weight;
         }
@@ -203,7 +216,7 @@ struct Reader {
             tile.read(sums, r.dim);
             for (int at = begin; at < end; at += kPanel) {
                 const uint32_t* values[P];
-                for (int p = 0; p < P; p++) values[p] = r.values_of(at, panel + p);
+                for (int p = 0; p < P; p++) values[p] = r.values_of((at - begin) / kPanel, panel + p);
                 constexpr int per = kPerWord<T>;
                 const uint32_t* weights = r.weights + first * (kTile / per) + (at - begin) / per;
                 multiply<T>(tile, weights, kTile / per, values, (std::min(end - at, kPanel) + per - 1) / per);

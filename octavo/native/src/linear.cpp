@@ -27,27 +27,41 @@ int64_t tasks(Program& program, const OctavoOp& op) {
 
 inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
 
-// P panels from `panel` on, over the rows [first, first + count) of the batch.
+// P panels from `panel` on, over some rows of the batch.
 template <class T, int P>
 struct Columns {
     const Program& program;
     const OctavoOp& op;
     const uint32_t* weights[P];
-    int words, panel;
+    int words, panel, begin, count;  // rows [begin, begin + count) of the batch, tile by tile
 
-    Columns(const Program& program, const OctavoOp& op, int panel)
-        : program(program), op(op), words(op.columns / kPerWord<T>), panel(panel) {
+    Columns(const Program& program, const OctavoOp& op, int panel, int begin, int count)
+        : program(program), op(op), words(op.columns / kPerWord<T>), panel(panel), begin(begin), count(count) {
         for (int p = 0; p < P; p++)
             weights[p] = static_cast<const uint32_t*>(op.weight) + (int64_t)(panel + p) * words * kPanel;
     }
 
+    // The panels that this thread most likely takes next come after these. Every tile fetches its part of them, so
+    // that memory is busy all the time, not only while the first tile waits for it.
+    Ahead<P> ahead(int row) const {
+        const int tiles = (count + kMaxRows - 1) / kMaxRows;
+        const int64_t panel_bytes = (int64_t)words * kPanel * 4;
+        Ahead<P> ahead;
+        ahead.step = std::max(kPanel * 4 / tiles, 1);
+        for (int p = 0; p < P; p++)
+            ahead.from[p] = reinterpret_cast<const char*>(weights[p]) + P * panel_bytes +
+                            (int64_t)row * tiles / count * ahead.step * words;
+        return ahead;
+    }
+
     template <int M>
-    void run(int first) const {
+    void run(int row) const {
+        const int first = begin + row;
         const uint32_t* a = program.at<const uint32_t>(op.input, first);
         const int64_t stride = program.at<const uint32_t>(op.input, first + 1) - a;
         Tile<M, P> tile;
         tile.clear();
-        multiply<T>(tile, a, stride, weights, words);
+        multiply<T>(tile, a, stride, weights, words, ahead(row));
         if (op.second != nullptr) add_bias(tile);
         finish(tile, first);
     }
@@ -76,24 +90,12 @@ struct Columns {
     }
 };
 
-template <class Body>
-struct Shifted {
-    const Body& body;
-    int first;
-    template <int M>
-    void run(int row) const {
-        body.template run<M>(first + row);
-    }
-};
-
 template <class T>
 void multiply_chunk(const Program& program, const OctavoOp& op, int panel, int first, int count) {
     if (panel + kPair <= panels_of(op)) {
-        const Columns<T, kPair> columns(program, op, panel);
-        for_row_tiles<kMaxRows>(count, Shifted<Columns<T, kPair>>{columns, first});
+        for_row_tiles<kMaxRows>(count, Columns<T, kPair>(program, op, panel, first, count));
     } else {
-        const Columns<T, 1> columns(program, op, panel);
-        for_row_tiles<kMaxRows>(count, Shifted<Columns<T, 1>>{columns, first});
+        for_row_tiles<kMaxRows>(count, Columns<T, 1>(program, op, panel, first, count));
     }
 }
 

@@ -37,7 +37,7 @@ Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widt
       bases_(buffers),
       buffers_(buffers),
       thread_scratch_(pool.threads()),
-      claimed_(new std::atomic<int64_t>[count]) {}
+      shares_(new Share[(size_t)count * pool.threads()]) {}
 
 void Program::run(int first, int last, const OctavoStep& step) {
     step_ = &step;
@@ -50,7 +50,7 @@ void Program::run(int first, int last, const OctavoStep& step) {
 void Program::prepare(int first, int last) {
     for (size_t i = 0; i < bases_.size(); i++)
         bases_[i] = i < kExternals ? step_->external[i] : buffers_[i].need((size_t)step_->tokens * widths_[i]);
-    for (int i = first; i < last; i++) claimed_[i].store(0, std::memory_order_relaxed);
+    for (int i = first * threads(); i < last * threads(); i++) shares_[i].taken.store(0, std::memory_order_relaxed);
     const auto attends = [](const OctavoOp& op) { return op.kind == kAttend; };
     const auto found = std::find_if(ops_.begin() + first, ops_.begin() + last, attends);
     if (found == ops_.begin() + last) return;
@@ -67,8 +67,13 @@ void Program::work(int thread) {
         const OpCode& code = codes()[op.kind];
         const int64_t tasks = code.tasks(*this, op);
         if (tasks == 0) continue;
-        for (int64_t task; (task = claimed_[i].fetch_add(1, std::memory_order_relaxed)) < tasks;)
-            code.run(*this, op, task, thread);
+        for (int offset = 0; offset < threads(); offset++) {
+            const int owner = (thread + offset) % threads();
+            const int64_t first = tasks * owner / threads(), end = tasks * (owner + 1) / threads();
+            Share& share = shares_[i * threads() + owner];
+            for (int64_t task; (task = first + share.taken.fetch_add(1, std::memory_order_relaxed)) < end;)
+                code.run(*this, op, task, thread);
+        }
         pool_.barrier().wait();
     }
 }

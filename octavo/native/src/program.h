@@ -64,6 +64,12 @@ struct AttentionTask {
     int64_t result;      // where this row's partial results begin, counted in query heads; -1 without parts
 };
 
+// A thread's own part of an operation's tasks: it takes them in order, so that it reads memory in order, and when they
+// are gone it helps the others with theirs.
+struct alignas(64) Share {
+    std::atomic<int64_t> taken{0};
+};
+
 class Program {
 public:
     Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers);
@@ -96,7 +102,7 @@ private:
     std::vector<int64_t> widths_;
     std::vector<void*> bases_;
     std::vector<Scratch> buffers_, thread_scratch_;
-    std::unique_ptr<std::atomic<int64_t>[]> claimed_;
+    std::unique_ptr<Share[]> shares_;  // [operation][thread]
     std::vector<AttentionTask> tasks_, merges_;
     Scratch partials_;
     const OctavoStep* step_ = nullptr;

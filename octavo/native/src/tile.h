@@ -29,11 +29,29 @@ struct Tile {
     }
 };
 
+// Nothing is fetched ahead: what a product reads is in a cache already.
+struct Nothing {
+    void fetch(int) const {}
+};
+
+// Memory that will be read soon, fetched into the second-level cache while a product is computed: from one place for
+// each panel, `step` bytes for each word of the inner dimension.
+template <int P>
+struct Ahead {
+    const char* from[P] = {};
+    int64_t step = 0;
+
+    void fetch(int word) const {
+        for (const char* place : from) __builtin_prefetch(place + word * step, 0, 2);
+    }
+};
+
 // Adds a [M rows][words] times the panels b. Strides in words.
-template <class T, int M, int P>
+template <class T, int M, int P, class Soon = Nothing>
 __attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, const uint32_t* a, int64_t a_stride,
-                                                    const uint32_t* const (&b)[P], int words) {
+                                                    const uint32_t* const (&b)[P], int words, const Soon& ahead = {}) {
     for (int k = 0; k < words; k++) {
+        ahead.fetch(k);
         Word columns[P * VP];
 #pragma GCC unroll 16
         for (int p = 0; p < P; p++)
