@@ -8,17 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.models.decoder import CausalLM, DecoderLayer
+from octavo.models.native_weights import LayerWeights, Matrix, layer_weights, matrix_of, norm_of, table_of
 from octavo.native.library import Dtype, Epilogue, Step
-from octavo.native.program import LOGITS, RESIDUAL, Pool, Program, ProgramBuilder
+from octavo.native.program import LOGITS, RESIDUAL, Pool, Program, ProgramBuilder, row_bytes
+from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import DTYPES
 from octavo.nn.embedding import TiedHead
-from octavo.nn.linear import Linear
-from octavo.nn.norm import RMSNorm
-from octavo.nn.quant.none import Unquantised
-from octavo.nn.quant.panels import PANEL, interleave, pack, pad_bias
+from octavo.nn.quant.panels import PANEL
 from octavo.nn.step import StepInput
 
 
@@ -32,37 +31,16 @@ def reason_against(model: CausalLM) -> str | None:
 
 
 @dataclass(slots=True)
-class Matrix:
-    """A linear layer's weights as the kernels want them. `rows` counts outputs, `columns` inputs."""
-
-    dtype: Dtype
-    rows: int
-    columns: int
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-@dataclass(slots=True)
-class _Layer:
-    input_norm: Tensor
-    qkv: Matrix
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Matrix
-    post_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
-
-
-@dataclass(slots=True)
 class _Buffers:
-    """Ids of the program's buffers: what norms put out, heads before and after rope, attention's and the gate's."""
+    """Ids of the program's buffers: what norms put out, heads before and after rope, attention's and the gate's output,
+    and the last two as integers."""
 
     normed: int
     heads: int
     queries: int
     attended: int
     gated: int
+    integers: int
 
 
 @dataclass(slots=True)
@@ -85,13 +63,20 @@ class NativeDecoder:
         self.attention_layers = model.attention_layers
         self._pool = pool
         self._dtype = DTYPES[model.embedding.dtype]
-        self._itemsize = model.embedding.dtype.itemsize
         self._eps = model.spec.rms_norm_eps
         self._cos_sin = model.rope.cos_sin
-        self._layers = [_pack_layer(layer) for layer in model.layers if isinstance(layer, DecoderLayer)]
-        self._norm = _norm(model.norm)
-        self._table, self._head = _pack_ends(model)
+        self._layers = [layer_weights(layer) for layer in model.layers if isinstance(layer, DecoderLayer)]
+        self._norm = norm_of(model.norm)
+        self._head = matrix_of(model.head)
+        self._tied = isinstance(model.head, TiedHead)
+        self._table = self._head if self._tied else table_of(model.embedding)
         self._compiled: _Compiled | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, tables included."""
+        own = [*self._layers, self._head, *([] if self._tied else [self._table])]
+        return sum(weights.nbytes for weights in own) + self._norm.nbytes + self._cos_sin.nbytes
 
     def embed(self, step: StepInput) -> Tensor:
         """[T, hidden_size] float32: `step.embeds` if given, else the embeddings of `step.input_ids`."""
@@ -113,11 +98,15 @@ class NativeDecoder:
         The memory is used again by the next call.
         """
         compiled = self._program()
-        rows, width = hidden.shape[0], -(-self.spec.vocab_size // PANEL) * PANEL
+        rows = hidden.shape[0]
         if compiled.logits.shape[0] < rows:
-            compiled.logits = torch.empty(rows, width)
+            compiled.logits = torch.empty(rows, self._logits_width)
         self._run(compiled.head_from, compiled.end, Step(tokens=rows), hidden.contiguous())
         return compiled.logits[:rows, : self.spec.vocab_size]
+
+    @property
+    def _logits_width(self) -> int:
+        return -(-self.spec.vocab_size // PANEL) * PANEL
 
     def _run(self, first: int, last: int, batch: Step, residual: Tensor) -> None:
         compiled = self._program()
@@ -131,42 +120,75 @@ class NativeDecoder:
         return self._compiled
 
     def _compile(self) -> _Compiled:
-        spec, size = self.spec, self._itemsize
-        width = -(-spec.vocab_size // PANEL) * PANEL
-        b = ProgramBuilder.make(spec.hidden_size * 4, width * 4)
+        spec = self.spec
+        b = ProgramBuilder.make(spec.hidden_size * 4, self._logits_width * 4)
         query_width = spec.num_heads * spec.head_dim
         buffers = _Buffers(
-            normed=b.buffer(spec.hidden_size * size),
+            normed=b.buffer(spec.hidden_size * 4),
             heads=b.buffer((query_width + 2 * spec.num_kv_heads * spec.head_dim) * 4),
-            queries=b.buffer(query_width * size),
-            attended=b.buffer(query_width * size),
-            gated=b.buffer(spec.intermediate_size * size),
+            queries=b.buffer(query_width * 4),
+            attended=b.buffer(query_width * 4),
+            gated=b.buffer(spec.intermediate_size * 4),
+            integers=b.buffer(row_bytes(Dtype.INT8, max(query_width, spec.intermediate_size))),
         )
-        packed = self._table is self._head.weight
-        b.embed(self._table.data_ptr(), self._dtype, spec.hidden_size, RESIDUAL, packed=packed)
+        table = self._table
+        packed = self._tied or table.inputs is Dtype.INT8
+        address, zero_point = table.weight.data_ptr(), table.zero_point
+        b.embed(address, table.dtype, spec.hidden_size, RESIDUAL, packed=packed, zero_point=zero_point)
         for layer, attention in zip(self._layers, self.attention_layers, strict=True):
-            self._emit(b, buffers, layer, attention.cache, attention.spec.window or 0)
+            self._emit_attention(b, buffers, layer, attention)
+            self._emit_mlp(b, buffers, layer)
         head_from = len(b.ops)
-        b.norm(RESIDUAL, buffers.normed, self._dtype, spec.hidden_size, self._norm.data_ptr(), self._eps)
-        _linear(b, self._head, buffers.normed, LOGITS)
+        self._emit_normed(b, buffers, self._norm, self._head, LOGITS)
         return _Compiled(Program(self._pool, b.ops, b.widths), head_from, len(b.ops))
 
-    def _emit(self, b: ProgramBuilder, at: _Buffers, layer: _Layer, cache: Tensor, window: int) -> None:
-        spec, dtype = self.spec, self._dtype
+    def _emit_attention(self, b: ProgramBuilder, at: _Buffers, layer: LayerWeights, attention: PagedAttention) -> None:
+        spec, dtype, cache = self.spec, self._dtype, attention.cache.data_ptr()
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        norms = (_address(layer.q_norm), _address(layer.k_norm))
-        b.norm(RESIDUAL, at.normed, dtype, spec.hidden_size, layer.input_norm.data_ptr(), self._eps)
-        _linear(b, layer.qkv, at.normed, at.heads)
+        norms = tuple(0 if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
+        self._emit_normed(b, at, layer.input_norm, layer.qkv, at.heads)
         table, rotary_dim = self._cos_sin.data_ptr(), spec.rope.rotary_dim
-        b.rope(at.heads, at.queries, dtype, heads, rotary_dim, table, cache.data_ptr(), norms=norms, eps=self._eps)
-        b.attend(at.queries, at.attended, dtype, heads, cache.data_ptr(), spec.head_dim**-0.5, window=window)
-        _linear(b, layer.out, at.attended, RESIDUAL, Epilogue.ADD)
-        b.norm(RESIDUAL, at.normed, dtype, spec.hidden_size, layer.post_norm.data_ptr(), self._eps)
-        _linear(b, layer.gate_up, at.normed, at.gated, Epilogue.GATE)
-        _linear(b, layer.down, at.gated, RESIDUAL, Epilogue.ADD)
+        b.rope(at.heads, at.queries, dtype, heads, rotary_dim, table, cache, norms=(norms[0], norms[1]), eps=self._eps)
+        window = attention.spec.window or 0
+        b.attend(at.queries, at.attended, dtype, heads, cache, attention.spec.scale, window=window)
+        _linear(b, layer.out, _as_inputs(b, at, layer.out, at.attended, dtype), RESIDUAL, Epilogue.ADD)
+
+    def _emit_mlp(self, b: ProgramBuilder, at: _Buffers, layer: LayerWeights) -> None:
+        gated = Dtype.BFLOAT if layer.down.dtype is Dtype.BFLOAT else Dtype.FLOAT
+        self._emit_normed(b, at, layer.post_norm, layer.gate_up, at.gated, Epilogue.GATE, gated)
+        _linear(b, layer.down, _as_inputs(b, at, layer.down, at.gated, gated), RESIDUAL, Epilogue.ADD)
+
+    def _emit_normed(
+        self,
+        b: ProgramBuilder,
+        at: _Buffers,
+        norm: Tensor,
+        matrix: Matrix,
+        output: int,
+        epilogue: Epilogue = Epilogue.STORE,
+        gated: Dtype = Dtype.FLOAT,
+    ) -> None:
+        """The residual stream, normalised, times the matrix."""
+        b.norm(RESIDUAL, at.normed, matrix.inputs, self.spec.hidden_size, norm.data_ptr(), self._eps)
+        _linear(b, matrix, at.normed, output, epilogue, gated)
 
 
-def _linear(b: ProgramBuilder, matrix: Matrix, source: int, output: int, epilogue: Epilogue = Epilogue.STORE) -> None:
+def _as_inputs(b: ProgramBuilder, at: _Buffers, matrix: Matrix, source: int, dtype: Dtype) -> int:
+    """Where `source`, stored as `dtype`, stands in the form that the matrix multiplies."""
+    if matrix.inputs is not Dtype.INT8:
+        return source
+    b.quantise(source, at.integers, dtype, matrix.columns)
+    return at.integers
+
+
+def _linear(
+    b: ProgramBuilder,
+    matrix: Matrix,
+    source: int,
+    output: int,
+    epilogue: Epilogue = Epilogue.STORE,
+    gated: Dtype = Dtype.FLOAT,
+) -> None:
     b.linear(
         source,
         output,
@@ -175,53 +197,7 @@ def _linear(b: ProgramBuilder, matrix: Matrix, source: int, output: int, epilogu
         matrix.columns,
         matrix.weight.data_ptr(),
         epilogue=epilogue,
-        bias=_address(matrix.bias),
+        bias=0 if matrix.bias is None else matrix.bias.data_ptr(),
+        zero_point=matrix.zero_point,
+        gated=gated,
     )
-
-
-def _pack_layer(layer: DecoderLayer) -> _Layer:
-    attention, mlp = layer.attention, layer.mlp
-    return _Layer(
-        input_norm=_norm(layer.input_norm),
-        qkv=_matrix(attention.qkv),
-        q_norm=None if attention.q_norm is None else _norm(attention.q_norm),
-        k_norm=None if attention.k_norm is None else _norm(attention.k_norm),
-        out=_matrix(attention.out),
-        post_norm=_norm(layer.post_norm),
-        gate_up=_matrix(mlp.gate_up, paired=True),
-        down=_matrix(mlp.down),
-    )
-
-
-def _pack_ends(model: CausalLM) -> tuple[Tensor, Matrix]:
-    """The embedding table and the head; if they are tied, one packed matrix is both."""
-    head = model.head
-    if isinstance(head, TiedHead):
-        matrix = _matrix(head)
-        model.embedding.weight = torch.empty(0)
-        return matrix.weight, matrix
-    return model.embedding.weight, _matrix(head)
-
-
-def _matrix(layer: nn.Module, *, paired: bool = False) -> Matrix:
-    """A layer's weights, taken from it; `paired` puts the panels of its two parts in turns, for the gate."""
-    assert isinstance(layer, Linear | TiedHead)
-    assert isinstance(layer.scheme, Unquantised)
-    scheme = layer.scheme
-    weight, bias = scheme.weight, scheme.bias
-    assert weight is not None, "weights are not loaded"
-    rows, columns = weight.shape
-    panels, padded = pack(weight), None if bias is None else pad_bias(bias)
-    if paired:
-        panels = interleave(*panels.chunk(2))
-        padded = None if padded is None else interleave(*padded.chunk(2))
-    scheme.weight = scheme.bias = None
-    return Matrix(DTYPES[weight.dtype], rows, columns, panels, padded)
-
-
-def _norm(layer: RMSNorm) -> Tensor:
-    return layer.weight.float().contiguous()
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

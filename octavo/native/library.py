@@ -22,7 +22,7 @@ class Kind(IntEnum):
 
 
 class Dtype(IntEnum):
-    """How an operation's weights are stored, and with them what its products are made of."""
+    """How an operation's weights or activations are stored. Activations are never INT4: they meet it as INT8."""
 
     FLOAT = 0
     BFLOAT = 1
@@ -42,10 +42,11 @@ class Op(ctypes.Structure):
     """`OctavoOp`."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("kind", "dtype", "input", "output", "rows", "columns", "epilogue", "groups")),
+        *((name, c_int32) for name in ("kind", "dtype", "input", "output", "rows", "columns", "epilogue", "packed")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window")),
+        *((name, c_int32) for name in ("zero_point", "output_dtype")),
         *((name, c_float) for name in ("eps", "scale", "soft_cap")),
-        *((name, c_void_p) for name in ("weight", "scales", "second", "third", "cache")),
+        *((name, c_void_p) for name in ("weight", "second", "third", "cache")),
     )
 
 

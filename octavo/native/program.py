@@ -12,6 +12,15 @@ RESIDUAL, LOGITS = range(EXTERNALS)
 """The buffers that the caller owns: the residual stream [T, hidden] float32, and the head's output [T, vocab]."""
 
 _ALIGNMENT = 64
+BLOCK = 32
+"""Values that share a scale, in integer weights and activations."""
+
+
+def row_bytes(dtype: Dtype, columns: int) -> int:
+    """Size of a row of activations: values, and for integers each block's scale, scaled sum and sum."""
+    if dtype is Dtype.INT8:
+        return columns + columns // BLOCK * 12
+    return columns * (2 if dtype is Dtype.BFLOAT else 4)
 
 
 class Pool:
@@ -48,9 +57,11 @@ class ProgramBuilder:
         self.widths.append(-(-row_bytes // _ALIGNMENT) * _ALIGNMENT)
         return len(self.widths) - 1
 
-    def embed(self, weight: int, dtype: Dtype, columns: int, output: int, *, packed: bool, scales: int = 0) -> None:
+    def embed(self, weight: int, dtype: Dtype, columns: int, output: int, *, packed: bool, zero_point: int = 0) -> None:
         """Rows of a table [V, columns], plain or packed in panels, to float32."""
-        self._add(Kind.EMBED, dtype, 0, output, columns=columns, weight=weight, scales=scales, groups=int(packed))
+        self._add(
+            Kind.EMBED, dtype, 0, output, columns=columns, weight=weight, packed=int(packed), zero_point=zero_point
+        )
 
     def norm(self, source: int, output: int, dtype: Dtype, columns: int, weight: int, eps: float) -> None:
         """RMSNorm of float32 rows, to float32, bfloat16, or 8-bit integers with scales."""
@@ -67,9 +78,14 @@ class ProgramBuilder:
         *,
         epilogue: Epilogue = Epilogue.STORE,
         bias: int = 0,
-        scales: int = 0,
+        zero_point: int = 0,
+        gated: Dtype = Dtype.FLOAT,
     ) -> None:
-        """source [T, columns] times W [rows, columns] transposed. The gate epilogue halves the rows."""
+        """source [T, columns] times W [rows, columns] transposed.
+
+        The gate epilogue halves the rows and puts out `gated`, the others float32. Integer weights take rows that
+        `norm` or `quantise` put out, and have minima if their zero point is 0.
+        """
         self._add(
             Kind.LINEAR,
             dtype,
@@ -80,7 +96,8 @@ class ProgramBuilder:
             weight=weight,
             epilogue=epilogue,
             second=bias,
-            scales=scales,
+            zero_point=zero_point,
+            output_dtype=gated,
         )
 
     def rope(
@@ -144,9 +161,9 @@ class ProgramBuilder:
                 cache=cache,
             )
 
-    def quantise(self, source: int, output: int, columns: int) -> None:
-        """Float32 rows to 8-bit integers with a scale for each 32 of them."""
-        self._add(Kind.QUANTISE, Dtype.INT8, source, output, columns=columns)
+    def quantise(self, source: int, output: int, dtype: Dtype, columns: int) -> None:
+        """Rows of `dtype` to 8-bit integers with a scale for each 32 of them."""
+        self._add(Kind.QUANTISE, dtype, source, output, columns=columns)
 
     def _add(self, kind: Kind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
         self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, **fields))

@@ -56,7 +56,7 @@ class Build:
         return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps)
 
     def embedding(self, name: str, rows: int, size: int) -> Embedding:
-        return Embedding(self.at(name).path, self.device, self.dtype, rows, size)
+        return Embedding(self.at(name).path, self.device, self.dtype, rows, size, takes_blocks=self.scheme.takes_blocks)
 
     def tied_head(self, name: str, embedding: Embedding) -> TiedHead:
         return TiedHead(self.at(name).path, embedding, self.scheme)

@@ -9,32 +9,41 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.quant.none import Unquantised
-from octavo.nn.weights import TensorSpec, Wanted, WeightLayer, owned, tensor_bytes
+from octavo.nn.weights import Blocks, TensorSpec, Wanted, WeightLayer, owned, tensor_bytes
 
 
 class Embedding(WeightLayer):
-    """Token ids to vectors."""
+    """Token ids to vectors. Where it takes `Blocks`, it only keeps them for the native program to look up."""
 
-    def __init__(self, path: str, device: torch.device, dtype: torch.dtype, rows: int, size: int) -> None:
+    def __init__(
+        self, path: str, device: torch.device, dtype: torch.dtype, rows: int, size: int, *, takes_blocks: bool = False
+    ) -> None:
         super().__init__(path, device)
         self.dtype, self.rows, self.size = dtype, rows, size
-        self.weight = torch.empty(0)
+        self.weight: Tensor | Blocks = torch.empty(0)
+        self.takes_blocks = takes_blocks
 
     def forward(self, ids: Tensor) -> Tensor:
         """[T] int64 to [T, size]."""
         return F.embedding(ids, self.weight)
 
     def wanted(self) -> list[Wanted]:
-        return [Wanted(f"{self.path}.weight", TensorSpec((self.rows, self.size), self.dtype, out_dim=0))]
+        return [
+            Wanted(
+                f"{self.path}.weight",
+                TensorSpec((self.rows, self.size), self.dtype, out_dim=0),
+                blocks=self.takes_blocks,
+            )
+        ]
 
     def place(self, tensors: Sequence[Tensor | None]) -> None:
         (weight,) = tensors
         assert weight is not None
-        self.weight = owned(weight)
+        self.weight = weight if isinstance(weight, Blocks) else owned(weight)
 
     @property
     def nbytes(self) -> int:
-        return tensor_bytes(self.weight)
+        return tensor_bytes(*([] if isinstance(self.weight, Blocks) else [self.weight]))
 
 
 class TiedHead(WeightLayer):
@@ -61,6 +70,10 @@ class TiedHead(WeightLayer):
     def place(self, tensors: Sequence[Tensor | None]) -> None:
         """Takes nothing: the embedding, which stands before it in the model, has its tensor by now."""
         self.scheme.share(self._source[0].weight)
+
+    def release_source(self) -> None:
+        """The table is kept in another form from now on, and this layer's embedding no longer needed."""
+        self._source[0].weight = torch.empty(0)
 
     @property
     def nbytes(self) -> int:

@@ -40,10 +40,13 @@ class Linear(WeightLayer):
 
     def wanted(self) -> list[Wanted]:
         return [
-            Wanted(f"{self.path}.{part.name}.{suffix}" if self.path else f"{part.name}.{suffix}", spec)
+            Wanted(self._name(part, suffix), spec, blocks=self.scheme.takes_blocks and suffix == "weight")
             for part in self.parts
             for suffix, spec in self.scheme.stored(part).items()
         ]
+
+    def _name(self, part: Part, suffix: str) -> str:
+        return f"{self.path}.{part.name}.{suffix}" if self.path else f"{part.name}.{suffix}"
 
     def place(self, tensors: Sequence[Tensor | None]) -> None:
         source = iter(tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,36 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix [N, K] of unsigned integers in blocks of 32 along K: value = scale * (integer - zero point), or, where
+    the zero point is 0, scale * integer + minimum.
+
+    Attributes:
+        values: [N, K] uint8, below 2 ** bits.
+        scales: [N, K / 32] float16.
+        minima: the same, or None with a zero point.
+    """
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None
+    zero_point: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
-    """One tensor that a layer asks a checkpoint for, by its full name. An optional one may be absent."""
+    """One tensor that a layer asks a checkpoint for, by its full name.
+
+    Attributes:
+        optional: it may be absent.
+        blocks: quantised weights may come as `Blocks`.
+    """
 
     name: str
     spec: TensorSpec
     optional: bool = False
+    blocks: bool = False
 
 
 class WeightLayer(nn.Module, ABC):
@@ -57,8 +82,9 @@ class WeightLayer(nn.Module, ABC):
         """The tensors to fetch, in the order in which `place` expects them."""
 
     @abstractmethod
-    def place(self, tensors: Sequence[Tensor | None]) -> None:
-        """Take the tensors, already of the wanted shape and dtype and on the layer's device; None for absent ones.
+    def place(self, tensors: Sequence[Any]) -> None:
+        """Take the tensors, already of the wanted shape and dtype and on the layer's device; None for absent ones,
+        `Blocks` for those wanted so.
 
         They may be views into a mapped file: a layer keeps copies only.
         """

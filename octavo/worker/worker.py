@@ -14,11 +14,13 @@ from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.weights import load_weights
 from octavo.models.model import Model, compiled
+from octavo.models.native import NativeDecoder
 from octavo.models.registry import build_model, spec_of
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.select import select
+from octavo.nn.quant.blocks import BlockQuantised
 from octavo.nn.quant.none import Unquantised
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.sampling.sampler import Sampler
@@ -56,17 +58,22 @@ class Worker:
         request = BackendRequest(torch_device, self.dtype, layer, self._block_size, self._settings.cpu_isa)
         self.attention: AttentionBackend = select(self._settings.attention_backend, request)
         native = isinstance(self.attention, NativeAttention)
-        packs = not native and torch_device.type == "cpu" and packing_works(self.dtype)
         model = build_model(
             self._files.config,
             dtype=self.dtype,
             device=torch_device,
             attention=self.attention,
-            scheme=OneDNN if packs else Unquantised,
+            scheme=self._scheme(native=native),
         )
         report = load_weights(model, open_checkpoint(self._files, self._config.load_format, self._config.seed))
-        self.weight_bytes = report.nbytes
         self.model = compiled(model, self.attention)
+        self.weight_bytes = self.model.nbytes if isinstance(self.model, NativeDecoder) else report.nbytes
+
+    def _scheme(self, *, native: bool) -> type[Unquantised]:
+        """How linear layers keep their weights. Quantised ones stay so where that is fast and no dtype is asked for."""
+        if native:
+            return BlockQuantised if self._config.dtype == "auto" else Unquantised
+        return OneDNN if self.device.torch_device.type == "cpu" and packing_works(self.dtype) else Unquantised
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from octavo.nn.weights import TensorSpec
+from octavo.nn.weights import Blocks, TensorSpec
 
 Index = tuple[slice, ...]
 
@@ -30,6 +30,10 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A stored tensor's shape, without reading it; None from a source that makes up what it is asked for."""
+        ...
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A quantised matrix as it is stored, if the format is one that `Blocks` can hold; else None."""
         ...
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.load.checkpoint import Index
-from octavo.nn.weights import TensorSpec
+from octavo.nn.weights import Blocks, TensorSpec
 
 # A prime, so that a matrix's rows, which have round lengths, start at different places of the pool.
 _POOL = 1_048_573
@@ -35,6 +35,9 @@ class DummyCheckpoint:
         return True
 
     def shape(self, name: str) -> tuple[int, ...] | None:
+        return None
+
+    def blocks(self, name: str) -> Blocks | None:
         return None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
 from octavo.models.load.checkpoint import Index
-from octavo.models.load.gguf_blocks import SUPPORTED, dequantise
-from octavo.nn.weights import TensorSpec
+from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks, dequantise
+from octavo.nn.weights import Blocks, TensorSpec
 
 _ROOT = {
     "token_embd": "model.embed_tokens",
@@ -78,16 +78,24 @@ class GGUFCheckpoint:
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         tensor = self._tensors[name]
-        rows = self._data[tensor.offset : tensor.offset + tensor.num_bytes].view(tensor.shape[0], -1)
-        shape = tensor.shape
-        if heads := self._heads.get(name.rpartition(".")[0].rpartition(".")[2]):
-            rows = _in_halves(rows, heads)
+        rows, shape = self._rows(name), tensor.shape
         if index:
             # Rows can be left out before decoding, columns only after it.
             rows = rows[index[0]].contiguous()
             shape = (rows.shape[0], *shape[1:])
         values = dequantise(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
         return values[(slice(None), *index[1:])] if index else values
+
+    def blocks(self, name: str) -> Blocks | None:
+        tensor = self._tensors[name]
+        return as_blocks(self._rows(name), GGMLQuantizationType(tensor.kind))
+
+    def _rows(self, name: str) -> Tensor:
+        """A tensor's bytes [rows, bytes], in Hugging Face's order of rows."""
+        tensor = self._tensors[name]
+        rows = self._data[tensor.offset : tensor.offset + tensor.num_bytes].view(tensor.shape[0], -1)
+        heads = self._heads.get(name.rpartition(".")[0].rpartition(".")[2])
+        return _in_halves(rows, heads) if heads else rows
 
 
 def _check_kind(tensor: GGUFTensor, path: Path) -> None:

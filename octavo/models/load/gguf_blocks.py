@@ -13,6 +13,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from octavo.nn.weights import Blocks
+
 _PIECE = 1 << 19
 
 _PLAIN = {
@@ -43,6 +45,25 @@ def dequantise(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype) -> T
         piece = blocks[start : start + step]
         out[start : start + step] = decode(piece).view(piece.shape[0], per_block)
     return out.view(-1)
+
+
+def as_blocks(raw: Tensor, kind: GGMLQuantizationType) -> Blocks | None:
+    """A matrix of integers in blocks of 32, without a detour over floats; None if the format is of another make.
+
+    Args:
+        raw: uint8 [N, bytes], contiguous, whole blocks.
+    """
+    if kind not in _INTEGERS:
+        return None
+    rows = raw.shape[0]
+    values, scales, minima, zero_point, bits = _INTEGERS[kind](raw.reshape(-1, GGML_QUANT_SIZES[kind][1]))
+    return Blocks(
+        values.reshape(rows, -1),
+        scales.to(torch.float16).reshape(rows, -1),
+        None if minima is None else minima.to(torch.float16).reshape(rows, -1),
+        zero_point,
+        bits,
+    )
 
 
 def _by_library(kind: GGMLQuantizationType) -> Callable[[Tensor], Tensor]:
@@ -124,6 +145,45 @@ def _q6_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float().mul_(_half(blocks, 208))
     return values.mul_(scales[:, :, None])
 
+
+_Integers = tuple[Tensor, Tensor, Tensor | None, int, int]
+
+
+def _q4_k_integers(blocks: Tensor) -> _Integers:
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32)))
+    return values, scales.mul_(_half(blocks, 0)), minima.mul_(-_half(blocks, 2)), 0, 4
+
+
+def _q5_k_integers(blocks: Tensor) -> _Integers:
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
+    values = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32).bitwise_or_(fifth)
+    return values, scales.mul_(_half(blocks, 0)), minima.mul_(-_half(blocks, 2)), 0, 8
+
+
+_INTEGERS: dict[GGMLQuantizationType, Callable[[Tensor], _Integers]] = {
+    GGMLQuantizationType.Q4_0: lambda b: (_nibbles(b[:, 2:]), _half(b, 0), None, 8, 4),
+    GGMLQuantizationType.Q4_1: lambda b: (_nibbles(b[:, 4:]), _half(b, 0), _half(b, 2), 0, 4),
+    GGMLQuantizationType.Q5_0: lambda b: (
+        _nibbles(b[:, 6:]).bitwise_or_(_fifth_bits(b[:, 2:6])),
+        _half(b, 0),
+        None,
+        16,
+        8,
+    ),
+    GGMLQuantizationType.Q5_1: lambda b: (
+        _nibbles(b[:, 8:]).bitwise_or_(_fifth_bits(b[:, 4:8])),
+        _half(b, 0),
+        _half(b, 2),
+        0,
+        8,
+    ),
+    GGMLQuantizationType.Q8_0: lambda b: (b[:, 2:] ^ 0x80, _half(b, 0), None, 128, 8),
+    GGMLQuantizationType.Q4_K: _q4_k_integers,
+    GGMLQuantizationType.Q5_K: _q5_k_integers,
+}
 
 _DECODERS: dict[GGMLQuantizationType, Callable[[Tensor], Tensor]] = {
     GGMLQuantizationType.Q4_0: _q4_0,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.core.errors import ModelFileError
 from octavo.models.load.checkpoint import Index
-from octavo.nn.weights import TensorSpec
+from octavo.nn.weights import Blocks, TensorSpec
 
 
 class SafetensorsCheckpoint:
@@ -39,6 +39,9 @@ class SafetensorsCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self._files[name][1].get_slice(name).get_shape())
+
+    def blocks(self, name: str) -> Blocks | None:
+        return None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         path, handle = self._files[name]

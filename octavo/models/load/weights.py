@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ModelFileError
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.nn.weights import Wanted, WeightLayer
+from octavo.nn.weights import Blocks, Wanted, WeightLayer
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def weight_layers(model: nn.Module) -> Iterator[WeightLayer]:
     return (module for module in model.modules() if isinstance(module, WeightLayer))
 
 
-def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | None:
+def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | Blocks | None:
     if not _present(want, checkpoint):
         return None
     if not checkpoint.has(want.name):
@@ -105,6 +105,8 @@ def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | 
             f"Tensor {want.name} in {checkpoint.origin} has shape {list(shape)}, "
             f"but the model's config makes it {list(want.spec.shape)}."
         )
+    if want.blocks and (blocks := checkpoint.blocks(want.name)) is not None:
+        return blocks
     tensor = checkpoint.tensor(want.name, want.spec)
     if tensor.dtype.is_floating_point != want.spec.dtype.is_floating_point:
         raise ModelFileError(

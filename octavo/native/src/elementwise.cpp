@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "program.h"
-#include "simd.h"
+#include "blocks.h"
 
 namespace octavo {
 
@@ -27,7 +26,7 @@ void for_rows(const Program& program, int64_t task, const Body& body) {
 template <class T>
 void embed_row(const OctavoOp& op, int64_t id, float* to) {
     const T* table = static_cast<const T*>(op.weight);
-    if (op.groups == 0) {
+    if (!op.packed) {
         for (int c = 0; c < op.columns; c++) to[c] = to_float(table[id * op.columns + c]);
         return;
     }
@@ -37,11 +36,31 @@ void embed_row(const OctavoOp& op, int64_t id, float* to) {
         for (int i = 0; i < per; i++) to[c + i] = to_float(panel[(int64_t)c * kPanel + i]);
 }
 
+void embed_blocks(const OctavoOp& op, int64_t id, float* to) {
+    const Record record(op);
+    const int column = (int)(id % kPanel);
+    const char* from = static_cast<const char*>(op.weight) + id / kPanel * (op.columns / kBlock) * record.size;
+    for (int b = 0; b < op.columns / kBlock; b++, from += record.size) {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + record.values);
+        const float scale = half_to_float(halves[column]);
+        const float zero = op.zero_point ? -scale * (float)op.zero_point : half_to_float(halves[kPanel + column]);
+        for (int i = 0; i < kBlock; i++) {
+            const int word = i / 4, byte = column * 4 + i % 4;
+            const uint8_t value = op.dtype == kInt8
+                                      ? (uint8_t)from[word * kPanel * 4 + byte]
+                                      : (uint8_t)from[word / 2 * kPanel * 4 + byte] >> (word % 2 * 4) & 15;
+            to[b * kBlock + i] = scale * value + zero;
+        }
+    }
+}
+
 void run_embed(Program& program, const OctavoOp& op, int64_t task, int) {
     for_rows(program, task, [&](int row) {
         float* to = program.at<float>(op.output, row);
         const int64_t id = program.step().input_ids[row];
-        if (op.dtype == kBfloat)
+        if (op.dtype == kInt8 || op.dtype == kInt4)
+            embed_blocks(op, id, to);
+        else if (op.dtype == kBfloat)
             embed_row<bf16>(op, id, to);
         else
             embed_row<float>(op, id, to);
@@ -69,14 +88,33 @@ void norm_row(const float* x, const float* weight, int size, float eps, T* to) {
     for (int c = 0; c < size; c += W) store(to + c, load(x + c) * scale * load(weight + c));
 }
 
-void run_norm(Program& program, const OctavoOp& op, int64_t task, int) {
+void run_norm(Program& program, const OctavoOp& op, int64_t task, int thread) {
     const float* weight = static_cast<const float*>(op.weight);
     for_rows(program, task, [&](int row) {
         const float* x = program.at<float>(op.input, row);
         if (op.dtype == kBfloat)
             norm_row(x, weight, op.columns, op.eps, program.at<bf16>(op.output, row));
-        else
+        else if (op.dtype == kInt8) {
+            float* normed = static_cast<float*>(program.scratch(thread, op.columns * sizeof(float)));
+            norm_row(x, weight, op.columns, op.eps, normed);
+            quantise_row(normed, op.columns, program.at<char>(op.output, row));
+        } else
             norm_row(x, weight, op.columns, op.eps, program.at<float>(op.output, row));
+    });
+}
+
+// --- activations to integers ---------------------------------------------------------------------------------------
+
+void run_quantise(Program& program, const OctavoOp& op, int64_t task, int thread) {
+    for_rows(program, task, [&](int row) {
+        const float* x = program.at<float>(op.input, row);
+        if (op.dtype == kBfloat) {
+            float* wide = static_cast<float*>(program.scratch(thread, op.columns * sizeof(float)));
+            const bf16* narrow = program.at<bf16>(op.input, row);
+            for (int c = 0; c < op.columns; c += W) store(wide + c, load(narrow + c));
+            x = wide;
+        }
+        quantise_row(x, op.columns, program.at<char>(op.output, row));
     });
 }
 
@@ -180,7 +218,7 @@ void run_rope(Program& program, const OctavoOp& op, int64_t task, int) {
 
 OpCode embed_code() { return {tasks_by_rows, run_embed}; }
 
-OpCode quantise_code() { return {tasks_by_rows, nullptr}; }
+OpCode quantise_code() { return {tasks_by_rows, run_quantise}; }
 
 OpCode norm_code() { return {tasks_by_rows, run_norm}; }
 

@@ -1,31 +1,14 @@
 // y = x W^T + b for float32 and bfloat16 weights in panels, with what follows a projection done on the way out.
 
-#include <algorithm>
+#include "linear.h"
 
-#include "program.h"
-#include "tile.h"
+#include <algorithm>
 
 namespace octavo {
 
 namespace {
 
-constexpr int kPair = 2;                    // panels of a task, and of a tile
-constexpr int kMaxRows = 2 * kWideRows;     // rows of a tile over a pair of panels
-constexpr int64_t kChunkBytes = 384 << 10;  // of inputs that a task goes over: they stay in the second-level cache
-
-int chunk_rows(const OctavoOp& op) {
-    const int64_t row_bytes = (int64_t)op.columns * (op.dtype == kBfloat ? 2 : 4);
-    return (int)std::max<int64_t>(2 * kMaxRows, kChunkBytes / row_bytes / kMaxRows * kMaxRows);
-}
-
-int panels_of(const OctavoOp& op) { return (op.rows + kPanel - 1) / kPanel; }
-
-int64_t tasks(Program& program, const OctavoOp& op) {
-    const int64_t chunk = chunk_rows(op), pairs = (panels_of(op) + kPair - 1) / kPair;
-    return (program.step().tokens + chunk - 1) / chunk * pairs;
-}
-
-inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
+constexpr int kMaxRows = 2 * kWideRows;  // rows of a tile over a pair of panels
 
 // P panels from `panel` on, over some rows of the batch.
 template <class T, int P>
@@ -62,31 +45,7 @@ struct Columns {
         Tile<M, P> tile;
         tile.clear();
         multiply<T>(tile, a, stride, weights, words, ahead(row));
-        if (op.second != nullptr) add_bias(tile);
-        finish(tile, first);
-    }
-
-    template <int M>
-    void add_bias(Tile<M, P>& tile) const {
-        const float* bias = static_cast<const float*>(op.second) + panel * kPanel;
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < P * VP; j++) tile.sums[m][j] += load(bias + j * W);
-    }
-
-    template <int M>
-    void finish(const Tile<M, P>& tile, int first) const {
-        for (int m = 0; m < M; m++) {
-            if constexpr (P == kPair) {
-                if (op.epilogue == kGate) {
-                    T* to = program.at<T>(op.output, first + m) + panel / 2 * kPanel;
-                    for (int v = 0; v < VP; v++) store(to + v * W, silu(tile.sums[m][v]) * tile.sums[m][VP + v]);
-                    continue;
-                }
-            }
-            float* to = program.at<float>(op.output, first + m) + panel * kPanel;
-            for (int j = 0; j < P * VP; j++)
-                store(to + j * W, op.epilogue == kAdd ? load(to + j * W) + tile.sums[m][j] : tile.sums[m][j]);
-        }
+        finish(program, op, tile, panel, first);
     }
 };
 
@@ -99,14 +58,37 @@ void multiply_chunk(const Program& program, const OctavoOp& op, int panel, int f
     }
 }
 
-void run(Program& program, const OctavoOp& op, int64_t task, int) {
-    const int chunk = chunk_rows(op), pairs = (panels_of(op) + kPair - 1) / kPair;
-    const int first = (int)(task / pairs) * chunk, panel = (int)(task % pairs) * kPair;
-    const int count = std::min(chunk, program.step().tokens - first);
+}  // namespace
+
+void multiply_words(Program& program, const OctavoOp& op, int panel, int first, int count) {
     if (op.dtype == kBfloat)
         multiply_chunk<bf16>(program, op, panel, first, count);
     else
         multiply_chunk<float>(program, op, panel, first, count);
+}
+
+namespace {
+
+int64_t chunk_rows(const OctavoOp& op) {
+    const int64_t row_bytes = (int64_t)op.columns * 4 / (op.dtype == kFloat ? 1 : op.dtype == kBfloat ? 2 : 4);
+    return std::max<int64_t>(4 * kMaxRows, kChunkBytes / row_bytes / kMaxRows * kMaxRows);
+}
+
+int64_t pairs_of(const OctavoOp& op) { return (panels_of(op) + kPair - 1) / kPair; }
+
+int64_t tasks(Program& program, const OctavoOp& op) {
+    const int64_t chunk = chunk_rows(op);
+    return (program.step().tokens + chunk - 1) / chunk * pairs_of(op);
+}
+
+void run(Program& program, const OctavoOp& op, int64_t task, int thread) {
+    const int64_t chunk = chunk_rows(op), first = task / pairs_of(op) * chunk;
+    const int panel = (int)(task % pairs_of(op)) * kPair;
+    const int count = (int)std::min<int64_t>(chunk, program.step().tokens - first);
+    if (op.dtype == kInt8 || op.dtype == kInt4)
+        multiply_blocks(program, op, panel, (int)first, count, thread);
+    else
+        multiply_words(program, op, panel, (int)first, count);
 }
 
 }  // namespace

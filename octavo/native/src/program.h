@@ -16,11 +16,11 @@ extern "C" {
 // One operation. Which fields count depends on its kind; octavo/native/program.py fills them in and explains them.
 struct OctavoOp {
     int32_t kind, dtype, input, output;
-    int32_t rows, columns, epilogue, groups;
+    int32_t rows, columns, epilogue, packed;
     int32_t heads, kv_heads, head_dim, rotary_dim;
-    int32_t window;
+    int32_t window, zero_point, output_dtype;
     float eps, scale, soft_cap;
-    const void *weight, *scales, *second, *third;
+    const void *weight, *second, *third;
     void* cache;
 };
 

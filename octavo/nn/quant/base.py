@@ -25,6 +25,9 @@ class Part:
 class Scheme(Protocol):
     """Weights of one linear layer: what the checkpoint holds of them, and how to multiply with them."""
 
+    takes_blocks: bool
+    """Whether quantised weights may come as `Blocks`."""
+
     def stored(self, part: Part) -> dict[str, TensorSpec]:
         """Checkpoint suffix -> tensor, such as {"weight": ..., "bias": ...}."""
         ...

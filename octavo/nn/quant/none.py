@@ -13,7 +13,13 @@ from octavo.nn.weights import TensorSpec, owned, tensor_bytes
 
 
 class Unquantised:
-    """One weight [out, in] and an optional bias [out]."""
+    """One weight [out, in] and an optional bias [out].
+
+    Attributes:
+        takes_blocks: whether quantised weights may come as `Blocks`.
+    """
+
+    takes_blocks = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype

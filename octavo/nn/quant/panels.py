@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.native.program import BLOCK
+from octavo.nn.weights import Blocks
+
 PANEL = 16
 
 
@@ -19,6 +22,22 @@ def pack(weight: Tensor) -> Tensor:
 def interleave(first: Tensor, second: Tensor) -> Tensor:
     """Panels of two matrices of the same shape, in turns."""
     return torch.stack([first, second], dim=1).flatten(0, 1)
+
+
+def pack_blocks(blocks: Blocks) -> Tensor:
+    """[ceil(N / 16), K / 32, record] uint8: see native/src/blocks.h."""
+    rows = F.pad(blocks.values, (0, 0, 0, -blocks.values.shape[0] % PANEL))
+    values = rows.view(-1, PANEL, rows.shape[1] // BLOCK, BLOCK // 4, 4).permute(0, 2, 3, 1, 4)
+    if blocks.bits == 4:
+        values = values[:, :, 0::2] | values[:, :, 1::2] << 4
+    halves = [blocks.scales] if blocks.minima is None else [blocks.scales, blocks.minima]
+    return torch.cat([values.flatten(2), *map(_columns, halves)], dim=2)
+
+
+def _columns(halves: Tensor) -> Tensor:
+    """[N, K / 32] float16 to [ceil(N / 16), K / 32, 32] bytes."""
+    padded = F.pad(halves, (0, 0, 0, -halves.shape[0] % PANEL))
+    return padded.view(-1, PANEL, halves.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
 
 
 def pad_bias(bias: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+// What the products of all weight formats share: how they are cut into tasks, and what becomes of a finished tile.
+#pragma once
+
+#include "program.h"
+#include "tile.h"
+
+namespace octavo {
+
+constexpr int kPair = 2;                    // panels of a task, and of a tile
+constexpr int64_t kChunkBytes = 384 << 10;  // of inputs that a task goes over: they stay in the second-level cache
+
+inline int panels_of(const OctavoOp& op) { return (op.rows + kPanel - 1) / kPanel; }
+
+inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
+
+template <class T, int M, int P>
+inline void gate(const Program& program, const OctavoOp& op, const Tile<M, P>& tile, int panel, int first) {
+    for (int m = 0; m < M; m++) {
+        T* to = program.at<T>(op.output, first + m) + panel / 2 * kPanel;
+        for (int v = 0; v < VP; v++) store(to + v * W, silu(tile.sums[m][v]) * tile.sums[m][VP + v]);
+    }
+}
+
+// Adds the bias and stores the tile: as it is, on top of what is there, or as silu(gate) * up of its pair of panels.
+template <int M, int P>
+inline void finish(const Program& program, const OctavoOp& op, Tile<M, P>& tile, int panel, int first) {
+    if (op.second != nullptr) {
+        const float* bias = static_cast<const float*>(op.second) + panel * kPanel;
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < P * VP; j++) tile.sums[m][j] += load(bias + j * W);
+    }
+    if constexpr (P == kPair) {
+        if (op.epilogue == kGate && op.output_dtype == kBfloat) return gate<bf16>(program, op, tile, panel, first);
+        if (op.epilogue == kGate) return gate<float>(program, op, tile, panel, first);
+    }
+    for (int m = 0; m < M; m++) {
+        float* to = program.at<float>(op.output, first + m) + panel * kPanel;
+        for (int j = 0; j < P * VP; j++)
+            store(to + j * W, op.epilogue == kAdd ? load(to + j * W) + tile.sums[m][j] : tile.sums[m][j]);
+    }
+}
+
+// The rows [first, first + count) times the panels from `panel` on.
+void multiply_words(Program& program, const OctavoOp& op, int panel, int first, int count);
+void multiply_blocks(Program& program, const OctavoOp& op, int panel, int first, int count, int thread);
+
+}  // namespace octavo

@@ -1,0 +1,76 @@
+"""Weights that stay the integers that they are stored as; only Octavo's CPU kernels multiply with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.native.program import BLOCK
+from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.panels import pack_blocks
+from octavo.nn.weights import Blocks, tensor_bytes
+
+
+class BlockQuantised(Unquantised):
+    """A matrix of `Blocks` where the checkpoint has one, else the plain matrix.
+
+    Attributes:
+        packed: each part's panels; None if the matrix is plain.
+        zero_point, bits: of all parts.
+    """
+
+    takes_blocks = True
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.packed: list[Tensor] | None = None
+        self.shape = (0, 0)
+        self.zero_point = 0
+        self.bits = 0
+
+    def prepare(self, parts: Sequence[Mapping[str, Tensor | Blocks]]) -> None:
+        weights = [part["weight"] for part in parts]
+        blocks = [weight for weight in weights if isinstance(weight, Blocks)]
+        if len(blocks) < len(weights) or blocks[0].values.shape[1] % BLOCK:
+            plain = [weight if isinstance(weight, Tensor) else dequantised(weight, self.dtype) for weight in weights]
+            super().prepare([{**part, "weight": weight} for part, weight in zip(parts, plain, strict=True)])
+            return
+        self._keep(alike(blocks))
+        if "bias" in parts[0]:
+            self.bias = torch.cat([part["bias"] for part in parts])
+
+    def share(self, weight: Tensor | Blocks) -> None:
+        if isinstance(weight, Tensor):
+            super().share(weight)
+        else:
+            self._keep([weight])
+
+    def _keep(self, blocks: list[Blocks]) -> None:
+        self.packed = [pack_blocks(part) for part in blocks]
+        self.shape = (sum(part.values.shape[0] for part in blocks), blocks[0].values.shape[1])
+        self.zero_point, self.bits = blocks[0].zero_point, blocks[0].bits
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + tensor_bytes(*(self.packed or ()))
+
+
+def alike(parts: list[Blocks]) -> list[Blocks]:
+    """The parts in one format: their own if it is the same, else 8 bits with minima, which holds every other."""
+    if len({(part.bits, part.zero_point) for part in parts}) == 1:
+        return parts
+    return [
+        Blocks(part.values, part.scales, -part.scales * part.zero_point if part.minima is None else part.minima, 0, 8)
+        for part in parts
+    ]
+
+
+def dequantised(blocks: Blocks, dtype: torch.dtype) -> Tensor:
+    """The matrix's values, [N, K]."""
+    values = blocks.values.view(*blocks.scales.shape, BLOCK).float() - blocks.zero_point
+    values *= blocks.scales.float()[..., None]
+    if blocks.minima is not None:
+        values += blocks.minima.float()[..., None]
+    return values.flatten(1).to(dtype)
