@@ -24,7 +24,10 @@ class ModelConfig:
     Attributes:
         model: a catalogue name, a folder, a .gguf file or a Hugging Face id.
         tokenizer: where to take the tokenizer from, if not from the model.
-        dtype: "auto" takes the checkpoint's, or float32 where the machine has no fast bfloat16.
+        dtype: "auto" takes the checkpoint's, or float32 where the machine has no fast bfloat16; quantised weights stay
+            integers where the machine multiplies with those. Any other is what all weights are converted to.
+        activation_dtype: what activations are rounded to where they meet weights that stay integers (on a CPU, without
+            a stated dtype): "int16" is as exact as bfloat16, "int8" computes prompts up to twice as fast.
         load_format: "auto" by the files found; "dummy" fills random weights.
         max_model_len: None takes the model's, shortened to what the KV cache holds.
     """
@@ -33,6 +36,7 @@ class ModelConfig:
     tokenizer: str | None = None
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    activation_dtype: Literal["int16", "int8"] = "int16"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     max_model_len: int | None = None
     seed: int = 0

@@ -59,6 +59,13 @@ MODEL = (
         choices=("auto", "float32", "bfloat16", "float16", "float", "half"),
     ),
     Flag(
+        "activation-dtype",
+        "model.activation_dtype",
+        "what meets weights that stay quantised on a CPU: int8 is faster on long prompts, int16 more exact",
+        "int16",
+        choices=("int16", "int8"),
+    ),
+    Flag(
         "load-format",
         "model.load_format",
         "how to read the weights; dummy fills in random ones",

@@ -58,10 +58,12 @@ class NativeDecoder:
         attention_layers: the model's own; the worker binds each one's `cache`.
     """
 
-    def __init__(self, model: CausalLM, pool: Pool) -> None:
+    def __init__(self, model: CausalLM, pool: Pool, activation_bytes: int = 2) -> None:
+        """`activation_bytes`, 1 or 2, are those of the integers that meet weights which stay integers."""
         self.spec = model.spec
         self.attention_layers = model.attention_layers
         self._pool = pool
+        self._planes = activation_bytes
         self._dtype = DTYPES[model.embedding.dtype]
         self._eps = model.spec.rms_norm_eps
         self._cos_sin = model.rope.cos_sin
@@ -121,7 +123,7 @@ class NativeDecoder:
 
     def _compile(self) -> _Compiled:
         spec = self.spec
-        b = ProgramBuilder.make(spec.hidden_size * 4, self._logits_width * 4)
+        b = ProgramBuilder.make(spec.hidden_size * 4, self._logits_width * 4, self._planes)
         query_width = spec.num_heads * spec.head_dim
         buffers = _Buffers(
             normed=b.buffer(spec.hidden_size * 4),
@@ -129,7 +131,7 @@ class NativeDecoder:
             queries=b.buffer(query_width * 4),
             attended=b.buffer(query_width * 4),
             gated=b.buffer(spec.intermediate_size * 4),
-            integers=b.buffer(row_bytes(Dtype.INT8, max(query_width, spec.intermediate_size))),
+            integers=b.buffer(row_bytes(Dtype.INT8, max(query_width, spec.intermediate_size), self._planes)),
         )
         table = self._table
         packed = self._tied or table.inputs is Dtype.INT8

@@ -66,7 +66,7 @@ class Worker:
             scheme=self._scheme(native=native),
         )
         report = load_weights(model, open_checkpoint(self._files, self._config.load_format, self._config.seed))
-        self.model = compiled(model, self.attention)
+        self.model = compiled(model, self.attention, 1 if self._config.activation_dtype == "int8" else 2)
         self.weight_bytes = self.model.nbytes if isinstance(self.model, NativeDecoder) else report.nbytes
 
     def _scheme(self, *, native: bool) -> type[Unquantised]:
