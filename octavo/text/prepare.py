@@ -93,7 +93,9 @@ class Preparer:
         else:
             self._check_ids(tokens, param)
         if not tokens:
-            raise InvalidRequestError(f"The {param} is empty; give at least one token.", param=param, value=text or [])
+            raise InvalidRequestError(
+                f"The {param} is empty; give at least one token.", param=param, value=[] if text is None else text
+            )
         self._check_vocabulary(params)
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
