@@ -21,6 +21,7 @@ from octavo.core.output import FinishReason, RequestTimes, StepOutput, TokenDelt
 from octavo.core.plan import NewRow, PlanDraft, StepPlan
 from octavo.core.request import GenerateRequest, Request
 from octavo.core.stats import EngineStats
+from octavo.schedule.counters import Counters
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.policy import Policy, Rank
@@ -65,7 +66,7 @@ class Scheduler:
         self._hooks = hooks
         self._eos = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
-        self._stats = EngineStats(num_blocks=cache.num_blocks, block_size=cache.block_size)
+        self._counters = Counters(cache)
         self._waiting = WaitingQueue(policy)
         self._running: list[Request] = []
         self._alive: dict[str, list[Request]] = {}
@@ -154,7 +155,7 @@ class Scheduler:
         self._num_plans += 1
         self._freed = []
         self._launched[plan.id] = step.rows
-        self._count_step(plan)
+        self._counters.step(plan, self._running)
         return plan
 
     def payload(self, plan: StepPlan) -> dict[str, Any]:
@@ -221,7 +222,7 @@ class Scheduler:
             raise AssertionError(f"no KV block for request {request.id}, although there was room")
         step.draft.new.append(self._new_row(request, shared))
         bisect.insort(self._running, request, key=self._policy.rank)
-        self._count_admission(request, shared)
+        self._counters.admission(request, shared)
         return _Admission.DONE
 
     def _has_room(self, request: Request) -> bool:
@@ -297,7 +298,7 @@ class Scheduler:
         """Take slot and blocks back. Its full blocks stay findable, so a resume is often a prefix hit."""
         request.num_lost = request.num_computed
         request.num_preemptions += 1
-        self._stats.num_preemptions += 1
+        self._counters.stats.num_preemptions += 1
         self._give_back(request)
         request.num_computed = request.pending = request.num_drafts = 0
         self._waiting.push(request)
@@ -338,7 +339,7 @@ class Scheduler:
                 break
         if not request.first_token:
             request.first_token = time.monotonic()
-        self._stats.generation_tokens += len(tokens)
+        self._counters.stats.generation_tokens += len(tokens)
         for hook in self._hooks:
             hook.on_commit(request, tokens)
         kept = None if logprobs is None else logprobs[: len(tokens)]
@@ -411,17 +412,11 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The counters, with the gauges brought up to date."""
-        stats, pool = self._stats, self.cache.pool
-        stats.num_running = len(self._running)
-        stats.num_waiting = len(self._waiting)
-        stats.num_waiting_deferred = self._num_deferred
-        stats.num_blocks_used = pool.num_used
-        stats.num_blocks_cached = pool.num_cached
-        stats.blocks_copied = self.cache.num_copied
-        stats.blocks_evicted = self.cache.num_evicted
-        stats.kv_slots_allocated = pool.num_used * self.cache.block_size
-        stats.kv_slots_filled = stats.kv_slots_allocated - self._unfilled()
-        return stats
+        return self._counters.snapshot(self._running, waiting=len(self._waiting), deferred=self._num_deferred)
+
+    def count_times(self, *, plan: float, launch: float, retire: float) -> None:
+        """Add a step's seconds: spent planning, launching, and waiting for tokens and taking them in."""
+        self._counters.times(plan=plan, launch=launch, retire=retire)
 
     def check_idle(self) -> None:
         """Raise AssertionError if anything is held although no request is alive."""
@@ -433,41 +428,4 @@ class Scheduler:
     def forget_past(self) -> None:
         """Drop cached contents and counters; nothing may be running."""
         self.cache.reset()
-        self.cache.num_copied = self.cache.num_evicted = 0
-        self._stats = EngineStats(num_blocks=self.cache.num_blocks, block_size=self.cache.block_size)
-
-    def count_times(self, *, plan: float, launch: float, retire: float) -> None:
-        """Add a step's seconds: spent planning, launching, and waiting for tokens and taking them in."""
-        stats = self._stats
-        stats.plan_s += plan
-        stats.launch_s += launch
-        stats.retire_s += retire
-        stats.last_step_s = plan + launch + retire
-        stats.last_step_at = time.monotonic()
-
-    def _unfilled(self) -> int:
-        size = self.cache.block_size
-        return sum(len(r.table.blocks) * size - r.num_computed for r in self._running)
-
-    def _count_step(self, plan: StepPlan) -> None:
-        stats = self._stats
-        stats.num_steps += 1
-        stats.step_tokens += plan.total_tokens
-        stats.step_rows += len(plan.slots)
-        allocated = self.cache.pool.num_used * self.cache.block_size
-        if allocated:
-            stats.waste_samples += 1
-            stats.waste_sum += self._unfilled() / allocated
-
-    def _count_admission(self, request: Request, shared: int) -> None:
-        stats = self._stats
-        if request.first_scheduled:
-            stats.recomputed_tokens += max(0, request.num_lost - shared)
-            return
-        request.first_scheduled = time.monotonic()
-        request.num_cached = shared
-        stats.prefix_cache_queries += request.num_prompt
-        stats.prefix_cache_hits += shared
-        stats.prompt_tokens += request.num_prompt
-        stats.prompt_tokens_cached += shared
-        stats.prompt_tokens_computed += request.num_prompt - shared
+        self._counters.forget()
