@@ -12,13 +12,12 @@ import enum
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.cache.cache import BlockTable, KVCache
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import FinishReason, RequestTimes, StepOutput, TokenDelta, TokenLogprobs
-from octavo.core.plan import NewRow, PlanDraft, StepPlan
+from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest, Request
 from octavo.core.stats import EngineStats
 from octavo.schedule.counters import Counters
@@ -26,19 +25,7 @@ from octavo.schedule.hooks import EngineHook
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.policy import Policy, Rank
 from octavo.schedule.queue import WaitingQueue
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan in the making: its layout, the requests behind its rows, and what the rows left."""
-
-    budget: int
-    draft: PlanDraft = field(default_factory=PlanDraft)
-    rows: list[Request] = field(default_factory=list)
-    prompts: set[Request] = field(default_factory=set)
-    """Requests whose prompt this step computes, in whole or in part."""
-    starved: Rank | None = None
-    """The best rank that found no room: whatever becomes free is for it, so nothing ranked after it gets a row."""
+from octavo.schedule.step import Step
 
 
 class _Admission(enum.Enum):
@@ -144,9 +131,15 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decide the next step from what is known now; None if nothing can be computed."""
-        step = _Step(budget=self.limits.max_num_batched_tokens)
-        self._plan_running(step)
-        self._plan_waiting(step)
+        step = Step(budget=self.limits.max_num_batched_tokens)
+        try:
+            self._make_way(step)
+            self._plan_running(step)
+            self._plan_waiting(step)
+        finally:
+            self._num_deferred = len(step.deferred)
+            for request in step.deferred:
+                self._waiting.push(request)
         if not step.rows:
             return None
         for hook in self._hooks:
@@ -164,19 +157,29 @@ class Scheduler:
         made = {hook.name: hook.before_sample(plan, rows) for hook in self._hooks}
         return {name: value for name, value in made.items() if value is not None}
 
-    def _plan_running(self, step: _Step) -> None:
-        """Rows that only decode come first, so that no prompt holds them up; within each group by rank."""
+    def _plan_running(self, step: Step) -> None:
+        """Rows that only decode come first, so that no prompt holds them up; within each group by rank.
+
+        A waiting request may rank before one whose prompt still takes several steps; then it is admitted first.
+        """
         small: list[Request] = []
         large: list[Request] = []
         for request in self._running:
             if request.finish is None and request.inflight < self.limits.max_ahead and not request.certain_to_finish:
                 (small if request.uncomputed <= 1 + request.num_drafts else large).append(request)
-        for request in small + large:
-            preempted = request.slot < 0
-            if not preempted and (step.starved is None or self._policy.rank(request) < step.starved):
+        for request in small:
+            if self._may_run(step, request):
+                self._plan_row(step, request)
+        for request in large:
+            self._plan_waiting(step, before=self._policy.rank(request))
+            if self._may_run(step, request):
                 self._plan_row(step, request)
 
-    def _plan_row(self, step: _Step, request: Request) -> None:
+    def _may_run(self, step: Step, request: Request) -> bool:
+        preempted = request.slot < 0 or request in step.yielding
+        return not preempted and (step.starved is None or self._policy.rank(request) < step.starved)
+
+    def _plan_row(self, step: Step, request: Request) -> None:
         num_tokens = self._allowed(request, step.budget)
         if num_tokens <= 0:
             return
@@ -187,50 +190,58 @@ class Scheduler:
                 return
             self._preempt(victim)
 
-    def _plan_waiting(self, step: _Step) -> None:
-        passed: list[Request] = []
+    def _plan_waiting(self, step: Step, before: Rank | None = None) -> None:
+        """Admit by rank while there is room; with `before`, only those of a lower rank."""
         while step.starved is None and step.budget > 0 and self._free_slots:
             request = self._waiting.peek()
-            admission = _Admission.FULL if request is None else self._admit(step, request)
-            if request is None or admission is _Admission.FULL:
-                break
+            if request is None or (before is not None and self._policy.rank(request) > before):
+                return
+            admission = self._admit(step, request)
+            if admission is _Admission.FULL:
+                return
             self._waiting.pop()
             if admission is _Admission.WAIT:
-                passed.append(request)
-        self._num_deferred = len(passed)
-        for request in passed:
-            self._waiting.push(request)
+                step.deferred.append(request)
 
-    def _admit(self, step: _Step, request: Request) -> _Admission:
+    def _admit(self, step: Step, request: Request) -> _Admission:
         """Give a waiting request the KV it can share, a slot, and its first row."""
-        leader = request.leader
-        if leader is not None and leader.finish is None and not request.num_preemptions:
-            if leader.slot < 0 or leader.num_computed < leader.num_prompt or leader in step.prompts:
-                return _Admission.WAIT
-            self.cache.fork(leader.table, request.table, request.num_prompt)
-            request.num_computed = request.num_prompt - 1
-        else:
-            request.num_computed = self.cache.match(request.table, self._namespace(request), request.tokens)
+        if not self._share(step, request):
+            return _Admission.WAIT
         shared = request.num_computed
         num_tokens = self._allowed(request, step.budget)
-        if num_tokens <= 0 or not self._has_room(request):
-            self.cache.release(request.table)
-            request.num_computed = 0
+        if num_tokens <= 0 or self._shortage(request) > 0:
+            self._unshare(request)
             return _Admission.WAIT if num_tokens <= 0 else _Admission.FULL
         request.slot = self._free_slots.pop()
         if not self._add_row(step, request, num_tokens):
             raise AssertionError(f"no KV block for request {request.id}, although there was room")
-        step.draft.new.append(self._new_row(request, shared))
+        step.add_new(request, shared)
         bisect.insort(self._running, request, key=self._policy.rank)
         self._counters.admission(request, shared)
         return _Admission.DONE
 
-    def _has_room(self, request: Request) -> bool:
-        """Room for all known tokens, a copy of a shared block, and some for the running ones to grow into."""
+    def _share(self, step: Step, request: Request) -> bool:
+        """Give a waiting request the KV that is there already; False if the choice that computes it is not done."""
+        leader = request.leader
+        if leader is not None and leader.finish is None and not request.num_preemptions:
+            if leader.slot < 0 or leader.num_computed < leader.num_prompt or leader in step.prompts:
+                return False
+            self.cache.fork(leader.table, request.table, request.num_prompt)
+            request.num_computed = request.num_prompt - 1
+        else:
+            request.num_computed = self.cache.match(request.table, self._namespace(request), request.tokens)
+        return True
+
+    def _unshare(self, request: Request) -> None:
+        self.cache.release(request.table)
+        request.num_computed = 0
+
+    def _shortage(self, request: Request) -> int:
+        """Free blocks that lack for all known tokens, a copy of a shared block, and some growth of the running ones."""
         missing = self.cache.blocks_for(len(request.tokens) + 1) - len(request.table.blocks)
         copied = 1 if len(request.table.blocks) * self.cache.block_size > request.num_computed else 0
         reserve = min(len(self._running), self.cache.num_blocks // 50)
-        return missing + copied + reserve <= self.cache.num_free
+        return missing + copied + reserve - self.cache.num_free
 
     def _allowed(self, request: Request, budget: int) -> int:
         """How many of its tokens the request computes in this step; drafts go all together or not at all."""
@@ -241,7 +252,7 @@ class Scheduler:
         splits_drafts = num_tokens < request.uncomputed and end >= len(request.tokens) + request.pending
         return 0 if request.num_drafts and splits_drafts else num_tokens
 
-    def _add_row(self, step: _Step, request: Request, num_tokens: int) -> bool:
+    def _add_row(self, step: Step, request: Request, num_tokens: int) -> bool:
         """Launch `num_tokens` of a request that has a slot; False, and nothing changed, if KV blocks lack."""
         start, end = request.num_computed, request.num_computed + num_tokens
         growth = self.cache.grow(request.table, start, end)
@@ -249,17 +260,7 @@ class Scheduler:
             return False
         samples = num_tokens == request.uncomputed
         drafts = request.num_drafts if samples else 0
-        draft = step.draft
-        draft.slots.append(request.slot)
-        draft.num_tokens.append(num_tokens)
-        draft.num_drafts.append(drafts)
-        draft.samples.append(samples)
-        draft.copies.extend(growth.copies)
-        draft.block_writes.extend((request.slot, index, block) for index, block in growth.writes)
-        step.rows.append(request)
-        step.budget -= num_tokens
-        if start < request.num_prompt:
-            step.prompts.add(request)
+        step.add_row(request, num_tokens, growth, samples=samples, drafts=drafts)
         request.num_computed = end
         request.inflight += 1
         if samples:
@@ -268,22 +269,42 @@ class Scheduler:
         self._register(request)
         return True
 
-    def _new_row(self, request: Request, shared: int) -> NewRow:
-        return NewRow(
-            slot=request.slot,
-            tokens=list(request.tokens),
-            num_prompt=request.num_prompt,
-            params=request.params,
-            seed=request.seed,
-            stop_ids=sorted(request.stop_ids),
-            num_computed=shared,
-            blocks=list(request.table.blocks),
-            options=request.spec.options,
-        )
-
     # Preemption
 
-    def _victim(self, step: _Step, needy: Request) -> Request | None:
+    def _make_way(self, step: Step) -> None:
+        """If the first in line finds no room, but may displace running requests, let as few of them yield as will do.
+
+        All of them or none: one that has steps in flight gets no further row now and is preempted when they are done.
+        """
+        first = self._waiting.peek()
+        if first is None or not self._running or not self._policy.displaces(first, self._running[-1]):
+            return
+        if not self._share(step, first):
+            return
+        victims = self._victims_for(first) if self._allowed(first, step.budget) > 0 else []
+        self._unshare(first)
+        if any(victim.inflight for victim in victims):
+            step.yielding.update(victims)
+        else:
+            for victim in victims:
+                self._preempt(victim)
+
+    def _victims_for(self, first: Request) -> list[Request]:
+        """Those whose slots and blocks it takes to admit a request that has its share already; [] if in vain."""
+        shortage = self._shortage(first)
+        if shortage <= 0 and self._free_slots:
+            return []
+        possible = [r for r in self._running if r.finish is None and self._policy.displaces(first, r)]
+        if sum(len(r.table.blocks) for r in possible) < shortage:
+            return []
+        victims: list[Request] = []
+        for victim in sorted(possible, key=self._policy.victim_rank, reverse=True):
+            victims.append(victim)
+            if self.cache.num_freed_by([v.table for v in victims]) >= shortage:
+                return victims
+        return []
+
+    def _victim(self, step: Step, needy: Request) -> Request | None:
         """An idle request ranked after `needy`, so that the first in line always gets on; None if there is none yet."""
         rank = self._policy.rank(needy)
         planned = set(step.rows)

@@ -171,7 +171,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenerateRequest]:
             ignore_eos=rng.random() < 0.3,
             stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.3 else None,
         )
-        requests.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, priority=rng.choice([0, 0, 1])))
+        requests.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, priority=rng.choice([0, 0, 1, 2])))
     return requests
 
 
@@ -194,3 +194,34 @@ def test_a_thousand_requests(depth):
     assert stats.num_preemptions > 0
     assert stats.prefix_cache_hits > 0
     assert stats.blocks_copied > 0
+
+
+@given(st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_the_urgent_go_first_and_each_displaces_one(seed, depth, slots):
+    """With slots the only bound. Who displaces is admitted, so that preemptions are bounded by arrivals: no thrash."""
+    rng = random.Random(seed)
+    limits = Limits(max_num_seqs=slots, max_num_batched_tokens=32, max_model_len=MAX_LEN, max_ahead=depth + 1)
+    scheduler = Scheduler(KVCache(200, BLOCK), limits, make_policy("priority"), eos_token_ids=[EOS])
+    loop = EngineLoop(scheduler, ToyDevice(200, BLOCK, seed=seed), depth)
+    requests = [r for r in random_requests(rng, 12) if r.params.n == 1]
+    arrivals, classes = list(requests), Counter(r.priority for r in requests)
+    preemptions: Counter = Counter()
+    outputs: dict[str, list[int]] = {r.id: [] for r in requests}
+    while arrivals or loop.busy:
+        if arrivals and rng.random() < 0.3:
+            loop.add(arrivals.pop(0))
+        for delta in loop.step():
+            outputs[delta.id] += delta.tokens
+            if delta.finish is not None:
+                preemptions[next(r.priority for r in requests if r.id == delta.id)] += delta.num_preemptions
+        first = scheduler._waiting.peek()
+        if depth == 0 and first is not None and scheduler._running and len(scheduler._running) == slots:
+            assert first.spec.priority >= scheduler._running[-1].spec.priority
+    for r in requests:
+        stops = set(r.params.stop_token_ids or ()) | (set() if r.params.ignore_eos else {EOS})
+        assert outputs[r.id] == toy_generate(r.tokens, r.params.max_tokens, stop_ids=stops, seed=r.params.seed)
+    assert preemptions[0] == 0
+    assert preemptions[1] <= classes[0]
+    assert preemptions[2] <= 2 * classes[0] + classes[1]
+    scheduler.check_idle()

@@ -105,6 +105,67 @@ def test_priority_runs_the_urgent_first_and_preempts_the_rest():
     assert engine.output("later") == toy_generate([1] * 9, 16, stop_ids=())
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_urgent_arrival_takes_the_slot_of_the_least_urgent(depth):
+    engine = Engine(depth=depth, policy="priority", seqs=2)
+    engine.ask("low", [1] * 5, max_tokens=20, priority=2, ignore_eos=True)
+    engine.ask("middle", [2] * 5, max_tokens=20, priority=1, ignore_eos=True)
+    for _ in range(5):
+        engine.deltas += engine.loop.step()
+    engine.ask("urgent", [3] * 5, max_tokens=4, priority=0, ignore_eos=True)
+    engine.run()
+    ends = {d.id: d.num_preemptions for d in engine.deltas if d.finish}
+    assert ends == {"urgent": 0, "middle": 0, "low": 1}
+    assert list(ends) == ["urgent", "middle", "low"]
+    assert engine.output("low") == toy_generate([1] * 5, 20, stop_ids=())
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_urgent_arrival_takes_no_more_blocks_than_it_needs(depth):
+    engine = Engine(num_blocks=16, depth=depth, policy="priority")
+    for name in ("costly", "cheap"):
+        engine.ask(name, [ord(name[1])] * (15 if name == "costly" else 7), max_tokens=16, priority=1, ignore_eos=True)
+    for _ in range(4):
+        engine.deltas += engine.loop.step()
+    engine.ask("urgent", [3] * 38, max_tokens=2, priority=0, ignore_eos=True)
+    engine.run()
+    ends = {d.id: d.num_preemptions for d in engine.deltas if d.finish}
+    assert ends == {"urgent": 0, "costly": 0, "cheap": 1}
+
+
+def test_nobody_yields_in_vain():
+    engine = Engine(num_blocks=16, policy="priority")
+    engine.ask("equal", [1] * 30, max_tokens=4, priority=0, ignore_eos=True)
+    engine.ask("low", [2] * 3, max_tokens=8, priority=1, ignore_eos=True)
+    engine.deltas += engine.loop.step()
+    engine.ask("urgent", [3] * 40, max_tokens=2, priority=0, ignore_eos=True)
+    engine.deltas += engine.loop.step()
+    assert engine.scheduler.stats().num_preemptions == 0, "with the blocks of both, urgent still lacks some"
+    engine.run()
+    assert [d.id for d in engine.deltas if d.finish] == ["equal", "urgent", "low"]
+
+
+def test_equals_and_first_comers_do_not_displace_each_other():
+    for policy, priority in (("priority", 1), ("fcfs", 0)):
+        engine = Engine(policy=policy, seqs=1)
+        engine.ask("first", [1] * 5, max_tokens=6, priority=1, ignore_eos=True)
+        engine.deltas += engine.loop.step()
+        engine.ask("second", [2] * 5, max_tokens=6, priority=priority, ignore_eos=True)
+        engine.run()
+        assert [d.id for d in engine.deltas if d.finish] == ["first", "second"]
+        assert engine.scheduler.stats().num_preemptions == 0
+
+
+def test_an_urgent_arrival_does_not_wait_for_the_prompt_of_another():
+    engine = Engine(budget=8, policy="priority")
+    engine.ask("long", [1] * 100, max_tokens=1, priority=1)
+    engine.deltas += engine.loop.step()
+    engine.ask("urgent", [2] * 5, max_tokens=1, priority=0)
+    engine.deltas += engine.loop.step()
+    assert [d.id for d in engine.deltas] == ["urgent"]
+    assert engine.run().output("long") == toy_generate([1] * 100, 1)
+
+
 def test_the_victim_is_the_cheapest_to_recompute():
     engine = Engine(num_blocks=12, budget=64)
     engine.ask("first", [1] * 12, max_tokens=20, ignore_eos=True)
