@@ -24,8 +24,10 @@ from octavo.schedule.counters import Counters
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.policy import Policy, Rank
+from octavo.schedule.quarantine import Quarantine
 from octavo.schedule.queue import WaitingQueue
 from octavo.schedule.step import Step
+from octavo.schedule.victims import displaced_by, victim_of
 
 
 class _Admission(enum.Enum):
@@ -55,6 +57,7 @@ class Scheduler:
         self._seeds = random.Random(seed)
         self._counters = Counters(cache)
         self._waiting = WaitingQueue(policy)
+        self._quarantine = Quarantine()
         self._running: list[Request] = []
         self._alive: dict[str, list[Request]] = {}
         self._launched: dict[int, list[Request]] = {}
@@ -99,17 +102,28 @@ class Scheduler:
         choices = [r for r in self._alive.get(request_id, ()) if index is None or r.index == index]
         return [self._finish(r, FinishReason.ABORT) for r in choices if r.finish is None]
 
-    def fail_in_flight(self, error: str) -> list[TokenDelta]:
-        """A launched step did not run: end the requests it held, and distrust what the prefix tree says."""
+    def recover(self, error: str) -> list[TokenDelta]:
+        """A launched step failed, and whatever was in flight with it is lost. Distrust what the prefix tree says.
+
+        If that was one row, its request ends with the error. Else all are recomputed from their tokens, one request and
+        one step at a time, before anything else runs; see `Quarantine`.
+        """
         self._launched.clear()
-        deltas = []
-        for request in list(self._running):
-            if request.inflight:
-                request.inflight = 0
-                if request.finish is None:
-                    deltas.append(self._finish(request, FinishReason.ERROR, error=error))
-                else:
-                    self._release(request)
+        held = {r: r.inflight for r in self._running if r.inflight}
+        alive = {r: steps for r, steps in held.items() if r.finish is None}
+        if sum(held.values()) > 1:
+            guilty = self._quarantine.enter(alive)
+        else:
+            head = self._quarantine.current or self._waiting.peek()
+            guilty = list(alive) if held else [head] if head else []
+            self._quarantine.convicted()
+        for request in held:
+            request.inflight = 0
+            if request.finish is not None:
+                self._release(request)
+            elif request not in guilty:
+                self._preempt(request)
+        deltas = [self._finish(request, FinishReason.ERROR, error=error) for request in guilty]
         self.cache.reset()
         return deltas
 
@@ -125,7 +139,7 @@ class Scheduler:
     @property
     def is_stuck(self) -> bool:
         """Whether somebody waits although nothing runs and no feature asked for the wait. Never true, by design."""
-        return bool(self._waiting) and not self._running and not self._num_deferred
+        return bool(self._waiting) and not self._running and not self._num_deferred and not self._quarantine
 
     # Plan
 
@@ -133,9 +147,12 @@ class Scheduler:
         """Decide the next step from what is known now; None if nothing can be computed."""
         step = Step(budget=self.limits.max_num_batched_tokens)
         try:
-            self._make_way(step)
-            self._plan_running(step)
-            self._plan_waiting(step)
+            if self._quarantine.current is not None:
+                self._plan_alone(step)
+            else:
+                self._make_way(step)
+                self._plan_running(step)
+                self._plan_waiting(step)
         finally:
             self._num_deferred = len(step.deferred)
             for request in step.deferred:
@@ -175,6 +192,29 @@ class Scheduler:
             if self._may_run(step, request):
                 self._plan_row(step, request)
 
+    def _plan_alone(self, step: Step) -> None:
+        """After a failure: a step with one row, of a request under suspicion, and nothing else in flight."""
+        turns = 0 if self._launched else len(self._quarantine)
+        for _ in range(turns):
+            suspect = self._quarantine.current
+            if suspect is None or self._plan_suspect(step, suspect):
+                return
+            self._quarantine.postpone()
+
+    def _plan_suspect(self, step: Step, suspect: Request) -> bool:
+        """Whatever room it needs is taken from the others, who stand still meanwhile."""
+        others = sorted((r for r in self._running if r is not suspect), key=self._policy.victim_rank)
+        if suspect.slot < 0:
+            while (found := self._admit(step, suspect) if self._free_slots else _Admission.FULL) is _Admission.FULL:
+                self._preempt(others.pop())
+            if found is _Admission.DONE:
+                self._waiting.remove(suspect)
+            return found is _Admission.DONE
+        num_tokens = self._allowed(suspect, step.budget)
+        while num_tokens > 0 and not self._add_row(step, suspect, num_tokens):
+            self._preempt(others.pop())
+        return num_tokens > 0
+
     def _may_run(self, step: Step, request: Request) -> bool:
         preempted = request.slot < 0 or request in step.yielding
         return not preempted and (step.starved is None or self._policy.rank(request) < step.starved)
@@ -184,7 +224,7 @@ class Scheduler:
         if num_tokens <= 0:
             return
         while not self._add_row(step, request, num_tokens):
-            victim = self._victim(step, request)
+            victim = victim_of(request, self._running, set(step.rows), self._policy)
             if victim is None:
                 step.starved = self._policy.rank(request)
                 return
@@ -281,39 +321,16 @@ class Scheduler:
             return
         if not self._share(step, first):
             return
-        victims = self._victims_for(first) if self._allowed(first, step.budget) > 0 else []
+        shortage = self._shortage(first)
+        victims: list[Request] = []
+        if (shortage > 0 or not self._free_slots) and self._allowed(first, step.budget) > 0:
+            victims = displaced_by(first, self._running, shortage, self._policy, self.cache)
         self._unshare(first)
         if any(victim.inflight for victim in victims):
             step.yielding.update(victims)
         else:
             for victim in victims:
                 self._preempt(victim)
-
-    def _victims_for(self, first: Request) -> list[Request]:
-        """Those whose slots and blocks it takes to admit a request that has its share already; [] if in vain."""
-        shortage = self._shortage(first)
-        if shortage <= 0 and self._free_slots:
-            return []
-        possible = [r for r in self._running if r.finish is None and self._policy.displaces(first, r)]
-        if sum(len(r.table.blocks) for r in possible) < shortage:
-            return []
-        victims: list[Request] = []
-        for victim in sorted(possible, key=self._policy.victim_rank, reverse=True):
-            victims.append(victim)
-            if self.cache.num_freed_by([v.table for v in victims]) >= shortage:
-                return victims
-        return []
-
-    def _victim(self, step: Step, needy: Request) -> Request | None:
-        """An idle request ranked after `needy`, so that the first in line always gets on; None if there is none yet."""
-        rank = self._policy.rank(needy)
-        planned = set(step.rows)
-        idle = [
-            r
-            for r in self._running
-            if not r.inflight and r.finish is None and r not in planned and self._policy.rank(r) > rank
-        ]
-        return max(idle, key=self._policy.victim_rank, default=None)
 
     def _preempt(self, request: Request) -> None:
         """Take slot and blocks back. Its full blocks stay findable, so a resume is often a prefix hit."""
@@ -333,6 +350,7 @@ class Scheduler:
             request.inflight -= 1
             if plan.samples[row]:
                 sampled = output.tokens[row]
+                self._quarantine.passed(request)
                 request.pending -= 1 + plan.num_drafts[row]
                 request.num_computed -= 1 + plan.num_drafts[row] - len(sampled)
                 if request.finish is None:
