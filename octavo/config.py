@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from octavo.core.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
 
@@ -15,6 +17,7 @@ _FLAG_NAMES = {
     "scheduling_policy": "policy",
     "async_scheduling": "depth",
 }
+_FROM_ZERO = {"seed", "depth"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,7 @@ class EngineConfig:
 
         Raises:
             TypeError: there is no such setting; the text names those that come near.
+            ConfigError: a value that the setting can't have.
         """
         sections = {section.name: section.default_factory for section in fields(cls)}
         home = {f.name: name for name, made in sections.items() for f in fields(made)}  # type: ignore[arg-type]
@@ -115,13 +119,33 @@ class EngineConfig:
                 raise TypeError(
                     f"there is no setting {given!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
                 )
-            chosen[home[name]][name] = int(value) if given == "async_scheduling" else value
+            value = int(value) if given == "async_scheduling" else value
+            _check(get_type_hints(sections[home[name]])[name], name, given, value)
+            chosen[home[name]][name] = value
         return cls(**{name: made(**chosen[name]) for name, made in sections.items()})  # type: ignore[operator]
 
     @property
     def needs_weights(self) -> bool:
         """Whether weight files are read at all."""
         return self.model.load_format != "dummy"
+
+
+def _check(kind: Any, name: str, given: str, value: Any) -> None:
+    """Whether a value is of the field's type and range; the command line has its own checks, nearer to its words."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ConfigError(f"{given}={value!r} is not known; choose one of: {', '.join(get_args(kind))}.")
+        return
+    kinds = get_args(kind) or (kind,)
+    if value is None and type(None) in kinds:
+        return
+    smallest = 0 if name in _FROM_ZERO else 1
+    if int in kinds and (type(value) is not int or value < smallest):
+        raise ConfigError(f"{given}={value!r} must be a whole number of at least {smallest}.")
+    if float in kinds and not (type(value) in (int, float) and 0 < value <= 1):
+        raise ConfigError(f"{given}={value!r} must be a number over 0 and up to 1.")
+    if bool in kinds and type(value) is not bool:
+        raise ConfigError(f"{given}={value!r} must be True or False.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

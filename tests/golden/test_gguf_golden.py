@@ -90,6 +90,8 @@ def test_a_converted_model_gives_the_same_logits(family: str, arch: str, tmp_pat
     path = tmp_path / "model.gguf"
     write_gguf(path, theirs, arch)
     files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    assert ("rope_freqs.weight" in read_gguf(path).tensors) == (family == "llama-llama3-rope")
+    # load_model sees to it that no tensor, the rotary divisors among them, is left unread.
     runner = PagedRunner(load_model(files, ReferenceAttention()), num_blocks=20, block_size=4)
     logits = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
     with torch.no_grad():
