@@ -67,7 +67,11 @@ class Worker:
         )
         report = load_weights(model, open_checkpoint(self._files, self._config.load_format, self._config.seed))
         self.model = compiled(model, self.attention, 1 if self._config.activation_dtype == "int8" else 2)
-        self.weight_bytes = self.model.nbytes if isinstance(self.model, NativeDecoder) else report.nbytes
+        self.weight_bytes = report.nbytes
+        if isinstance(self.model, NativeDecoder):
+            self.weight_bytes = self.model.nbytes
+            # What is left to torch is small, and its threads would fight the program's for the cores.
+            torch.set_num_threads(1)
 
     def _scheme(self, *, native: bool) -> type[Unquantised]:
         """How linear layers keep their weights. Quantised ones stay so where that is fast and no dtype is asked for."""
