@@ -81,6 +81,7 @@ def build_core(
             "kv_cache": num_blocks * config.cache.block_size * worker.kv_bytes_per_token,
         },
         phases=timer.seconds,
+        weights=worker.weight_form,
     )
     return loop, info
 

@@ -30,6 +30,14 @@ def reason_against(model: CausalLM) -> str | None:
     return None
 
 
+WEIGHT_NAMES = {
+    Dtype.FLOAT: "float32",
+    Dtype.BFLOAT: "bfloat16",
+    Dtype.INT8: "8-bit integers",
+    Dtype.INT4: "4-bit integers",
+}
+
+
 @dataclass(slots=True)
 class _Buffers:
     """Ids of the program's buffers: what norms put out, heads before and after rope, attention's and the gate's output,
@@ -73,6 +81,14 @@ class NativeDecoder:
         self._tied = isinstance(model.head, TiedHead)
         self._table = self._head if self._tied else table_of(model.embedding)
         self._compiled: _Compiled | None = None
+
+    @property
+    def weight_form(self) -> str:
+        """How the matrices are stored, in words."""
+        found = {m.dtype for layer in self._layers for m in layer.matrices} | {self._head.dtype}
+        names = " and ".join(WEIGHT_NAMES[dtype] for dtype in sorted(found))
+        packed = {Dtype.INT4, Dtype.INT8} & found
+        return f"{names}, multiplied with int{8 * self._planes} activations" if packed else names
 
     @property
     def nbytes(self) -> int:

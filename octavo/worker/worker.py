@@ -80,6 +80,13 @@ class Worker:
         return OneDNN if self.device.torch_device.type == "cpu" and packing_works(self.dtype) else Unquantised
 
     @property
+    def weight_form(self) -> str:
+        """The form in which the weights are kept, in words."""
+        if isinstance(self.model, NativeDecoder):
+            return self.model.weight_form
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token over all layers; counted in KV heads, which is what is stored."""
         spec = self.spec
