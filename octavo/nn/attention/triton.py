@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.device.transfer import upload
+from octavo.device.transfer import upload_parts
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.triton_decode import decode_kernel, merge_kernel
 from octavo.nn.attention.triton_prefill import prefill_kernel
@@ -68,7 +68,7 @@ class TritonAttention:
             return Launches(Few(None, step.num_rows, 1), None)
         lens = step.query_lens if step.query_lens is not None else step.query_start.diff().tolist()
         if step.max_query_len <= _MAX_FEW:
-            return Launches(Few(None, step.num_rows, triton.next_power_of_2(step.max_query_len)), None)
+            return Launches(Few(None, step.num_rows, _MAX_FEW), None)
         return self._divide(np.asarray(lens, dtype=np.int32), step.device)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
@@ -135,9 +135,9 @@ class TritonAttention:
             (row, first) for row in np.flatnonzero(lens > 1).tolist() for first in range(0, lens[row], self._query_tile)
         ]
         tiles.sort(key=lambda tile: -tile[1])
-        sent = upload(np.concatenate([np.asarray(tiles, dtype=np.int32).ravel(), single]), device)
-        few = Few(sent[2 * len(tiles) :], len(single), 1) if len(single) else None
-        return Launches(few, Many(sent[: 2 * len(tiles)], len(tiles)))
+        sent_tiles, sent_single = upload_parts([np.asarray(tiles, dtype=np.int32).ravel(), single], device)
+        few = Few(sent_single, len(single), 1) if len(single) else None
+        return Launches(few, Many(sent_tiles, len(tiles)))
 
 
 def _attend_few(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, few: Few, out: Tensor) -> None:
@@ -166,6 +166,7 @@ def _attend_few(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, 
         *_two_strides(q),
         *cache.stride()[:4],
         step.block_tables.stride(0),
+        splits,
         GROUP=group,
         QUERIES=few.queries,
         M=max(16, triton.next_power_of_2(group * few.queries)),
@@ -175,7 +176,7 @@ def _attend_few(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, 
         PAGE=cache.shape[3],
         WINDOW=spec.window or 0,
         CAPPED=spec.soft_cap is not None,
-        SPLITS=splits,
+        DIVIDED=splits > 1,
         HAS_ROWS=few.rows is not None,
         HAS_TABLE_ROWS=step.table_rows is not None,
         num_warps=warps,
@@ -188,10 +189,11 @@ def _attend_few(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, 
             out,
             rows,
             step.query_start,
+            splits,
             QUERIES=few.queries,
             D=dim,
             BLOCK_D=block_d,
-            SPLITS=splits,
+            MAX_SPLITS=_MAX_SPLITS,
             HAS_ROWS=few.rows is not None,
             num_warps=4,
         )
@@ -242,7 +244,7 @@ def _prefill_shape(dtype: torch.dtype, head_dim: int) -> tuple[int, int, int, in
     """(queries a tile, keys a tile, warps, stages)."""
     if dtype.itemsize == 4:
         return 32, 32, 4, 1
-    return (128, 64, 8, 3) if head_dim <= 128 else (64, 32, 8, 2)
+    return (128, 128, 8, 3) if head_dim <= 128 else (64, 32, 8, 2)
 
 
 def _scales(spec: AttentionSpec) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Attention of a few queries a row over a paged context, on a GPU: decoding, and checking of drafts.
 
 The query heads that share a kv head, times the row's queries, are the rows of one tile, so that each key is read once.
-A context is divided over `SPLITS` programs where rows alone would not fill the chip; a second kernel merges the parts
+A context is divided over several programs where rows alone would not fill the chip; a second kernel merges the parts
 by their log-sum-exp (Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
     q,
     cache,
@@ -32,6 +32,7 @@ def decode_kernel(
     kv_head_stride,
     cell_stride,
     table_stride,
+    splits,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     M: tl.constexpr,
@@ -41,7 +42,7 @@ def decode_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    SPLITS: tl.constexpr,
+    DIVIDED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
 ):
@@ -77,7 +78,7 @@ def decode_kernel(
     if WINDOW > 0:
         first = tl.maximum(seq_len - count - WINDOW + 1, 0) // BLOCK_N
     last = tl.cdiv(seq_len, BLOCK_N)
-    share = tl.cdiv(last - first, SPLITS)
+    share = tl.cdiv(last - first, splits)
     begin = first + split * share
     end = tl.minimum(begin + share, last)
 
@@ -113,30 +114,31 @@ def decode_kernel(
 
     whole = tl.where(total > 0, total, 1.0)
     acc = acc / whole[:, None]
-    if SPLITS == 1:
+    if not DIVIDED:
         target = out + (token * heads + head)[:, None] * D + d[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=md_valid)
     else:
         cell = (item * QUERIES + query).to(tl.int64) * heads + head
-        part = (cell * SPLITS + split)[:, None] * D + d[None, :]
+        part = (cell * splits + split)[:, None] * D + d[None, :]
         held = m_valid & (total > 0)
         tl.store(part_out + part, acc, mask=held[:, None] & (d < D)[None, :])
         tl.store(
-            part_lse + cell * SPLITS + split, tl.where(total > 0, peak + tl.log2(whole), float("-inf")), mask=m_valid
+            part_lse + cell * splits + split, tl.where(total > 0, peak + tl.log2(whole), float("-inf")), mask=m_valid
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
     part_out,
     part_lse,
     out,
     rows,
     query_start,
+    splits,
     QUERIES: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
     """One head of one query: the parts' outputs, weighted by exp2 of their log-sum-exps."""
@@ -150,14 +152,14 @@ def merge_kernel(
     start = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - start
     if query < count:
-        split = tl.arange(0, SPLITS)
+        split = tl.arange(0, MAX_SPLITS)
         d = tl.arange(0, BLOCK_D)
         cell = tl.program_id(1).to(tl.int64) * heads + head
-        lse = tl.load(part_lse + cell * SPLITS + split)
+        lse = tl.load(part_lse + cell * splits + split, mask=split < splits, other=float("-inf"))
         peak = tl.max(lse, 0)
         weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
         held = (lse > float("-inf"))[:, None] & (d < D)[None, :]
-        parts = tl.load(part_out + (cell * SPLITS + split)[:, None] * D + d[None, :], mask=held, other=0.0)
+        parts = tl.load(part_out + (cell * splits + split)[:, None] * D + d[None, :], mask=held, other=0.0)
         total = tl.sum(weight, 0)
         mixed = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
         target = out + ((start + query).to(tl.int64) * heads + head) * D + d

@@ -55,21 +55,23 @@ def _attend_tiles(
         else:
             k_tile = tl.load(source, mask=(d < D)[None, :], other=0.0)
             v_tile = tl.load(source + value_stride, mask=(d < D)[None, :], other=0.0)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if CAPPED:
+            scores = scores * scale
             scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
-            scores = scores * 1.4426950408889634
+            scores = scores * (1.4426950408889634 / scale)
         if MASKED:
             visible = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 visible = visible & (key[None, :] > position[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         else:
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
             safe = new_peak
-        weights = tl.exp2(scores - safe[:, None])
+        # One fused multiply-add an element: the scale is applied here and not to the scores.
+        weights = tl.exp2(scores * scale - safe[:, None])
         decay = tl.exp2(peak - safe)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
