@@ -66,7 +66,7 @@ class CudaDevice:
         budget = self._room(utilization) - workspace - _GRAPHS
         log.info(
             "memory in GiB: weights %.2f, activations %.2f, graphs %.2f, KV cache %.2f, of %.2f",
-            *(size / _GIB for size in (weights, workspace, _GRAPHS, budget, self._total())),
+            *(size / _GIB for size in (weights, workspace, _GRAPHS, budget, self._memory()[1])),
         )
         if budget <= 0:
             raise ConfigError(
@@ -78,9 +78,11 @@ class CudaDevice:
 
     def _room(self, utilization: float | None) -> int:
         """Bytes that may still be taken; what torch holds without using it counts as free."""
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        idle = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        free, total, idle = self._memory()
         return int(total * (utilization or _UTILIZATION)) - (total - free - idle)
 
-    def _total(self) -> int:
-        return torch.cuda.mem_get_info(self.torch_device)[1]
+    def _memory(self) -> tuple[int, int, int]:
+        """Bytes free, in all, and held by torch without use."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        idle = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free, total, idle
