@@ -36,7 +36,7 @@ def main() -> None:
     )
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95, top-k 50, penalty 1.1")

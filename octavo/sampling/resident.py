@@ -154,8 +154,9 @@ class ResidentSampler:
         rows, vocab = logits.shape
         floors = torch.empty(rows, dtype=torch.float32, device=logits.device)
         ties = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        scratch = torch.empty(rows, _FILTER_BLOCK, dtype=torch.float32, device=logits.device)
         filter_kernel[(rows,)](
-            slots, self._table.params, logits, floors, ties, vocab, BLOCK=_FILTER_BLOCK, num_warps=16
+            slots, self._table.params, logits, scratch, floors, ties, vocab, BLOCK=_FILTER_BLOCK, num_warps=16
         )
         return floors, ties
 

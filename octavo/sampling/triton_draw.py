@@ -90,11 +90,25 @@ def _sum_from(row, vocab, floor, peak, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def filter_kernel(slots, settings, logits, floors, last_ties, vocab, BLOCK: tl.constexpr):
+def _gather(row, vocab, floor, target, BLOCK: tl.constexpr):
+    """The logits of at least `floor`, in a row of their own, there for all threads of the program."""
+    held = 0
+    for first in range(0, vocab, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        x = tl.load(row + i, mask=i < vocab, other=float("-inf"))
+        kept = ((x >= floor) & (x > float("-inf"))).to(tl.int32)
+        tl.store(target + held + tl.cumsum(kept, 0) - 1, x, mask=kept == 1)
+        held += tl.sum(kept, 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def filter_kernel(slots, settings, logits, scratch, floors, last_ties, vocab, BLOCK: tl.constexpr):
     """What min_p, top_k and top_p leave of a row: logits above `floor`, and those equal to it up to an id.
 
     Each filter looks at what the one before it left; ties go to the lower id. A bisection over the ordered bits of
-    float32 finds each floor exactly, in at most 32 passes over the row, which stays in the L2 cache.
+    float32 finds each floor exactly. It begins on the whole row; once at most `BLOCK` logits are left, among which the
+    floors lie for certain, it goes on with those alone, in `scratch` [rows, BLOCK].
     """
     r = tl.program_id(0)
     slot = tl.load(slots + r).to(tl.int64)
@@ -116,31 +130,52 @@ def filter_kernel(slots, settings, logits, floors, last_ties, vocab, BLOCK: tl.c
         count, total = _sum_from(row, vocab, floor, peak, temperature, BLOCK)
         ties = vocab
         top = _ordered(peak.to(tl.int32, bitcast=True))
-        if (top_k > 0) & (count > top_k):
+        # Every floor to be found is at least `pivot`: so many logits, or so much weight, lie at or above it.
+        pivot = _ordered(tl.maximum(floor, -3.0e38).to(tl.int32, bitcast=True))
+        cut = (top_k > 0) & (count > top_k)
+        enough = tl.where(cut, top_k, 1)
+        heavy = tl.where(cut, 0.0, tl.where(top_p < 1.0, top_p * total, total))
+        left = count
+        high = top + 1
+        searched = cut | (top_p < 1.0)
+        while searched & (pivot + 1 < high) & (left > BLOCK):
+            middle = (pivot >> 1) + (high >> 1) + (pivot & high & 1)
+            reached, weight = _sum_from(row, vocab, _as_float(middle), peak, temperature, BLOCK)
+            below = (reached >= enough) & (weight >= heavy)
+            pivot = tl.where(below, middle, pivot)
+            left = tl.where(below, reached, left)
+            high = tl.where(below, high, middle)
+        source = row
+        size = vocab
+        if searched & (left <= BLOCK):
+            source = scratch + r.to(tl.int64) * BLOCK
+            size = left
+            _gather(row, vocab, _as_float(pivot), source, BLOCK)
+        if cut:
             # The highest floor that at least k logits reach lies in [low, high).
-            low = _ordered(tl.maximum(floor, -3.0e38).to(tl.int32, bitcast=True))
+            low = pivot
             high = top + 1
             while low + 1 < high:
                 middle = (low >> 1) + (high >> 1) + (low & high & 1)
-                reached, _ = _sum_from(row, vocab, _as_float(middle), peak, temperature, BLOCK)
+                reached, _ = _sum_from(source, size, _as_float(middle), peak, temperature, BLOCK)
                 low = tl.where(reached >= top_k, middle, low)
                 high = tl.where(reached >= top_k, high, middle)
             floor = _as_float(low)
-            above, weight = _sum_from(row, vocab, _as_float(low + 1), peak, temperature, BLOCK)
+            above, weight = _sum_from(source, size, _as_float(low + 1), peak, temperature, BLOCK)
             ties = top_k - above
             total = weight + ties.to(tl.float32) * tl.exp((floor - peak) / temperature)
         if top_p < 1.0:
             goal = top_p * total
-            low = _ordered(tl.maximum(floor, -3.0e38).to(tl.int32, bitcast=True))
+            low = tl.maximum(pivot, _ordered(tl.maximum(floor, -3.0e38).to(tl.int32, bitcast=True)))
             start = low
             high = top + 1
             while low + 1 < high:
                 middle = (low >> 1) + (high >> 1) + (low & high & 1)
-                _, weight = _sum_from(row, vocab, _as_float(middle), peak, temperature, BLOCK)
+                _, weight = _sum_from(source, size, _as_float(middle), peak, temperature, BLOCK)
                 low = tl.where(weight >= goal, middle, low)
                 high = tl.where(weight >= goal, high, middle)
             found = _as_float(low)
-            _, weight = _sum_from(row, vocab, _as_float(low + 1), peak, temperature, BLOCK)
+            _, weight = _sum_from(source, size, _as_float(low + 1), peak, temperature, BLOCK)
             each = tl.maximum(tl.exp((found - peak) / temperature), 1.0e-30)
             needed = tl.ceil((goal - weight) / each).to(tl.int32)
             ties = tl.where(low == start, tl.minimum(ties, needed), needed)
