@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from octavo.cache.cache import KVCache
-from octavo.config import CacheConfig, EngineConfig
+from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
@@ -36,16 +36,18 @@ def build_core(
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
-    worker = Worker(config.model, config.device, files, config.cache.block_size)
+    worker = Worker(config.model, config.device, files, config.cache)
     timer.begin("weights")
     worker.load()
     timer.begin("kv cache")
-    cache_bytes = _cache_bytes(config.cache, worker)
+    wanted = config.cache.memory_bytes
+    cache_bytes = worker.kv_budget(config.scheduler) if wanted is None else wanted
     num_blocks, max_model_len = _fit(config, worker, cache_bytes)
     runner = worker.make_runner(
         num_blocks=num_blocks,
         num_slots=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
     )
     depth = worker.device.default_depth if config.scheduler.depth is None else config.scheduler.depth
     limits = Limits(
@@ -84,12 +86,6 @@ def build_core(
         weights=worker.weight_form,
     )
     return loop, info
-
-
-def _cache_bytes(cache: CacheConfig, worker: Worker) -> int:
-    if cache.memory_bytes is not None:
-        return cache.memory_bytes
-    return worker.device.kv_budget(cache.memory_utilization, worker.weight_bytes)
 
 
 def _fit(config: EngineConfig, worker: Worker, cache_bytes: int) -> tuple[int, int]:

@@ -84,12 +84,14 @@ class DeviceConfig:
     Attributes:
         threads: compute threads on a CPU; None takes the physical cores given to this process.
         cpu_isa: the instruction set of the CPU kernels: "auto" or a name in `native/isa.py`.
+        enforce_eager: launch every operation of every step; on a GPU decoding is otherwise recorded once and replayed.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     attention_backend: str | None = None
     cpu_isa: str = "auto"
+    enforce_eager: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

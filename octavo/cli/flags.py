@@ -145,6 +145,13 @@ DEVICE = (
     Flag("threads", "device.threads", "compute threads on a CPU", "its cores", units.count, metavar="N"),
     Flag("attention-backend", "device.attention_backend", "attention kernel to use", "the fastest that fits"),
     Flag("cpu-isa", "device.cpu_isa", "instruction set of the CPU kernels", "auto", choices=("auto", *isa.NAMES)),
+    Flag(
+        "enforce-eager",
+        "device.enforce_eager",
+        "launch every operation of every step instead of replaying recorded graphs (on a GPU)",
+        "off",
+        switch=True,
+    ),
 )
 
 SERVER = (
