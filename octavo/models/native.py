@@ -5,6 +5,7 @@ It stands in for the `CausalLM` that it is made from, whose weights it takes ove
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -53,17 +54,20 @@ class _Buffers:
 
 @dataclass(slots=True)
 class _Compiled:
+    """A program and the KV caches that its operations point to, which it keeps alive."""
+
     program: Program
+    caches: list[Tensor]
     head_from: int
     end: int
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class NativeDecoder:
-    """`CausalLM` to the runner. The KV caches must be bound before the first step.
+    """`CausalLM` to the runner.
 
     Attributes:
-        attention_layers: the model's own; the worker binds each one's `cache`.
+        attention_layers: the model's own; the worker binds each one's `cache`, and may bind another later.
     """
 
     def __init__(self, model: CausalLM, pool: Pool, activation_bytes: int = 2) -> None:
@@ -133,9 +137,13 @@ class NativeDecoder:
         compiled.program.run(first, last, batch)
 
     def _program(self) -> _Compiled:
-        if self._compiled is None:
-            self._compiled = self._compile()
-        return self._compiled
+        compiled = self._compiled
+        if compiled is None or any(layer.cache is not bound for layer, bound in self._bound(compiled)):
+            compiled = self._compiled = self._compile()
+        return compiled
+
+    def _bound(self, compiled: _Compiled) -> Iterator[tuple[PagedAttention, Tensor]]:
+        return zip(self.attention_layers, compiled.caches, strict=True)
 
     def _compile(self) -> _Compiled:
         spec = self.spec
@@ -158,7 +166,8 @@ class NativeDecoder:
             self._emit_mlp(b, buffers, layer)
         head_from = len(b.ops)
         self._emit_normed(b, buffers, self._norm, self._head, LOGITS)
-        return _Compiled(Program(self._pool, b.ops, b.widths), head_from, len(b.ops))
+        caches = [attention.cache for attention in self.attention_layers]
+        return _Compiled(Program(self._pool, b.ops, b.widths), caches, head_from, len(b.ops))
 
     def _emit_attention(self, b: ProgramBuilder, at: _Buffers, layer: LayerWeights, attention: PagedAttention) -> None:
         spec, dtype, cache = self.spec, self._dtype, attention.cache.data_ptr()

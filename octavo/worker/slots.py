@@ -55,7 +55,7 @@ class Slots:
 
     def advance(self, slots: Tensor, num_tokens: Tensor) -> None:
         """These slots [R] have had `num_tokens` [R] more positions computed."""
-        self.computed[slots] += num_tokens
+        self.computed.numpy()[slots.numpy()] += num_tokens.numpy()
 
     def append(self, slots: Tensor, tokens: Tensor) -> None:
         """One sampled token [S] for each of these slots [S]."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from paged import PagedRunner
-from tiny import load_model, make_checkpoint
+from tiny import load_model, make_checkpoint, model_files
 from torch import Tensor
 
 from octavo.hub.files import ModelFiles
@@ -127,3 +127,16 @@ def native_pool() -> Pool:
         return Pool(2)
     except NativeBuildError as error:
         pytest.skip(f"no kernels on this machine: {error}")
+
+
+def test_a_native_model_follows_when_its_caches_are_bound_anew(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    attention = NativeAttention(native_pool())
+    model = NativeDecoder(load_model(model_files(tmp_path), attention), attention.pool)
+    logits = []
+    for _ in range(2):
+        runner = PagedRunner(model, num_blocks=20, block_size=16)
+        logits.append(runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)]))
+        written = [not torch.isnan(layer.cache).all() for layer in model.attention_layers]
+        assert all(written)
+    assert torch.equal(*logits)
