@@ -126,6 +126,7 @@ class ServerConfig:
 
     Attributes:
         max_prompts: prompts in one request to /v1/completions.
+        max_schema_bytes: a schema or grammar of one request.
         enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
         trust_request_chat_template: let requests bring their own chat template.
     """
@@ -139,6 +140,7 @@ class ServerConfig:
     max_stop_strings: int = 4
     max_n: int = 64
     max_prompts: int = 1024
+    max_schema_bytes: int = 1024 * 1024
     stall_after_s: float = 120.0
     shutdown_timeout_s: float = 30.0
     log_stats_interval_s: float = 10.0

@@ -191,6 +191,14 @@ SERVER = (
     ),
     Flag("max-prompts", "server.max_prompts", "prompts in one completions request", "1024", units.count, metavar="N"),
     Flag(
+        "max-schema-bytes",
+        "server.max_schema_bytes",
+        "largest JSON schema or grammar of a request",
+        "1MiB",
+        units.size,
+        metavar="BYTES",
+    ),
+    Flag(
         "stall-after",
         "server.stall_after_s",
         "/health fails when work waits and no step ends for so long",

@@ -61,7 +61,11 @@ FLAGS: dict[str, Missing | Needless] = {
     "kv-events-config": _value("publishing of KV cache events is"),
     "kv-offloading-size": _value("offloading of the KV cache is", "0"),
     "cpu-offload-gb": _value("offloading of weights is", "0", "0.0"),
-    "structured-outputs-config": _value("structured output is"),
+    "structured-outputs-config": _value(
+        "another backend of structured output is", "auto", "guidance", '{"backend": "auto"}'
+    ),
+    "structured-outputs-config.backend": _value("another backend of structured output is", "auto", "guidance"),
+    "guided-decoding-backend": _value("another backend of structured output is", "auto", "guidance"),
     "reasoning-parser": _value("parsing of reasoning is", ""),
     "enable-auto-tool-choice": _switch(_TOOLS),
     "tool-call-parser": _value(_TOOLS),

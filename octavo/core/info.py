@@ -18,6 +18,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes_per_token: over all layers.
         memory: part -> bytes, the ledger printed at start.
         phases: start-up phase -> seconds.
+        features: names of the optional features that are there; options of others are refused.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     memory: dict[str, int]
     phases: dict[str, float]
+    features: list[str] = msgspec.field(default_factory=list)
 
     @property
     def kv_tokens(self) -> int:

@@ -66,6 +66,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         finish: set on the last delta of the choice, exactly once.
         stop_reason: the token id that ended it, when that was not an end-of-sequence token.
         error: what went wrong, when `finish` is ERROR.
+        complete: it was ended by what it holds; its last token is part of the output, not a mark of its end.
+        refused: the field at fault, when the error is the request's own and nothing was generated because of it.
         times, num_preemptions: set with `finish`.
     """
 
@@ -79,6 +81,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     error: str | None = None
     times: RequestTimes | None = None
     num_preemptions: int = 0
+    complete: bool = False
+    refused: str | None = None
 
 
 @dataclass(slots=True)

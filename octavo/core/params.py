@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.structured import StructuredOutputsParams
 
 _EPS = 1e-5
 MAX_TOP_LOGPROBS = 20
@@ -50,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string that ended the output.
         output_kind: what each streamed item holds.
+        structured_outputs: the form that the output must have.
 
     Raises:
         InvalidRequestError: a field is out of range; the message names it.
@@ -75,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()

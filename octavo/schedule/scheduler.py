@@ -75,6 +75,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_plans = 0
         self._num_deferred = 0
+        self._refused: list[tuple[Request, InvalidRequestError]] = []
 
     # Requests come and go
 
@@ -129,6 +130,15 @@ class Scheduler:
         """End the waiting request that is next in line."""
         request = self._waiting.peek()
         return [] if request is None else [self._finish(request, FinishReason.ERROR, error=error)]
+
+    def take_refused(self) -> list[TokenDelta]:
+        """End the requests that a feature found to be impossible while the last step was planned."""
+        refused, self._refused = self._refused, []
+        return [
+            self._finish(request, FinishReason.ERROR, error=error.message, refused=error.param or "")
+            for request, error in refused
+            if request.finish is None
+        ]
 
     @property
     def has_work(self) -> bool:
@@ -235,7 +245,11 @@ class Scheduler:
         """How many of its tokens the request computes in this step; drafts go all together or not at all."""
         num_tokens = min(request.uncomputed, budget)
         for hook in self._hooks:
-            num_tokens = min(num_tokens, hook.admit(request, num_tokens))
+            try:
+                num_tokens = min(num_tokens, hook.admit(request, num_tokens))
+            except InvalidRequestError as error:
+                self._refused.append((request, error))
+                return 0
         end = request.num_computed + num_tokens
         splits_drafts = num_tokens < request.uncomputed and end >= len(request.tokens) + request.pending
         return 0 if request.num_drafts and splits_drafts else num_tokens
@@ -339,9 +353,10 @@ class Scheduler:
         if not request.first_token:
             request.first_token = time.monotonic()
         self._stats.generation_tokens += len(tokens)
-        for hook in self._hooks:
-            hook.on_commit(request, tokens)
+        complete = [hook.on_commit(request, tokens) for hook in self._hooks]
         kept = None if logprobs is None else logprobs[: len(tokens)]
+        if any(complete) and reason is not FinishReason.STOP:
+            return self._finish(request, FinishReason.STOP, tokens=tokens, logprobs=kept, complete=True)
         if reason is not None:
             return self._finish(request, reason, tokens=tokens, logprobs=kept)
         return TokenDelta(request.id, request.index, tokens, kept, request.num_cached)
@@ -354,6 +369,8 @@ class Scheduler:
         tokens: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
+        complete: bool = False,
+        refused: str | None = None,
     ) -> TokenDelta:
         """The one place where a request ends. Its slot and blocks go now if no launched step holds them, else later."""
         request.finish = reason
@@ -371,10 +388,12 @@ class Scheduler:
             logprobs,
             request.num_cached,
             reason,
-            last if reason is FinishReason.STOP and last not in self._eos else None,
+            last if reason is FinishReason.STOP and not complete and last not in self._eos else None,
             error,
             times,
             request.num_preemptions,
+            complete,
+            refused,
         )
 
     def _release(self, request: Request) -> None:

@@ -43,7 +43,7 @@ class Choice:
         for place, token in enumerate(delta.tokens):
             if self.finish is not None:
                 return
-            ends_here = delta.finish is FinishReason.STOP and place == len(delta.tokens) - 1
+            ends_here = delta.finish is FinishReason.STOP and not delta.complete and place == len(delta.tokens) - 1
             self._take(token, delta.logprobs[place] if delta.logprobs else None)
             if not ends_here or self._params.include_stop_str_in_output:
                 self._add_text(token)

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+from octavo.core.errors import InvalidRequestError
 from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput, TokenDelta
 from octavo.core.params import SamplingParams
@@ -98,7 +99,7 @@ class Frontend:
         fails ends with the finish reason "error" and the cause as its stop reason.
 
         Raises:
-            InvalidRequestError: the engine can never hold it; the message gives the numbers.
+            InvalidRequestError: the engine can't serve it: it is too long, or its grammar is none; with the reason.
             EngineDeadError: the engine has stopped.
         """
         assembler = RequestAssembler(request, self.tokenizer, prompt_text)
@@ -106,6 +107,8 @@ class Frontend:
         output: RequestOutput | None = None
         async with aclosing(stream) as deltas:
             async for delta in deltas:
+                if delta.refused is not None:
+                    raise InvalidRequestError(delta.error or "The request was refused.", param=delta.refused or None)
                 output = assembler.push(delta)
                 if assembler.finished:
                     break

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
-from octavo.core.errors import ConfigError, InvalidRequestError
+import msgspec
+
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
@@ -46,6 +48,7 @@ _DEFAULTS = {
     "max_tokens": "max_tokens",
 }
 _MAY_BE_NONE = {"seed", "stop", "stop_token_ids", "max_tokens", "logprobs", "logit_bias"}
+_GRAMMAR = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class Preparer:
         if not tokens:
             raise InvalidRequestError(f"The {param} is empty; give at least one token.", param=param, value=text or [])
         self._check_vocabulary(params)
+        params, options = self._split_options(params)
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
             tokens=tokens,
@@ -102,8 +106,18 @@ class Preparer:
             namespace=f"{namespace}\x1f{salt}" if salt else namespace,
             priority=priority,
             arrival=arrival,
+            options=options,
         )
         return Prepared(request, text)
+
+    def _split_options(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, msgspec.Raw]]:
+        """What a feature of the engine sees to, apart from the rest; refused if the engine lacks the feature."""
+        form = params.structured_outputs
+        if form is None:
+            return params, {}
+        if _GRAMMAR not in self.info.features:
+            raise UnsupportedError("This engine has no structured output; leave it out.", param=form.param)
+        return params.replace(structured_outputs=None), {_GRAMMAR: msgspec.Raw(msgspec.msgpack.encode(form))}
 
     def _check_chars(self, text: str, param: str) -> None:
         """Refuses a text that can't fit, before time is spent on tokenising it."""

@@ -86,14 +86,15 @@ class Runner:
         if rows:
             slots = [plan.slots[row] for row in rows]
             logits = self._model.logits(step.hidden[step.input.logit_rows])
+            failed: dict[int, str] = {}
             for hook in self._hooks:
-                hook.apply(logits, slots, payload.get(hook.name))
+                failed.update(hook.apply(logits, slots, payload.get(hook.name)))
             sampled = self._sampler.sample(logits, self._slots.sample_rows(slots))
             self._slots.append(torch.tensor(slots), sampled.tokens)
             for row, token in zip(rows, sampled.tokens.tolist(), strict=True):
                 tokens[row] = [token]
             logprobs = {rows[i]: [entry] for i, entry in sampled.logprobs.items()}
-            errors = {rows[i]: _BAD_LOGITS for i in sampled.bad_rows}
+            errors = {rows[i]: error for i, error in (dict.fromkeys(sampled.bad_rows, _BAD_LOGITS) | failed).items()}
         step.output = StepOutput(tokens, logprobs, errors)
         for hook in self._hooks:
             hook.after_sample(step.input, step.output)

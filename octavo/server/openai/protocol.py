@@ -22,6 +22,31 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+class ResponseFormat(BaseModel):
+    """OpenAI's way to ask for JSON: `{"type": "json_schema", "json_schema": {"name", "schema", "strict"}}`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """The output's form; exactly one of the first six."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
 class GenerationBody(BaseModel):
     """What chat and text completions have in common."""
 
@@ -60,6 +85,18 @@ class GenerationBody(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | None = None
 
     @property
     def streamed(self) -> bool:

@@ -9,6 +9,7 @@ from octavo.core.params import MAX_TOP_LOGPROBS, OutputKind, SamplingParams
 from octavo.server.body import require
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from octavo.server.openai.structured import output_form
 
 _DIRECT = (
     "presence_penalty",
@@ -70,11 +71,10 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 def _params(ctx: ServerContext, body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     _check_limits(ctx, body)
     given: dict[str, Any] = {name: value for name in _DIRECT if (value := getattr(body, name)) is not None}
-    kind = OutputKind.DELTA if body.streamed else OutputKind.FINAL_ONLY
+    given["output_kind"] = OutputKind.DELTA if body.streamed else OutputKind.FINAL_ONLY
+    given["structured_outputs"] = output_form(body, ctx.config.max_schema_bytes)
     try:
-        return ctx.frontend.default_params(
-            **given, n=body.choices, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind
-        )
+        return ctx.frontend.default_params(**given, n=body.choices, max_tokens=max_tokens, logprobs=logprobs)
     except OverflowError:
         raise InvalidRequestError("A number in the request is too large.") from None
 

@@ -16,13 +16,6 @@ _ABSENT: tuple[Any, ...] = (None,)
 _BOTH: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": _ABSENT,
     "bad_words": (None, []),
-    "guided_choice": _ABSENT,
-    "guided_decoding_backend": _ABSENT,
-    "guided_grammar": _ABSENT,
-    "guided_json": _ABSENT,
-    "guided_json_object": (None, False),
-    "guided_regex": _ABSENT,
-    "guided_whitespace_pattern": _ABSENT,
     "kv_transfer_params": (None, {}),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
@@ -31,11 +24,9 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "prompt_logprobs": _ABSENT,
     "repetition_detection": _ABSENT,
-    "response_format": (None, {"type": "text"}),
     "return_prompt_text": (None, False),
     "spaces_between_special_tokens": (None, True),
     "stream_interval": (None, 1),
-    "structured_outputs": _ABSENT,
     "thinking_token_budget": _ABSENT,
     "truncate_prompt_tokens": _ABSENT,
     "truncation_side": _ABSENT,
@@ -58,6 +49,7 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": _ABSENT,
 }
+_NEEDLESS = {"guided_decoding_backend": "there is one backend"}
 _COMPLETION: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "prompt_embeds": _ABSENT,
@@ -78,6 +70,9 @@ def check_extras(body: GenerationBody, *, chat: bool) -> list[str]:
             neutral = value is None or _same(value, body.choices)
         elif name == "tools" and body.extra.get("tool_choice") == "none":
             neutral = True
+        elif name in _NEEDLESS:
+            warnings.append(f"`{name}` was ignored: {_NEEDLESS[name]}.")
+            continue
         elif name in known:
             neutral = any(_same(value, one) for one in known[name])
         else:

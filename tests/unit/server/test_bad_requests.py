@@ -70,7 +70,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"user": 5}, "user"),
     ({"best_of": 3}, "best_of"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
     ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
     ({"guided_json": {}}, "guided_json"),
     ({"guided_regex": "a+"}, "guided_regex"),
