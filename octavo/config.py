@@ -125,6 +125,7 @@ class ServerConfig:
     """The HTTP front door. Sizes in bytes, times in seconds.
 
     Attributes:
+        tool_call_parser, reasoning_parser: how the model writes calls and reasoning; "auto" by its chat template.
         max_prompts: prompts in one request to /v1/completions.
         max_schema_bytes: a schema or grammar of one request.
         enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
@@ -135,6 +136,8 @@ class ServerConfig:
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 32 * 1024 * 1024
     max_stop_strings: int = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import resolve
@@ -12,3 +13,8 @@ from octavo.hub.resolve import resolve
 def smollm2_files() -> ModelFiles:
     """The real default model, pulled into Octavo's cache on the first use."""
     return resolve("smollm2")
+
+
+# On a machine with other work to do, a slow example says nothing about the code.
+settings.register_profile("octavo", deadline=None)
+settings.load_profile("octavo")

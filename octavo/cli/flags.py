@@ -161,6 +161,21 @@ SERVER = (
         env="OCTAVO_API_KEY",
     ),
     Flag("chat-template", "server.chat_template", "a Jinja file, or the template itself", "the model's"),
+    Flag(
+        "tool-call-parser",
+        "server.tool_call_parser",
+        "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, mistral, mistral_args, "
+        "deepseek_v3, json",
+        "auto",
+        metavar="NAME",
+    ),
+    Flag(
+        "reasoning-parser",
+        "server.reasoning_parser",
+        "how the model marks reasoning: auto (by its chat template), none, think, mistral",
+        "auto",
+        metavar="NAME",
+    ),
     Flag("root-path", "server.root_path", "path under which a proxy publishes the server", "/", metavar="PATH"),
     Flag(
         "max-body-bytes",

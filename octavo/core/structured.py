@@ -8,6 +8,9 @@ import msgspec
 
 from octavo.core.errors import InvalidRequestError
 
+JSON_WHITESPACE = r"([ ]|\n[ ]{0,40})?"
+"""Between the parts of JSON: a space, or a line break with an indent. With more, a model may go on with it for ever."""
+
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_CHOICES = 4096
 
@@ -26,6 +29,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         disable_additional_properties: objects hold only the properties that the schema names.
         whitespace_pattern: a regular expression for the white space between the parts of JSON.
         param: the request's field that this came from, for errors.
+        frame: a Lark grammar around the form, which stands in it as `@content`; a frame alone is a form, too. Made by
+            the text front end for tool calls and reasoning.
 
     Raises:
         InvalidRequestError: none or several of the forms are set, or one is empty.
@@ -41,9 +46,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     param: str = "structured_outputs"
+    frame: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
+        if self.frame is not None and not given:
+            return
         if len(given) != 1:
             raise InvalidRequestError(
                 f"structured_outputs must have exactly one of {', '.join(FORMS)}, got "
@@ -64,5 +72,5 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
     @property
     def form(self) -> str:
-        """The name of the form that is set."""
-        return next(name for name in FORMS if getattr(self, name) not in (None, False))
+        """The name of the form that is set; "frame" for a frame alone."""
+        return next((name for name in FORMS if getattr(self, name) not in (None, False)), "frame")

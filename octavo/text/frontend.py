@@ -13,6 +13,7 @@ from octavo.core.output import RequestOutput, TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.protocol import EngineClient
+from octavo.text.answers import AnswerFormats
 from octavo.text.assembler import RequestAssembler
 from octavo.text.chat import ChatTemplate, no_template_error
 from octavo.text.prepare import Preparer, Prompt, sampling_defaults, with_defaults
@@ -28,6 +29,7 @@ class Frontend:
     Args:
         chat: the model's chat template, if it has one.
         default_sampling: the content of generation_config.json, or fields of `SamplingParams`; other keys are ignored.
+        answers: how the model writes tool calls and reasoning; by default as its chat template shows it.
 
     Raises:
         ConfigError: a default is out of range.
@@ -41,11 +43,13 @@ class Frontend:
         *,
         chat: ChatTemplate | None = None,
         default_sampling: Mapping[str, Any] | None = None,
+        answers: AnswerFormats | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.info = info
         self.chat = chat
+        self.answers = answers or AnswerFormats.of(chat)
         self.preparer = Preparer(tokenizer, info)
         self.default_sampling = sampling_defaults(default_sampling or {})
 

@@ -13,11 +13,8 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured import StructuredOutputsParams
+from octavo.core.structured import JSON_WHITESPACE, StructuredOutputsParams
 from octavo.features.grammar.tags import tags_to_lark
-
-# A space, or a line break with an indent: enough for every usual layout, and no model can go on with it for ever.
-WHITESPACE = r"([ ]|\n[ ]{0,40})?"
 
 
 def lower(params: StructuredOutputsParams) -> str:
@@ -26,6 +23,16 @@ def lower(params: StructuredOutputsParams) -> str:
     Raises:
         InvalidRequestError: it can be seen without compiling that this is no schema, grammar or tag.
     """
+    if params.frame is None:
+        return _lower(params)
+    grammars: list[dict[str, Any]] = [{"lark_grammar": params.frame}]
+    if params.form != "frame":
+        (inner,) = json.loads(_lower(params))["grammars"]
+        grammars.append(inner | {"name": "content"})
+    return json.dumps({"grammars": grammars})
+
+
+def _lower(params: StructuredOutputsParams) -> str:
     match params.form:
         case "json":
             return _json(_object(params.json, "json", params.param), params)
@@ -45,7 +52,7 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     """How JSON may be laid out."""
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False}
-    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    return {"whitespace_pattern": params.whitespace_pattern or JSON_WHITESPACE}
 
 
 def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
@@ -55,7 +62,7 @@ def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
 
 
 def _lark(source: str) -> str:
-    return str(LLMatcher.grammar_from_lark(source))
+    return json.dumps({"grammars": [{"lark_grammar": source}]})
 
 
 def _object(value: str | dict[str, Any] | None, what: str, param: str) -> dict[str, Any]:

@@ -124,6 +124,26 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
+class FunctionBody(BaseModel):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(BaseModel):
+    """A tool; only functions are known."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: str
+    function: FunctionBody
+
+
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -135,6 +155,11 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionBody(GenerationBody):

@@ -15,6 +15,12 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokens(msgspec.Struct, frozen=True):
+    """How the generated tokens were used."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens read and written for one HTTP request. Each prompt counts once, whatever `n`."""
 
@@ -22,6 +28,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokens | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -56,12 +63,45 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
+class ToolFunction(msgspec.Struct):
+    """The function that is called, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the assistant makes."""
+
+    id: str
+    function: ToolFunction
+    type: str = "function"
+
+
+class FunctionDelta(msgspec.Struct):
+    """What is new of a call: its name, once, and more of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(msgspec.Struct):
+    """What is new of a call; the first time with its id."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's turn."""
+    """The assistant's turn. `reasoning` is there for models that mark it."""
 
     role: str
-    content: str
+    content: str | None
     refusal: str | None = None
+    reasoning: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -93,6 +133,8 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

@@ -40,12 +40,7 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
     "prediction": _ABSENT,
-    "reasoning_effort": (None, "none"),
-    "include_reasoning": (None, True, False),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "verbosity": (None, "medium"),
     "web_search_options": _ABSENT,
 }
@@ -68,8 +63,6 @@ def check_extras(body: GenerationBody, *, chat: bool) -> list[str]:
     for name, value in body.extra.items():
         if name == "best_of":
             neutral = value is None or _same(value, body.choices)
-        elif name == "tools" and body.extra.get("tool_choice") == "none":
-            neutral = True
         elif name in _NEEDLESS:
             warnings.append(f"`{name}` was ignored: {_NEEDLESS[name]}.")
             continue
