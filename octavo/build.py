@@ -96,6 +96,7 @@ def build_core(
             "kv_cache": num_blocks * config.cache.block_size * worker.kv_bytes_per_token,
         },
         phases=timer.seconds,
+        max_logprobs=config.model.max_logprobs,
         features=[feature.name for feature in features],
     )
     return loop, info

@@ -27,6 +27,7 @@ class ModelConfig:
         dtype: "auto" takes the checkpoint's, or float32 where the machine has no fast bfloat16.
         load_format: "auto" by the files found; "dummy" fills random weights.
         max_model_len: None takes the model's, shortened to what the KV cache holds.
+        max_logprobs: the largest `logprobs` of a request; -1 for no limit.
     """
 
     model: str = DEFAULT_MODEL
@@ -35,6 +36,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     max_model_len: int | None = None
+    max_logprobs: int = 20
     seed: int = 0
 
 

@@ -74,6 +74,14 @@ MODEL = (
         metavar="TOKENS",
     ),
     Flag(
+        "max-logprobs",
+        "model.max_logprobs",
+        "largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit",
+        "20",
+        units.count_or_all,
+        metavar="N",
+    ),
+    Flag(
         "seed", "model.seed", "of the random weights, and of requests that bring none", "0", units.natural, metavar="N"
     ),
 )

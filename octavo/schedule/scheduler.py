@@ -24,7 +24,9 @@ from octavo.core.stats import EngineStats
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.policy import Policy, Rank
+from octavo.schedule.prompt_news import prompt_news
 from octavo.schedule.queue import WaitingQueue
+from octavo.schedule.repetition import repeats
 
 
 @dataclass(slots=True)
@@ -218,7 +220,7 @@ class Scheduler:
                 return _Admission.WAIT
             self.cache.fork(leader.table, request.table, request.num_prompt)
             request.num_computed = request.num_prompt - 1
-        else:
+        elif request.params.prompt_logprobs is None:  # else its whole prompt is looked at, so none of it is shared
             request.num_computed = self.cache.match(request.table, self._namespace(request), request.tokens)
         shared = request.num_computed
         num_tokens = self._allowed(request, step.budget)
@@ -323,6 +325,8 @@ class Scheduler:
         deltas = []
         for row, request in enumerate(self._launched.pop(plan.id)):
             request.inflight -= 1
+            if row in output.prompt_logprobs and request.finish is None:
+                deltas += prompt_news(request, output.prompt_logprobs[row])
             if plan.samples[row]:
                 sampled = output.tokens[row]
                 request.pending -= 1 + plan.num_drafts[row]
@@ -346,6 +350,10 @@ class Scheduler:
             tokens.append(token)
             if token in request.stop_ids:
                 reason = FinishReason.STOP
+                break
+            rule = request.params.repetition_detection
+            if rule is not None and repeats(request.tokens[request.num_prompt :], rule):
+                reason = FinishReason.REPETITION
                 break
             if request.num_output >= request.max_tokens:
                 reason = FinishReason.LENGTH

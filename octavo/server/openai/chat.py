@@ -144,9 +144,11 @@ async def _whole(ctx: ServerContext, chat: Chat, reply: Reply, writer: LogprobWr
     counter = UsageCounter([chat.job])
     routed = chat.choices()
     answers = [_Answer() for _ in routed]
+    prompt = None
     async with aclosing(run(ctx, [chat.job])) as outputs:
         async for number, output in outputs:
             counter.add(number, output)
+            prompt = output.prompt_logprobs
             for choice in output.outputs:
                 answers[choice.index].add(choice, routed[choice.index].take(choice))
     _count_reasoning(counter, chat, routed)
@@ -157,6 +159,7 @@ async def _whole(ctx: ServerContext, chat: Chat, reply: Reply, writer: LogprobWr
         choices=[_choice(index, answer, chat, reply, writer) for index, answer in enumerate(answers)],
         usage=counter.usage(),
         prompt_token_ids=chat.job.prompt_tokens if reply.return_token_ids else UNSET,
+        prompt_logprobs=writer.prompt(prompt),
         warnings=reply.warnings,
     )
 

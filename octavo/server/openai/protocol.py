@@ -47,6 +47,16 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: str | None = None
 
 
+class RepetitionRule(BaseModel):
+    """When an output counts as going in circles."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    max_pattern_size: Int
+    min_pattern_size: Int = 1
+    min_count: Int = 3
+
+
 class GenerationBody(BaseModel):
     """What chat and text completions have in common."""
 
@@ -85,6 +95,10 @@ class GenerationBody(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[Int] | None = None
+    repetition_detection: RepetitionRule | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -167,6 +181,17 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompts
     logprobs: Int | None = None
+    echo: bool | None = None
+    best_of: Int | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many are generated; with `best_of`, more than are answered."""
+        return max(self.answered, self.best_of or 0)
+
+    @property
+    def answered(self) -> int:
+        return 1 if self.n is None else self.n
 
 
 class TokenizeBody(BaseModel):

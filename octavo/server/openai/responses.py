@@ -58,8 +58,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     """`logprobs` of a text completion choice; `text_offset` counts characters from the start of the output."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -115,6 +115,18 @@ class ChatChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One candidate at one place of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt: token id -> candidate, the token itself first. The first token has none."""
+
+
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """The whole response of `POST /v1/chat/completions`."""
 
@@ -125,6 +137,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 
@@ -171,6 +184,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,16 +14,12 @@ from octavo.server.openai.protocol import GenerationBody
 _ABSENT: tuple[Any, ...] = (None,)
 
 _BOTH: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": _ABSENT,
-    "bad_words": (None, []),
     "kv_transfer_params": (None, {}),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
     "logprob_token_ids": (None, []),
     "media_io_kwargs": (None, {}),
     "mm_processor_kwargs": (None, {}),
-    "prompt_logprobs": _ABSENT,
-    "repetition_detection": _ABSENT,
     "return_prompt_text": (None, False),
     "spaces_between_special_tokens": (None, True),
     "stream_interval": (None, 1),
@@ -46,7 +42,6 @@ _CHAT: dict[str, tuple[Any, ...]] = {
 }
 _NEEDLESS = {"guided_decoding_backend": "there is one backend"}
 _COMPLETION: dict[str, tuple[Any, ...]] = {
-    "echo": (None, False),
     "prompt_embeds": _ABSENT,
     "suffix": (None, ""),
 }
