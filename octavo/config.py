@@ -128,6 +128,11 @@ class ServerConfig:
 
     Attributes:
         tool_call_parser, reasoning_parser: how the model writes calls and reasoning; "auto" by its chat template.
+        api_key_file: more keys, one a line.
+        allowed_origins, allowed_methods, allowed_headers, allow_credentials: what other sites' pages may do (CORS);
+            nothing without an origin.
+        max_num_queued_reqs, max_num_queued_tokens: what may wait for the engine before requests are refused.
+        strict_params: refuse fields that nobody knows, instead of naming them in `warnings`.
         max_prompts: prompts in one request to /v1/completions.
         max_schema_bytes: a schema or grammar of one request.
         enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
@@ -141,6 +146,14 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    strict_params: bool = False
     max_body_bytes: int = 32 * 1024 * 1024
     max_stop_strings: int = 4
     max_n: int = 64

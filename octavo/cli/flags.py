@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +46,23 @@ class Flag:
 
 def _dtype(text: str) -> str:
     return {"float": "float32", "half": "float16"}.get(text, text)
+
+
+def _item(text: str) -> list[str]:
+    """One value, or a JSON list of them."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        items = json.loads(text)
+    except ValueError:
+        items = None
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a value nor a JSON list of strings")
+    return items
+
+
+def _flat(items: list[list[str]]) -> tuple[str, ...]:
+    return tuple(item for part in items for item in part)
 
 
 MODEL = (
@@ -167,6 +186,61 @@ SERVER = (
         many=True,
         metavar="KEY",
         env="OCTAVO_API_KEY",
+    ),
+    Flag("api-key-file", "server.api_key_file", "a file with more keys, one a line", "none", metavar="FILE"),
+    Flag(
+        "allowed-origins",
+        "server.allowed_origins",
+        "sites whose pages may call the server (CORS); * for all",
+        "none",
+        _item,
+        many=True,
+        metavar="ORIGIN",
+        convert=_flat,
+    ),
+    Flag(
+        "allowed-methods",
+        "server.allowed_methods",
+        "methods that those pages may use",
+        "*",
+        _item,
+        many=True,
+        metavar="METHOD",
+        convert=_flat,
+    ),
+    Flag(
+        "allowed-headers",
+        "server.allowed_headers",
+        "headers that those pages may send",
+        "*",
+        _item,
+        many=True,
+        metavar="HEADER",
+        convert=_flat,
+    ),
+    Flag("allow-credentials", "server.allow_credentials", "let those pages send cookies", "off", switch=True),
+    Flag(
+        "max-num-queued-reqs",
+        "server.max_num_queued_reqs",
+        "sequences that may wait; further requests get a 429",
+        "no limit",
+        units.natural,
+        metavar="N",
+    ),
+    Flag(
+        "max-num-queued-tokens",
+        "server.max_num_queued_tokens",
+        "prompt tokens that may wait; further requests get a 429",
+        "no limit",
+        units.count,
+        metavar="TOKENS",
+    ),
+    Flag(
+        "strict-params",
+        "server.strict_params",
+        "refuse requests with fields that nobody knows, instead of a warning in the answer",
+        "off",
+        switch=True,
     ),
     Flag("chat-template", "server.chat_template", "a Jinja file, or the template itself", "the model's"),
     Flag(

@@ -80,7 +80,6 @@ FLAGS: dict[str, Missing | Needless] = {
     "enable-sleep-mode": _switch("sleep mode is"),
     "otlp-traces-endpoint": _value("tracing is"),
     "uds": _value("listening on a Unix socket is"),
-    "allowed-origins": _value("a list of allowed origins (CORS) is"),
     "middleware": _value("middleware is"),
     "enable-log-outputs": _switch("logging of outputs is"),
     "ssl-keyfile": Missing(_TLS),

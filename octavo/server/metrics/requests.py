@@ -45,6 +45,8 @@ class RequestMetrics:
 
     def __init__(self, *, log_requests: bool = False) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.refused: Counter[str] = Counter({"requests": 0, "tokens": 0})
+        """By the limit of the queue that they met."""
         self.finished: Counter[str] = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
         self._log_level = logging.INFO if log_requests else logging.DEBUG
 

@@ -73,6 +73,7 @@ async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput
 
 
 async def _tracked(ctx: ServerContext, job: Job) -> AsyncGenerator[RequestOutput, None]:
+    ctx.admission.enter(job.request)
     record = ctx.metrics.requests.begin(job.request)
     active = ctx.lifecycle.active
     active.add(job.request.id)
@@ -81,11 +82,13 @@ async def _tracked(ctx: ServerContext, job: Job) -> AsyncGenerator[RequestOutput
         async with aclosing(outputs):
             async for output in outputs:
                 record.observe(output)
+                ctx.admission.begun(job.request)
                 if any(choice.finish_reason == "error" for choice in output.outputs):
                     raise ApiError(500, "The engine could not finish this request; send it again.")
                 yield output
     finally:
         active.discard(job.request.id)
+        ctx.admission.leave(job.request)
         record.end()
 
 

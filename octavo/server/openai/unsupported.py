@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.core.errors import UnsupportedError
+from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.server.openai.protocol import GenerationBody
 
 _ABSENT: tuple[Any, ...] = (None,)
@@ -47,10 +47,11 @@ _COMPLETION: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_extras(body: GenerationBody, *, chat: bool) -> list[str]:
-    """Warnings about fields that nobody knows.
+def check_extras(body: GenerationBody, *, chat: bool, strict: bool = False) -> list[str]:
+    """Warnings about fields that nobody knows, which are refused if `strict`.
 
     Raises:
+        InvalidRequestError: nobody knows a field, and that is not let pass.
         UnsupportedError: a known parameter asks for something that this version does not do.
     """
     known = _BOTH | (_CHAT if chat else _COMPLETION)
@@ -64,6 +65,8 @@ def check_extras(body: GenerationBody, *, chat: bool) -> list[str]:
         elif name in known:
             neutral = any(_same(value, one) for one in known[name])
         else:
+            if strict:
+                raise InvalidRequestError(f"{name} is not a parameter that this server knows.", param=name, value=value)
             warnings.append(f"The unknown field `{name}` was ignored.")
             continue
         if not neutral:

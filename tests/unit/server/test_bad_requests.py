@@ -375,7 +375,7 @@ def test_a_dead_engine_and_a_full_queue(monkeypatch: pytest.MonkeyPatch, stream:
 
     monkeypatch.setattr(full.engine, "generate", refuse)
     answer = ask_now(full.app, CHAT, HELLO | {"stream": stream})
-    assert answer.status == 503
+    assert answer.status == 429
     assert answer.headers["retry-after"] == "7"
 
 
