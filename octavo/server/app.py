@@ -11,6 +11,7 @@ from starlette.responses import Response
 from octavo.config import ServerConfig
 from octavo.server import errors, schema
 from octavo.server.admission import Admission
+from octavo.server.anthropic.protocol import CountBody, MessagesBody
 from octavo.server.context import ServerContext
 from octavo.server.door import Door
 from octavo.server.lifecycle import Lifecycle
@@ -59,7 +60,7 @@ def create_app(
     )
     app.include_router(status_routes(ctx))
     app.include_router(inference_routes(ctx))
-    schema.install(app, [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody])
+    schema.install(app, [ChatBody, CompletionBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody])
     errors.install(app)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)

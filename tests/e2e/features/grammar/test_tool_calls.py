@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -116,3 +117,19 @@ def test_a_strict_schema_that_cannot_be_enforced_is_refused(client: openai.OpenA
     with pytest.raises(openai.BadRequestError, match="not") as caught:
         client.chat.completions.create(**ASKED | {"tools": [tool]}, tool_choice="required")
     assert caught.value.param == "tools"
+
+
+def test_anthropics_client_gets_calls(server: Server) -> None:
+    tool: Any = {"name": "get_weather", "description": "The weather in a city.", "input_schema": PARAMETERS}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        message = client.messages.create(
+            model="smollm2",
+            max_tokens=160,
+            messages=ASKED["messages"],
+            tools=[tool],
+            tool_choice={"type": "tool", "name": "get_weather"},
+        )
+    assert message.stop_reason == "tool_use"
+    (block,) = message.content
+    assert block.type == "tool_use"
+    jsonschema.validate(block.input, PARAMETERS)
