@@ -17,6 +17,7 @@ from octavo.server.door import Door
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics.metrics import Metrics
 from octavo.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.openai.respond.protocol import ResponseBody
 from octavo.server.routes.inference import inference_routes
 from octavo.server.routes.status import status_routes
 from octavo.server.stream import CLIENT_CLOSED_REQUEST, ClientGoneError
@@ -60,7 +61,7 @@ def create_app(
     )
     app.include_router(status_routes(ctx))
     app.include_router(inference_routes(ctx))
-    schema.install(app, [ChatBody, CompletionBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody])
+    schema.install(app, [ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody])
     errors.install(app)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
