@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from octavo.cache.cache import KVCache
-from octavo.config import CacheConfig, EngineConfig
+from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
@@ -38,11 +38,12 @@ def build_core(
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
-    worker = Worker(config.model, config.device, files, config.cache.block_size)
+    worker = Worker(config.model, config.device, files, config.cache)
     timer.begin("weights")
     worker.load()
     timer.begin("kv cache")
-    cache_bytes = _cache_bytes(config.cache, worker)
+    wanted = config.cache.memory_bytes
+    cache_bytes = worker.kv_budget(config.scheduler) if wanted is None else wanted
     num_blocks, max_model_len = _fit(config, worker, cache_bytes)
     eos = eos_token_ids(files)
     features = build_features(
@@ -56,6 +57,7 @@ def build_core(
         num_blocks=num_blocks,
         num_slots=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
         hooks=[feature.worker for feature in features],
     )
     depth = worker.device.default_depth if config.scheduler.depth is None else config.scheduler.depth
@@ -96,6 +98,7 @@ def build_core(
             "kv_cache": num_blocks * config.cache.block_size * worker.kv_bytes_per_token,
         },
         phases=timer.seconds,
+        weights=worker.weight_form,
         max_logprobs=config.model.max_logprobs,
         features=[feature.name for feature in features],
     )
@@ -105,12 +108,6 @@ def build_core(
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
     other = config.model.tokenizer
     return load_tokenizer(files if other is None else resolve(other, tokenizer_only=True))
-
-
-def _cache_bytes(cache: CacheConfig, worker: Worker) -> int:
-    if cache.memory_bytes is not None:
-        return cache.memory_bytes
-    return worker.device.kv_budget(cache.memory_utilization, worker.weight_bytes)
 
 
 def _fit(config: EngineConfig, worker: Worker, cache_bytes: int) -> tuple[int, int]:

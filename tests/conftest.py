@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 from hypothesis import settings
+
+# Without a GPU the tests run Triton's kernels in its interpreter, which must be asked for before they are defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import resolve

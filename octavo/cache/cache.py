@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -122,6 +123,11 @@ class KVCache:
         for block in reversed(table.blocks):
             self._drop(block)
         table.blocks, table.num_registered, table.node = [], 0, None
+
+    def num_freed_by(self, tables: Sequence[BlockTable]) -> int:
+        """How many blocks would become free if these tables were released: those that nobody else holds."""
+        held = Counter(block for table in tables for block in table.blocks)
+        return sum(self.pool.refs(block) == count for block, count in held.items())
 
     def reset(self) -> None:
         """Forget all cached contents, such as after a step failed and some blocks may be wrong."""

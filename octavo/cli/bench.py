@@ -20,6 +20,8 @@ def run(argv: list[str]) -> int:
     if argv and argv[0] in BENCHES:
         return cast(Command, importlib.import_module(f"octavo.cli.bench_{argv[0]}")).run(argv[1:])
     asked = bool(argv) and argv[0] in ("-h", "--help")
+    if argv and not asked:
+        print(f"octavo: error: unknown bench {argv[0]!r}", file=sys.stderr)
     print(
         f"usage: octavo bench BENCH [options]\n\n{known}\n\n  octavo bench BENCH --help   its options",
         file=sys.stdout if asked else sys.stderr,

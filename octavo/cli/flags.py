@@ -78,6 +78,13 @@ MODEL = (
         choices=("auto", "float32", "bfloat16", "float16", "float", "half"),
     ),
     Flag(
+        "activation-dtype",
+        "model.activation_dtype",
+        "what meets weights that stay quantised on a CPU: int8 is faster on long prompts, int16 more exact",
+        "int16",
+        choices=("int16", "int8"),
+    ),
+    Flag(
         "load-format",
         "model.load_format",
         "how to read the weights; dummy fills in random ones",
@@ -165,6 +172,13 @@ DEVICE = (
     Flag("threads", "device.threads", "compute threads on a CPU", "its cores", units.count, metavar="N"),
     Flag("attention-backend", "device.attention_backend", "attention kernel to use", "the fastest that fits"),
     Flag("cpu-isa", "device.cpu_isa", "instruction set of the CPU kernels", "auto", choices=("auto", *isa.NAMES)),
+    Flag(
+        "enforce-eager",
+        "device.enforce_eager",
+        "launch every operation of every step instead of replaying recorded graphs (on a GPU)",
+        "off",
+        switch=True,
+    ),
 )
 
 SERVER = (

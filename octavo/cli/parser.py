@@ -17,7 +17,7 @@ def say(text: str) -> None:
     print(f"octavo: {text}", file=sys.stderr, flush=True)
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
+class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=min(shutil.get_terminal_size().columns, 116))
 

@@ -44,6 +44,14 @@ def add_sampling_flags(parser: OctavoParser) -> None:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `SamplingParams` that the command line sets."""
+    """Fields of `SamplingParams` that the command line sets.
+
+    Raises:
+        InvalidRequestError: one is out of range; better said now than when the model has been loaded.
+    """
+    from octavo.core.params import SamplingParams
+
     names = [option.flag.replace("-", "_") for option in _OPTIONS]
-    return {name: value for name in (*names, "stop", "ignore_eos") if (value := getattr(args, name)) is not None}
+    fields = {name: value for name in (*names, "stop", "ignore_eos") if (value := getattr(args, name)) is not None}
+    SamplingParams(**({"max_tokens": None} | fields))
+    return fields

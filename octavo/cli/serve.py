@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from typing import Any
+
 from octavo.cli.args import add_engine_settings, add_settings, engine_from, server_from, values
-from octavo.cli.flags import SERVER_GROUPS
+from octavo.cli.flags import SERVER_GROUPS, flags_of
 from octavo.cli.parser import OctavoParser
 from octavo.cli.start import open_frontend
+from octavo.hub.catalogue import CATALOGUE
 
 
 def run(argv: list[str]) -> int:
     parser = make_parser()
     found = values(parser, parser.parse_args(argv))
+    refuse_swallowed_model(parser, found)
     engine, server = engine_from(found), server_from(found)
     from octavo.server.run import run_server
 
     return run_server(lambda: open_frontend(engine, server), server, announce=announce)
+
+
+def refuse_swallowed_model(parser: OctavoParser, found: Mapping[str, Any]) -> None:
+    """Exits if no model was given, but a flag of several values ends in one: `--api-key KEY MODEL` takes both."""
+    if "model.model" in found:
+        return
+    for flag in flags_of(SERVER_GROUPS):
+        given: tuple[str, ...] = found.get(flag.target, ()) if flag.many else ()
+        if len(given) > 1 and (given[-1] in CATALOGUE or os.path.exists(given[-1])):
+            parser.error(
+                f"--{flag.name} takes all the words that follow it, {given[-1]!r} too; put the model first: "
+                f"octavo serve {given[-1]} --{flag.name} ..."
+            )
 
 
 def announce(text: str) -> None:

@@ -51,6 +51,7 @@ def memory_rows(info: ModelInfo) -> list[tuple[str, str]]:
     return [
         ("model", f"{info.name} ({info.architecture}), {info.dtype} on {info.device}"),
         *((part.replace("kv_cache", "KV cache"), show_bytes(size)) for part, size in info.memory.items()),
+        *([("weights are", info.weights)] if info.weights else []),
         (
             "KV cache holds",
             f"{info.kv_tokens:,} tokens ({info.num_blocks:,} blocks of {info.block_size}, "

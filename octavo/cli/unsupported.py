@@ -94,9 +94,6 @@ FLAGS: dict[str, Missing | Needless] = {
         "long prompts are always computed in chunks",
         no_reason="long prompts are always computed in chunks; raise --max-num-batched-tokens to have fewer of them",
     ),
-    "enforce-eager": Needless(
-        "this version always runs eagerly", no_reason="captured graphs are not supported by this version"
-    ),
     "optimization-level": Needless("this version does not compile the model", takes_value=True),
     "compilation-config": Needless("this version does not compile the model", takes_value=True),
     "performance-mode": Needless("there is one mode", takes_value=True),

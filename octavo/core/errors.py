@@ -56,20 +56,22 @@ class QueueFullError(OctavoError):
         self.retry_after_s = retry_after_s
 
 
-def context_error(max_model_len: int, num_prompt: int, max_tokens: int | None) -> str:
+def context_error(
+    max_model_len: int, num_prompt: int | str, max_tokens: int | None = None, *, field: str = "messages"
+) -> str:
     """The sentence about an exceeded context that clients of the OpenAI API look for, with the counts.
 
-    `max_tokens` is None when the prompt alone is too long.
+    Args:
+        num_prompt: tokens of the prompt, or words such as "at least 9000" where they were not all counted.
+        max_tokens: tokens asked for; None when the prompt alone is too long.
+        field: where the prompt came from: "messages" or "prompt".
     """
-    if max_tokens is None:
-        return (
-            f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
-            f"{num_prompt} tokens. Please reduce the length of the messages."
-        )
+    limit = f"This model's maximum context length is {max_model_len} tokens. However,"
+    if max_tokens is None or isinstance(num_prompt, str):
+        return f"{limit} your {field} resulted in {num_prompt} tokens. Please reduce the length of the {field}."
     return (
-        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-        f"{num_prompt + max_tokens} tokens ({num_prompt} in the messages, {max_tokens} in the completion). "
-        "Please reduce the length of the messages or completion."
+        f"{limit} you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the "
+        f"completion). Please reduce the length of the {field} or completion."
     )
 
 

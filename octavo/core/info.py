@@ -11,6 +11,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: what the user asked for.
         architecture: the checkpoint's own word, such as "LlamaForCausalLM".
+        dtype: of activations and KV cache.
+        weights: the form in which the weights are kept, in words.
         vocab_size: rows of the output head; token ids are below it.
         max_model_len: prompt plus output of one request.
         eos_token_ids: tokens that end a sequence unless `ignore_eos`.
@@ -36,6 +38,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     memory: dict[str, int]
     phases: dict[str, float]
+    weights: str = ""
     max_logprobs: int = 20
     features: list[str] = msgspec.field(default_factory=list)
 

@@ -124,7 +124,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_stops()
         self._check_bans()
         if self.greedy and self.n > 1:
-            raise InvalidRequestError(f"n must be 1 when using greedy sampling, got {self.n}.", param="n", value=self.n)
+            raise InvalidRequestError(
+                f"n must be 1 when using greedy sampling, got {self.n}. Set a temperature above 0 to have choices that "
+                "differ.",
+                param="n",
+                value=self.n,
+            )
 
     @property
     def greedy(self) -> bool:

@@ -14,6 +14,8 @@ class Device(Protocol):
     name: str
     default_depth: int
     """Steps worth launching ahead: 0 where launching computes, 1 where it only enqueues."""
+    resident: bool
+    """Whether running requests live on the device, because reading anything back would make the host wait."""
 
     def setup(self, threads: int | None) -> None:
         """Prepare this process for computing; called once, before anything is allocated."""
@@ -23,6 +25,10 @@ class Device(Protocol):
         """The dtype to compute in: `wanted`, or for "auto" what suits the checkpoint's dtype and this device."""
         ...
 
-    def kv_budget(self, utilization: float | None, weights: int) -> int:
-        """Bytes for the KV cache, given those that the weights will take."""
+    def check_fits(self, weights: int, utilization: float | None) -> None:
+        """Raises ConfigError if so many bytes of weights can't be loaded; called before they are."""
+        ...
+
+    def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
+        """Bytes for the KV cache, given those that the weights take, and those that a step needs beside them."""
         ...

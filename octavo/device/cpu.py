@@ -24,6 +24,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.name = host.cpu_name()
         self.default_depth = 0
+        self.resident = False
         self._available = host.available_memory()
 
     def setup(self, threads: int | None) -> None:
@@ -39,7 +40,10 @@ class CpuDevice:
             return _DTYPES[wanted]
         return torch.bfloat16 if checkpoint != "float32" and host.has_fast_bfloat16() else torch.float32
 
-    def kv_budget(self, utilization: float | None, weights: int) -> int:
+    def check_fits(self, weights: int, utilization: float | None) -> None:
+        """Weights may be mapped and swapped here; `kv_budget` says what is too much."""
+
+    def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Half of the available memory less the weights, at most 4 GiB; with a stated utilization, that fraction."""
         available = self._available
         budget = int(available * (utilization or _DEFAULT_UTILIZATION)) - weights

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from octavo.core.errors import ConfigError
+import importlib.util
+
+import torch
+
 from octavo.device.base import Device
 from octavo.device.cpu import CpuDevice
+from octavo.device.cuda import CudaDevice
 
 
 def select_device(name: str) -> Device:
     """ "auto" takes the best there is. Raises ConfigError for a device that can't be used."""
-    if name in ("auto", "cpu"):
-        return CpuDevice()
-    raise ConfigError(
-        f"--device {name} is not supported by this version of Octavo, which runs on CPUs; use --device cpu."
-    )
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available() and importlib.util.find_spec("triton")):
+        return CudaDevice()
+    return CpuDevice()

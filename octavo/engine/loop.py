@@ -57,35 +57,39 @@ class EngineLoop:
 
     def step(self) -> list[TokenDelta]:
         """Launch one step if there is something to compute, and retire those that the depth asks for."""
+        news: list[TokenDelta] = []
         try:
-            return self._step()
+            self._step(news)
         except Exception as error:
-            log.exception("a step failed; its requests end with an error, the others go on")
+            log.exception("a step failed; if several requests were in it, they run again one by one")
             self._flight.clear()
-            return self._scheduler.fail_in_flight(f"{type(error).__name__}: {error}")
+            news += self._scheduler.recover(f"{type(error).__name__}: {error}")
+        return news
 
-    def _step(self) -> list[TokenDelta]:
-        """Plan step n + 1 from bounds while the device runs n, launch it, and only then look at the tokens of n."""
+    def _step(self, news: list[TokenDelta]) -> None:
+        """Plan step n + 1 from bounds while the device runs n, launch it, and only then look at the tokens of n.
+
+        What there is to tell goes into `news` at once, so that a later failure can't swallow it.
+        """
         began = time.perf_counter()
         plan = self._scheduler.plan()
         planned = time.perf_counter()
         self._launched = plan is not None
-        deltas = self._scheduler.take_refused()
+        news += self._scheduler.take_refused()
         step = None if plan is None else self._executor.forward(plan)
         if plan is None or step is None:
-            deltas += self._retire() if self._flight else self._unstick()
+            news += self._retire() if self._flight else self._unstick()
         else:
             while plan.needs_feedback and self._flight:
-                deltas += self._retire()
+                news += self._retire()
             self._executor.sample(step, self._scheduler.payload(plan))
             self._flight.append(step)
         launched = time.perf_counter()
         while len(self._flight) > self._depth:
-            deltas += self._retire()
+            news += self._retire()
         self._scheduler.count_times(
             plan=planned - began, launch=launched - planned, retire=time.perf_counter() - launched
         )
-        return deltas
 
     def _retire(self) -> list[TokenDelta]:
         step = self._flight.popleft()

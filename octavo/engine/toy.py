@@ -64,8 +64,8 @@ class ToyStep:
 class ToyDevice:
     """A FIFO of launched work. `lazy` runs it only when a result is asked for; otherwise at random moments.
 
-    `num_drafts` tokens are drafted after each sampled one, right three times out of five. `fail_at` names plans whose
-    forward pass raises, to test what a fault costs.
+    `num_drafts` tokens are drafted after each sampled one, right three times out of five. To test what a fault costs,
+    `fail_at` names plans whose forward pass raises, and `poison` a token that no step can compute.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class ToyDevice:
         lazy: bool = True,
         seed: int = 0,
         fail_at: Sequence[int] = (),
+        poison: int | None = None,
     ) -> None:
         self._cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
@@ -84,6 +85,7 @@ class ToyDevice:
         self._lazy = lazy
         self._random = random.Random(seed)
         self._fail_at = frozenset(fail_at)
+        self._poison = poison
         self._queue: deque[Callable[[], None]] = deque()
         self._slots: dict[int, _Slot] = {}
         self.cells_computed = 0
@@ -121,6 +123,9 @@ class ToyDevice:
             inputs = (state.tokens[start:] + state.drafts[:drafts])[:count]
             if len(inputs) != count:
                 raise AssertionError(f"slot {slot}: the plan computes {count} tokens but the device has {len(inputs)}")
+            if self._poison in inputs:
+                self._queue.clear()
+                raise RuntimeError(f"the toy device can't compute token {self._poison} (slot {slot})")
             step.inputs.append(inputs)
             spans.append((state, start, state.tokens[:start] + inputs))
         for state, start, context in spans:

@@ -101,7 +101,8 @@ def _identity(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
     if keys.arch not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise ModelFileError(
-            f"{file.path} holds a model of architecture {keys.arch or '(none)'!r}; known in GGUF files are: {known}."
+            f"{file.path} holds a model of architecture {keys.arch or '(none)'!r}; known in GGUF files are: {known}. "
+            "Serve a model of one of these."
         )
     if keys.get("expert_count", 0) > 0:
         raise ModelFileError(

@@ -44,7 +44,9 @@ def check_safetensors(path: Path) -> None:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else -1
+            if size < 8:
+                raise _corrupt(path, f"it has only {size} bytes")
+            length = struct.unpack("<Q", file.read(8))[0]
             if not 0 < length <= min(_MAX_HEADER, size - 8):
                 raise _corrupt(path, f"it claims a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))

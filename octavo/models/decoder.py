@@ -50,11 +50,20 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split(self.head_counts, dim=1)
+        rotating = self.attn.rotating
+        if rotating is not None:
+            rotating.rotate_and_write(heads, self._norms(), self.rope.cos_sin, self.attn.cache, step)
+            return self.out(self.attn.attend(q, step).flatten(1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions)
         else:
             self.rope.joint(heads[:, : -self.head_counts[2]], step.positions)
         return self.out(self.attn(q, k, v, step).flatten(1))
+
+    def _norms(self) -> tuple[Tensor, Tensor, float] | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
 
 class MLP(nn.Module):

@@ -31,12 +31,12 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-def compiled(model: CausalLM, attention: AttentionBackend) -> Model:
+def compiled(model: CausalLM, attention: AttentionBackend, activation_bytes: int = 2) -> Model:
     """The model as a native program where that is possible, else as it is. Its weights must be loaded."""
     if not isinstance(attention, NativeAttention):
         return model
     reason = reason_against(model)
     if reason is None:
-        return NativeDecoder(model, attention.pool)
+        return NativeDecoder(model, attention.pool, activation_bytes)
     log.warning("the model runs layer by layer in torch instead of as one native program: %s", reason)
     return model

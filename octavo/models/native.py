@@ -30,6 +30,14 @@ def reason_against(model: CausalLM) -> str | None:
     return None
 
 
+WEIGHT_NAMES = {
+    Dtype.FLOAT: "float32",
+    Dtype.BFLOAT: "bfloat16",
+    Dtype.INT8: "8-bit integers",
+    Dtype.INT4: "4-bit integers",
+}
+
+
 @dataclass(slots=True)
 class _Buffers:
     """Ids of the program's buffers: what norms put out, heads before and after rope, attention's and the gate's output,
@@ -58,10 +66,12 @@ class NativeDecoder:
         attention_layers: the model's own; the worker binds each one's `cache`.
     """
 
-    def __init__(self, model: CausalLM, pool: Pool) -> None:
+    def __init__(self, model: CausalLM, pool: Pool, activation_bytes: int = 2) -> None:
+        """`activation_bytes`, 1 or 2, are those of the integers that meet weights which stay integers."""
         self.spec = model.spec
         self.attention_layers = model.attention_layers
         self._pool = pool
+        self._planes = activation_bytes
         self._dtype = DTYPES[model.embedding.dtype]
         self._eps = model.spec.rms_norm_eps
         self._cos_sin = model.rope.cos_sin
@@ -71,6 +81,14 @@ class NativeDecoder:
         self._tied = isinstance(model.head, TiedHead)
         self._table = self._head if self._tied else table_of(model.embedding)
         self._compiled: _Compiled | None = None
+
+    @property
+    def weight_form(self) -> str:
+        """How the matrices are stored, in words."""
+        found = {m.dtype for layer in self._layers for m in layer.matrices} | {self._head.dtype}
+        names = " and ".join(WEIGHT_NAMES[dtype] for dtype in sorted(found))
+        packed = {Dtype.INT4, Dtype.INT8} & found
+        return f"{names}, multiplied with int{8 * self._planes} activations" if packed else names
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +139,7 @@ class NativeDecoder:
 
     def _compile(self) -> _Compiled:
         spec = self.spec
-        b = ProgramBuilder.make(spec.hidden_size * 4, self._logits_width * 4)
+        b = ProgramBuilder.make(spec.hidden_size * 4, self._logits_width * 4, self._planes)
         query_width = spec.num_heads * spec.head_dim
         buffers = _Buffers(
             normed=b.buffer(spec.hidden_size * 4),
@@ -129,7 +147,7 @@ class NativeDecoder:
             queries=b.buffer(query_width * 4),
             attended=b.buffer(query_width * 4),
             gated=b.buffer(spec.intermediate_size * 4),
-            integers=b.buffer(row_bytes(Dtype.INT8, max(query_width, spec.intermediate_size))),
+            integers=b.buffer(row_bytes(Dtype.INT8, max(query_width, spec.intermediate_size), self._planes)),
         )
         table = self._table
         packed = self._tied or table.inputs is Dtype.INT8

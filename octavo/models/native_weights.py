@@ -55,9 +55,13 @@ class LayerWeights:
     down: Matrix
 
     @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (self.qkv, self.out, self.gate_up, self.down)
+
+    @property
     def nbytes(self) -> int:
         norms = tensor_bytes(self.input_norm, self.q_norm, self.k_norm, self.post_norm)
-        return norms + sum(matrix.nbytes for matrix in (self.qkv, self.out, self.gate_up, self.down))
+        return norms + sum(matrix.nbytes for matrix in self.matrices)
 
 
 def layer_weights(layer: DecoderLayer) -> LayerWeights:

@@ -36,10 +36,14 @@ def spec_of(config: Config) -> DecoderSpec:
     names = config.get("architectures") or []
     if not names:
         raise ModelFileError(
-            "The model's config has no 'architectures', so Octavo can't tell what kind of model it is."
+            "The model's config has no 'architectures', so Octavo can't tell what kind of model it is. "
+            "Get the config.json that belongs to the model."
         )
     if names[0] not in ARCHITECTURES:
-        raise ConfigError(f"The model's architecture is {names[0]}; Octavo knows {', '.join(sorted(ARCHITECTURES))}.")
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ConfigError(
+            f"The model's architecture is {names[0]}; Octavo knows {known}. Serve a model of one of these."
+        )
     quantization = config.get("quantization_config")
     if quantization:
         method = (

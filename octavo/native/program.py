@@ -16,10 +16,10 @@ BLOCK = 32
 """Values that share a scale, in integer weights and activations."""
 
 
-def row_bytes(dtype: Dtype, columns: int) -> int:
+def row_bytes(dtype: Dtype, columns: int, planes: int = 1) -> int:
     """Size of a row of activations: values, and for integers each block's scale, scaled sum and sum."""
     if dtype is Dtype.INT8:
-        return columns + columns // BLOCK * 12
+        return columns * planes + columns // BLOCK * 12
     return columns * (2 if dtype is Dtype.BFLOAT else 4)
 
 
@@ -42,15 +42,19 @@ class ProgramBuilder:
 
     Pointers are addresses of memory that must outlive the program. Norm weights and biases are float32, biases padded
     with zeros to whole panels of 16.
+
+    Attributes:
+        planes: bytes of an integer activation, 1 or 2.
     """
 
     ops: list[Op]
     widths: list[int]
+    planes: int = 1
 
     @classmethod
-    def make(cls, hidden_bytes: int, logits_bytes: int) -> ProgramBuilder:
+    def make(cls, hidden_bytes: int, logits_bytes: int, planes: int = 1) -> ProgramBuilder:
         """With the two external buffers, whose rows have these sizes in bytes."""
-        return cls([], [hidden_bytes, logits_bytes])
+        return cls([], [hidden_bytes, logits_bytes], planes)
 
     def buffer(self, row_bytes: int) -> int:
         """A new buffer; its rows start on cache lines."""
@@ -166,7 +170,7 @@ class ProgramBuilder:
         self._add(Kind.QUANTISE, dtype, source, output, columns=columns)
 
     def _add(self, kind: Kind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
-        self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, **fields))
+        self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, planes=self.planes, **fields))
 
 
 class Program:

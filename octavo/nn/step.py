@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,14 @@ class StepInput:
         query_start: [R + 1] int32, where each row's tokens begin in the batch; the last entry is T.
         seq_lens: [R] int32, tokens of each sequence once this step is computed (context plus this step's).
         block_tables: [R, B] int32, KV block ids; entries past a sequence's end are undefined but valid ids.
+        table_rows: [R] int32, which row of `block_tables` is each row's own, where that is not the same; the tables may
+            then be longer than R.
         slot_mapping: [T] int64, block id x block size + offset: where each token's KV goes.
         logit_rows: [S] int64, indices into the batch.
         max_query_len, max_seq_len: host-side bounds over the rows.
         attn: what the attention backend prepared for this step.
         embeds: [T, H], when something other than the embedding table fed the model.
+        query_lens: each row's tokens in this step as the host knows them, where reading them off the device would wait.
     """
 
     input_ids: Tensor
@@ -37,6 +41,8 @@ class StepInput:
     max_seq_len: int
     attn: Any = None
     embeds: Tensor | None = None
+    table_rows: Tensor | None = None
+    query_lens: Sequence[int] | None = None
 
     @property
     def num_rows(self) -> int:

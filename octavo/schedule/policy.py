@@ -1,6 +1,7 @@
-"""Scheduling policies: who goes first, and who yields when KV blocks run out.
+"""Scheduling policies: who goes first, and who yields when slots or KV blocks run out.
 
-A policy is an object with two orders over requests; the scheduler does the rest. Add one here and to `POLICIES`.
+A policy is an object with two orders over requests and one relation; the scheduler does the rest. Add one here and to
+`POLICIES`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ class Policy(Protocol):
         """Among those that may be preempted, the highest goes first."""
         ...
 
+    def displaces(self, waiting: Request, running: Request) -> bool:
+        """Whether a waiting request may take the place of a running one.
+
+        Only of one that `rank` puts after it, and only ever in one direction, or the two would take turns.
+        """
+        ...
+
 
 class Fcfs:
     """First come, first served; the victim is the one with the least to compute again."""
@@ -35,15 +43,24 @@ class Fcfs:
     def victim_rank(self, request: Request) -> Rank:
         return (-request.num_computed, request.order)
 
+    def displaces(self, waiting: Request, running: Request) -> bool:
+        return False
+
 
 class Priority:
-    """Lower `priority` first, then first come; the least urgent class yields first, its cheapest member leading."""
+    """Lower `priority` first, then first come; the least urgent class yields first, its cheapest member leading.
+
+    One that arrives takes the place of running ones of less urgent classes, if it finds no other.
+    """
 
     def rank(self, request: Request) -> Rank:
         return (request.spec.priority, request.order)
 
     def victim_rank(self, request: Request) -> Rank:
         return (request.spec.priority, -request.num_computed, request.order)
+
+    def displaces(self, waiting: Request, running: Request) -> bool:
+        return waiting.spec.priority < running.spec.priority
 
 
 POLICIES: Mapping[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}

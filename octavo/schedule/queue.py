@@ -34,6 +34,12 @@ class WaitingQueue:
         heapq.heappop(self._heap)
         self._size -= 1
 
+    def remove(self, request: Request) -> None:
+        """Remove a request from wherever it stands."""
+        self._heap = [entry for entry in self._heap if entry[1] is not request]
+        heapq.heapify(self._heap)
+        self._size -= 1
+
     def discard(self) -> None:
         """Count out a request that has just ended while it waited."""
         self._size -= 1

@@ -12,34 +12,24 @@ import enum
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.cache.cache import BlockTable, KVCache
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import FinishReason, RequestTimes, StepOutput, TokenDelta, TokenLogprobs
-from octavo.core.plan import NewRow, PlanDraft, StepPlan
+from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest, Request
 from octavo.core.stats import EngineStats
+from octavo.schedule.counters import Counters
+from octavo.schedule.endings import append
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.policy import Policy, Rank
 from octavo.schedule.prompt_news import prompt_news
+from octavo.schedule.quarantine import Quarantine
 from octavo.schedule.queue import WaitingQueue
-from octavo.schedule.repetition import repeats
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan in the making: its layout, the requests behind its rows, and what the rows left."""
-
-    budget: int
-    draft: PlanDraft = field(default_factory=PlanDraft)
-    rows: list[Request] = field(default_factory=list)
-    prompts: set[Request] = field(default_factory=set)
-    """Requests whose prompt this step computes, in whole or in part."""
-    starved: Rank | None = None
-    """The best rank that found no room: whatever becomes free is for it, so nothing ranked after it gets a row."""
+from octavo.schedule.step import Step
+from octavo.schedule.victims import displaced_by, victim_of
 
 
 class _Admission(enum.Enum):
@@ -67,8 +57,9 @@ class Scheduler:
         self._hooks = hooks
         self._eos = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
-        self._stats = EngineStats(num_blocks=cache.num_blocks, block_size=cache.block_size)
+        self._counters = Counters(cache)
         self._waiting = WaitingQueue(policy)
+        self._quarantine = Quarantine()
         self._running: list[Request] = []
         self._alive: dict[str, list[Request]] = {}
         self._launched: dict[int, list[Request]] = {}
@@ -114,17 +105,28 @@ class Scheduler:
         choices = [r for r in self._alive.get(request_id, ()) if index is None or r.index == index]
         return [self._finish(r, FinishReason.ABORT) for r in choices if r.finish is None]
 
-    def fail_in_flight(self, error: str) -> list[TokenDelta]:
-        """A launched step did not run: end the requests it held, and distrust what the prefix tree says."""
+    def recover(self, error: str) -> list[TokenDelta]:
+        """A launched step failed, and whatever was in flight with it is lost. Distrust what the prefix tree says.
+
+        If that was one row, its request ends with the error. Else all are recomputed from their tokens, one request and
+        one step at a time, before anything else runs; see `Quarantine`.
+        """
         self._launched.clear()
-        deltas = []
-        for request in list(self._running):
-            if request.inflight:
-                request.inflight = 0
-                if request.finish is None:
-                    deltas.append(self._finish(request, FinishReason.ERROR, error=error))
-                else:
-                    self._release(request)
+        held = {r: r.inflight for r in self._running if r.inflight}
+        alive = {r: steps for r, steps in held.items() if r.finish is None}
+        if sum(held.values()) > 1:
+            guilty = self._quarantine.enter(alive)
+        else:
+            head = self._quarantine.current or self._waiting.peek()
+            guilty = list(alive) if held else [head] if head else []
+            self._quarantine.convicted()
+        for request in held:
+            request.inflight = 0
+            if request.finish is not None:
+                self._release(request)
+            elif request not in guilty:
+                self._preempt(request)
+        deltas = [self._finish(request, FinishReason.ERROR, error=error) for request in guilty]
         self.cache.reset()
         return deltas
 
@@ -149,15 +151,24 @@ class Scheduler:
     @property
     def is_stuck(self) -> bool:
         """Whether somebody waits although nothing runs and no feature asked for the wait. Never true, by design."""
-        return bool(self._waiting) and not self._running and not self._num_deferred
+        return bool(self._waiting) and not self._running and not self._num_deferred and not self._quarantine
 
     # Plan
 
     def plan(self) -> StepPlan | None:
         """Decide the next step from what is known now; None if nothing can be computed."""
-        step = _Step(budget=self.limits.max_num_batched_tokens)
-        self._plan_running(step)
-        self._plan_waiting(step)
+        step = Step(budget=self.limits.max_num_batched_tokens)
+        try:
+            if self._quarantine.current is not None:
+                self._plan_alone(step)
+            else:
+                self._make_way(step)
+                self._plan_running(step)
+                self._plan_waiting(step)
+        finally:
+            self._num_deferred = len(step.deferred)
+            for request in step.deferred:
+                self._waiting.push(request)
         if not step.rows:
             return None
         for hook in self._hooks:
@@ -166,7 +177,7 @@ class Scheduler:
         self._num_plans += 1
         self._freed = []
         self._launched[plan.id] = step.rows
-        self._count_step(plan)
+        self._counters.step(plan, self._running)
         return plan
 
     def payload(self, plan: StepPlan) -> dict[str, Any]:
@@ -175,73 +186,114 @@ class Scheduler:
         made = {hook.name: hook.before_sample(plan, rows) for hook in self._hooks}
         return {name: value for name, value in made.items() if value is not None}
 
-    def _plan_running(self, step: _Step) -> None:
-        """Rows that only decode come first, so that no prompt holds them up; within each group by rank."""
+    def _plan_running(self, step: Step) -> None:
+        """Rows that only decode come first, so that no prompt holds them up; within each group by rank.
+
+        A waiting request may rank before one whose prompt still takes several steps; then it is admitted first.
+        """
         small: list[Request] = []
         large: list[Request] = []
         for request in self._running:
             if request.finish is None and request.inflight < self.limits.max_ahead and not request.certain_to_finish:
                 (small if request.uncomputed <= 1 + request.num_drafts else large).append(request)
-        for request in small + large:
-            preempted = request.slot < 0
-            if not preempted and (step.starved is None or self._policy.rank(request) < step.starved):
+        for request in small:
+            if self._may_run(step, request):
+                self._plan_row(step, request)
+        for request in large:
+            self._plan_waiting(step, before=self._policy.rank(request))
+            if self._may_run(step, request):
                 self._plan_row(step, request)
 
-    def _plan_row(self, step: _Step, request: Request) -> None:
+    def _plan_alone(self, step: Step) -> None:
+        """After a failure: a step with one row, of a request under suspicion, and nothing else in flight."""
+        turns = 0 if self._launched else len(self._quarantine)
+        for _ in range(turns):
+            suspect = self._quarantine.current
+            if suspect is None or self._plan_suspect(step, suspect):
+                return
+            self._quarantine.postpone()
+
+    def _plan_suspect(self, step: Step, suspect: Request) -> bool:
+        """Whatever room it needs is taken from the others, who stand still meanwhile."""
+        others = sorted((r for r in self._running if r is not suspect), key=self._policy.victim_rank)
+        if suspect.slot < 0:
+            while (found := self._admit(step, suspect) if self._free_slots else _Admission.FULL) is _Admission.FULL:
+                self._preempt(others.pop())
+            if found is _Admission.DONE:
+                self._waiting.remove(suspect)
+            return found is _Admission.DONE
+        num_tokens = self._allowed(suspect, step.budget)
+        while num_tokens > 0 and not self._add_row(step, suspect, num_tokens):
+            self._preempt(others.pop())
+        return num_tokens > 0
+
+    def _may_run(self, step: Step, request: Request) -> bool:
+        preempted = request.slot < 0 or request in step.yielding
+        return not preempted and (step.starved is None or self._policy.rank(request) < step.starved)
+
+    def _plan_row(self, step: Step, request: Request) -> None:
         num_tokens = self._allowed(request, step.budget)
         if num_tokens <= 0:
             return
         while not self._add_row(step, request, num_tokens):
-            victim = self._victim(step, request)
+            victim = victim_of(request, self._running, set(step.rows), self._policy)
             if victim is None:
                 step.starved = self._policy.rank(request)
                 return
             self._preempt(victim)
 
-    def _plan_waiting(self, step: _Step) -> None:
-        passed: list[Request] = []
+    def _plan_waiting(self, step: Step, before: Rank | None = None) -> None:
+        """Admit by rank while there is room; with `before`, only those of a lower rank."""
         while step.starved is None and step.budget > 0 and self._free_slots:
             request = self._waiting.peek()
-            admission = _Admission.FULL if request is None else self._admit(step, request)
-            if request is None or admission is _Admission.FULL:
-                break
+            if request is None or (before is not None and self._policy.rank(request) > before):
+                return
+            admission = self._admit(step, request)
+            if admission is _Admission.FULL:
+                return
             self._waiting.pop()
             if admission is _Admission.WAIT:
-                passed.append(request)
-        self._num_deferred = len(passed)
-        for request in passed:
-            self._waiting.push(request)
+                step.deferred.append(request)
 
-    def _admit(self, step: _Step, request: Request) -> _Admission:
+    def _admit(self, step: Step, request: Request) -> _Admission:
         """Give a waiting request the KV it can share, a slot, and its first row."""
-        leader = request.leader
-        if leader is not None and leader.finish is None and not request.num_preemptions:
-            if leader.slot < 0 or leader.num_computed < leader.num_prompt or leader in step.prompts:
-                return _Admission.WAIT
-            self.cache.fork(leader.table, request.table, request.num_prompt)
-            request.num_computed = request.num_prompt - 1
-        elif request.params.prompt_logprobs is None:  # else its whole prompt is looked at, so none of it is shared
-            request.num_computed = self.cache.match(request.table, self._namespace(request), request.tokens)
+        if not self._share(step, request):
+            return _Admission.WAIT
         shared = request.num_computed
         num_tokens = self._allowed(request, step.budget)
-        if num_tokens <= 0 or not self._has_room(request):
-            self.cache.release(request.table)
-            request.num_computed = 0
+        if num_tokens <= 0 or self._shortage(request) > 0:
+            self._unshare(request)
             return _Admission.WAIT if num_tokens <= 0 else _Admission.FULL
         request.slot = self._free_slots.pop()
         if not self._add_row(step, request, num_tokens):
             raise AssertionError(f"no KV block for request {request.id}, although there was room")
-        step.draft.new.append(self._new_row(request, shared))
+        step.add_new(request, shared)
         bisect.insort(self._running, request, key=self._policy.rank)
-        self._count_admission(request, shared)
+        self._counters.admission(request, shared)
         return _Admission.DONE
 
-    def _has_room(self, request: Request) -> bool:
-        """Room for all known tokens, a copy of a shared block, and some for the running ones to grow into."""
+    def _share(self, step: Step, request: Request) -> bool:
+        """Give a waiting request the KV that is there already; False if the choice that computes it is not done."""
+        leader = request.leader
+        if leader is not None and leader.finish is None and not request.num_preemptions:
+            if leader.slot < 0 or leader.num_computed < leader.num_prompt or leader in step.prompts:
+                return False
+            self.cache.fork(leader.table, request.table, request.num_prompt)
+            request.num_computed = request.num_prompt - 1
+        elif request.params.prompt_logprobs is None:  # else its whole prompt is looked at, so none of it is shared
+            request.num_computed = self.cache.match(request.table, self._namespace(request), request.tokens)
+        return True
+
+    def _unshare(self, request: Request) -> None:
+        self.cache.release(request.table)
+        request.num_computed = 0
+
+    def _shortage(self, request: Request) -> int:
+        """Free blocks that lack for all known tokens, a copy of a shared block, and some growth of the running ones."""
         missing = self.cache.blocks_for(len(request.tokens) + 1) - len(request.table.blocks)
         copied = 1 if len(request.table.blocks) * self.cache.block_size > request.num_computed else 0
         reserve = min(len(self._running), self.cache.num_blocks // 50)
-        return missing + copied + reserve <= self.cache.num_free
+        return missing + copied + reserve - self.cache.num_free
 
     def _allowed(self, request: Request, budget: int) -> int:
         """How many of its tokens the request computes in this step; drafts go all together or not at all."""
@@ -256,7 +308,7 @@ class Scheduler:
         splits_drafts = num_tokens < request.uncomputed and end >= len(request.tokens) + request.pending
         return 0 if request.num_drafts and splits_drafts else num_tokens
 
-    def _add_row(self, step: _Step, request: Request, num_tokens: int) -> bool:
+    def _add_row(self, step: Step, request: Request, num_tokens: int) -> bool:
         """Launch `num_tokens` of a request that has a slot; False, and nothing changed, if KV blocks lack."""
         start, end = request.num_computed, request.num_computed + num_tokens
         growth = self.cache.grow(request.table, start, end)
@@ -264,17 +316,7 @@ class Scheduler:
             return False
         samples = num_tokens == request.uncomputed
         drafts = request.num_drafts if samples else 0
-        draft = step.draft
-        draft.slots.append(request.slot)
-        draft.num_tokens.append(num_tokens)
-        draft.num_drafts.append(drafts)
-        draft.samples.append(samples)
-        draft.copies.extend(growth.copies)
-        draft.block_writes.extend((request.slot, index, block) for index, block in growth.writes)
-        step.rows.append(request)
-        step.budget -= num_tokens
-        if start < request.num_prompt:
-            step.prompts.add(request)
+        step.add_row(request, num_tokens, growth, samples=samples, drafts=drafts)
         request.num_computed = end
         request.inflight += 1
         if samples:
@@ -283,37 +325,34 @@ class Scheduler:
         self._register(request)
         return True
 
-    def _new_row(self, request: Request, shared: int) -> NewRow:
-        return NewRow(
-            slot=request.slot,
-            tokens=list(request.tokens),
-            num_prompt=request.num_prompt,
-            params=request.params,
-            seed=request.seed,
-            stop_ids=sorted(request.stop_ids),
-            num_computed=shared,
-            blocks=list(request.table.blocks),
-            options=request.spec.options,
-        )
-
     # Preemption
 
-    def _victim(self, step: _Step, needy: Request) -> Request | None:
-        """An idle request ranked after `needy`, so that the first in line always gets on; None if there is none yet."""
-        rank = self._policy.rank(needy)
-        planned = set(step.rows)
-        idle = [
-            r
-            for r in self._running
-            if not r.inflight and r.finish is None and r not in planned and self._policy.rank(r) > rank
-        ]
-        return max(idle, key=self._policy.victim_rank, default=None)
+    def _make_way(self, step: Step) -> None:
+        """If the first in line finds no room, but may displace running requests, let as few of them yield as will do.
+
+        All of them or none: one that has steps in flight gets no further row now and is preempted when they are done.
+        """
+        first = self._waiting.peek()
+        if first is None or not self._running or not self._policy.displaces(first, self._running[-1]):
+            return
+        if not self._share(step, first):
+            return
+        shortage = self._shortage(first)
+        victims: list[Request] = []
+        if (shortage > 0 or not self._free_slots) and self._allowed(first, step.budget) > 0:
+            victims = displaced_by(first, self._running, shortage, self._policy, self.cache)
+        self._unshare(first)
+        if any(victim.inflight for victim in victims):
+            step.yielding.update(victims)
+        else:
+            for victim in victims:
+                self._preempt(victim)
 
     def _preempt(self, request: Request) -> None:
         """Take slot and blocks back. Its full blocks stay findable, so a resume is often a prefix hit."""
         request.num_lost = request.num_computed
         request.num_preemptions += 1
-        self._stats.num_preemptions += 1
+        self._counters.stats.num_preemptions += 1
         self._give_back(request)
         request.num_computed = request.pending = request.num_drafts = 0
         self._waiting.push(request)
@@ -329,6 +368,7 @@ class Scheduler:
                 deltas += prompt_news(request, output.prompt_logprobs[row])
             if plan.samples[row]:
                 sampled = output.tokens[row]
+                self._quarantine.passed(request)
                 request.pending -= 1 + plan.num_drafts[row]
                 request.num_computed -= 1 + plan.num_drafts[row] - len(sampled)
                 if request.finish is None:
@@ -343,24 +383,10 @@ class Scheduler:
         return deltas
 
     def _append(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None) -> TokenDelta:
-        tokens: list[int] = []
-        reason: FinishReason | None = None
-        for token in sampled:
-            request.tokens.append(token)
-            tokens.append(token)
-            if token in request.stop_ids:
-                reason = FinishReason.STOP
-                break
-            rule = request.params.repetition_detection
-            if rule is not None and repeats(request.tokens[request.num_prompt :], rule):
-                reason = FinishReason.REPETITION
-                break
-            if request.num_output >= request.max_tokens:
-                reason = FinishReason.LENGTH
-                break
+        tokens, reason = append(request, sampled)
         if not request.first_token:
             request.first_token = time.monotonic()
-        self._stats.generation_tokens += len(tokens)
+        self._counters.stats.generation_tokens += len(tokens)
         complete = [hook.on_commit(request, tokens) for hook in self._hooks]
         kept = None if logprobs is None else logprobs[: len(tokens)]
         if any(complete) and reason is not FinishReason.STOP:
@@ -438,17 +464,11 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The counters, with the gauges brought up to date."""
-        stats, pool = self._stats, self.cache.pool
-        stats.num_running = len(self._running)
-        stats.num_waiting = len(self._waiting)
-        stats.num_waiting_deferred = self._num_deferred
-        stats.num_blocks_used = pool.num_used
-        stats.num_blocks_cached = pool.num_cached
-        stats.blocks_copied = self.cache.num_copied
-        stats.blocks_evicted = self.cache.num_evicted
-        stats.kv_slots_allocated = pool.num_used * self.cache.block_size
-        stats.kv_slots_filled = stats.kv_slots_allocated - self._unfilled()
-        return stats
+        return self._counters.snapshot(self._running, waiting=len(self._waiting), deferred=self._num_deferred)
+
+    def count_times(self, *, plan: float, launch: float, retire: float) -> None:
+        """Add a step's seconds: spent planning, launching, and waiting for tokens and taking them in."""
+        self._counters.times(plan=plan, launch=launch, retire=retire)
 
     def check_idle(self) -> None:
         """Raise AssertionError if anything is held although no request is alive."""
@@ -460,41 +480,4 @@ class Scheduler:
     def forget_past(self) -> None:
         """Drop cached contents and counters; nothing may be running."""
         self.cache.reset()
-        self.cache.num_copied = self.cache.num_evicted = 0
-        self._stats = EngineStats(num_blocks=self.cache.num_blocks, block_size=self.cache.block_size)
-
-    def count_times(self, *, plan: float, launch: float, retire: float) -> None:
-        """Add a step's seconds: spent planning, launching, and waiting for tokens and taking them in."""
-        stats = self._stats
-        stats.plan_s += plan
-        stats.launch_s += launch
-        stats.retire_s += retire
-        stats.last_step_s = plan + launch + retire
-        stats.last_step_at = time.monotonic()
-
-    def _unfilled(self) -> int:
-        size = self.cache.block_size
-        return sum(len(r.table.blocks) * size - r.num_computed for r in self._running)
-
-    def _count_step(self, plan: StepPlan) -> None:
-        stats = self._stats
-        stats.num_steps += 1
-        stats.step_tokens += plan.total_tokens
-        stats.step_rows += len(plan.slots)
-        allocated = self.cache.pool.num_used * self.cache.block_size
-        if allocated:
-            stats.waste_samples += 1
-            stats.waste_sum += self._unfilled() / allocated
-
-    def _count_admission(self, request: Request, shared: int) -> None:
-        stats = self._stats
-        if request.first_scheduled:
-            stats.recomputed_tokens += max(0, request.num_lost - shared)
-            return
-        request.first_scheduled = time.monotonic()
-        request.num_cached = shared
-        stats.prefix_cache_queries += request.num_prompt
-        stats.prefix_cache_hits += shared
-        stats.prompt_tokens += request.num_prompt
-        stats.prompt_tokens_cached += shared
-        stats.prompt_tokens_computed += request.num_prompt - shared
+        self._counters.forget()

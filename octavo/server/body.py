@@ -36,7 +36,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body; refused before it is read if it states its length, else as soon as it grows too long."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
-        raise _too_large(f"{declared[:18]} bytes", max_bytes)
+        raise _too_large(f"{int(declared[:18]):,} bytes", max_bytes)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -58,11 +58,11 @@ def decode_json(data: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(data)
     except UnicodeDecodeError as exc:
-        raise ApiError(400, f"The request body is not valid UTF-8: {exc.reason}.") from None
+        raise ApiError(400, f"The request body is not valid UTF-8: {exc.reason}. Encode its text as UTF-8.") from None
     except RecursionError:
         raise _too_deep() from None
     except msgspec.DecodeError as exc:
-        raise ApiError(400, f"The request body is not valid JSON: {exc}.") from None
+        raise ApiError(400, f"The request body is not valid JSON: {_json_fault(exc, len(data))}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"The request body must be a JSON object, got {_json_kind(value)}.")
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
@@ -102,6 +102,14 @@ def _too_large(size: str, limit: int) -> ApiError:
 
 def _too_deep() -> ApiError:
     return ApiError(400, f"The request body is nested too deeply: at most {MAX_DEPTH} levels are taken.")
+
+
+def _json_fault(exc: msgspec.DecodeError, size: int) -> str:
+    """What is wrong and where, in a sentence."""
+    what = str(exc).removeprefix("JSON is malformed: ")
+    if what == "Input data was truncated":
+        return f"it ends after {size:,} bytes, before it is complete. Close all its strings, lists and objects."
+    return f"{what}. Correct it; a JSON library writes it without such faults."
 
 
 def _json_kind(value: Any) -> str:

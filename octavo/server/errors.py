@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -69,7 +70,9 @@ class UnknownModelError(ApiError):
 
     def __init__(self, name: str, served: list[str]) -> None:
         names = ", ".join(f"`{one}`" for one in served)
-        super().__init__(404, f"The model `{name}` does not exist. This server serves {names}.", param="model")
+        super().__init__(
+            404, f"The model `{name}` does not exist. This server serves {names}; ask for that.", param="model"
+        )
 
 
 def as_api_error(exc: Exception, request_id: str = "") -> ApiError:
@@ -117,11 +120,18 @@ def _explain_http(request: Request, exc: HTTPException) -> ApiError:
     error = _from_http(exc)
     path = request.url.path
     if exc.status_code == 404:
-        error.message = f"There is no {request.method} {path} here. GET /openapi.json lists what this server answers."
+        error.message = f"There is no {request.method} {path} here; {_routes_near(request)}"
     elif exc.status_code == 405:
         allowed = error.headers.get("allow") or error.headers.get("Allow") or "another method"
         error.message = f"{path} does not answer {request.method}; it answers {allowed}."
     return error
+
+
+def _routes_near(request: Request) -> str:
+    """The one route that the client may have meant, or all there are."""
+    known = sorted(request.app.openapi()["paths"])
+    close = difflib.get_close_matches(request.url.path, known, n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else f"this server answers {', '.join(known)}."
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -52,7 +52,7 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: C
         with bind(config) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_run(open_frontend, config, sock, announce))
     except OctavoError as exc:
-        print(f"octavo: {exc}", file=sys.stderr)
+        print(f"octavo: error: {exc}", file=sys.stderr)
         return 1
 
 

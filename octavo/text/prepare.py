@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
-from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError, context_error
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
@@ -96,7 +96,9 @@ class Preparer:
         else:
             self._check_ids(tokens, param)
         if not tokens:
-            raise InvalidRequestError(f"The {param} is empty; give at least one token.", param=param, value=text or [])
+            raise InvalidRequestError(
+                f"The {param} is empty; give at least one token.", param=param, value=[] if text is None else text
+            )
         self._check_vocabulary(params)
         params, options = self._split_options(self._with_bad_tokens(params))
         request = GenerateRequest(
@@ -126,13 +128,8 @@ class Preparer:
             raise self._too_long(f"at least {len(text) // per_token}", param, len(text))
 
     def _too_long(self, count: str, param: str, value: int) -> InvalidRequestError:
-        field = "messages" if param == "messages" else "prompt"
-        return InvalidRequestError(
-            f"This model's maximum context length is {self.info.max_model_len} tokens. However, your {field} resulted "
-            f"in {count} tokens. Please reduce the length of the {field}.",
-            param=param,
-            value=value,
-        )
+        sentence = context_error(self.info.max_model_len, count, field=_field(param))
+        return InvalidRequestError(sentence, param=param, value=value)
 
     def _with_max_tokens(self, params: SamplingParams, num_prompt: int, param: str) -> SamplingParams:
         room = self.info.max_model_len - num_prompt
@@ -141,14 +138,8 @@ class Preparer:
         if params.max_tokens is None:
             return params.replace(max_tokens=room)
         if params.max_tokens > room:
-            field = "messages" if param == "messages" else "prompt"
-            raise InvalidRequestError(
-                f"This model's maximum context length is {self.info.max_model_len} tokens. However, you requested "
-                f"{num_prompt + params.max_tokens} tokens ({num_prompt} in the {field}, {params.max_tokens} in the "
-                f"completion). Please reduce the length of the {field} or completion.",
-                param="max_tokens",
-                value=params.max_tokens,
-            )
+            sentence = context_error(self.info.max_model_len, num_prompt, params.max_tokens, field=_field(param))
+            raise InvalidRequestError(sentence, param="max_tokens", value=params.max_tokens)
         return params
 
     def _check_ids(self, tokens: list[int], param: str) -> None:
@@ -231,6 +222,10 @@ def with_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     """
     chosen = {name: value for name, value in overrides.items() if value is not None or name in _MAY_BE_NONE}
     return SamplingParams(**{**defaults, **chosen})
+
+
+def _field(param: str) -> str:
+    return "messages" if param == "messages" else "prompt"
 
 
 def _parts(prompt: Prompt, param: str) -> tuple[str | None, list[int] | None, str | None]:

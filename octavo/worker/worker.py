@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.config import DeviceConfig, ModelConfig
+from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
-from octavo.models.load.weights import load_weights
+from octavo.models.load.weights import load_weights, wanted_bytes
 from octavo.models.model import Model, compiled
 from octavo.models.native import NativeDecoder
 from octavo.models.registry import build_model, spec_of
@@ -28,6 +29,9 @@ from octavo.worker.hooks import WorkerHook
 from octavo.worker.runner import Runner
 from octavo.worker.slots import Slots
 
+if TYPE_CHECKING:
+    from octavo.worker.resident.runner import ResidentRunner
+
 
 class Worker:
     """Built in the order in which memory is taken: nothing, weights, KV cache and slots. Sizes in bytes.
@@ -37,7 +41,7 @@ class Worker:
         ModelFileError: the weights are not what the configuration says.
     """
 
-    def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles, block_size: int) -> None:
+    def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles, cache: CacheConfig) -> None:
         self.device: Device = select_device(device.device)
         self.device.setup(device.threads)
         self.spec: DecoderSpec = spec_of(files.config)
@@ -45,7 +49,8 @@ class Worker:
         self._config = config
         self._files = files
         self._settings = device
-        self._block_size = block_size
+        self._block_size = cache.block_size
+        self._utilization = cache.memory_utilization
         self.model: Model | None = None
         self.weight_bytes = 0
 
@@ -65,9 +70,14 @@ class Worker:
             attention=self.attention,
             scheme=self._scheme(native=native),
         )
+        self.device.check_fits(wanted_bytes(model), self._utilization)
         report = load_weights(model, open_checkpoint(self._files, self._config.load_format, self._config.seed))
-        self.model = compiled(model, self.attention)
-        self.weight_bytes = self.model.nbytes if isinstance(self.model, NativeDecoder) else report.nbytes
+        self.model = compiled(model, self.attention, 1 if self._config.activation_dtype == "int8" else 2)
+        self.weight_bytes = report.nbytes
+        if isinstance(self.model, NativeDecoder):
+            self.weight_bytes = self.model.nbytes
+            # What is left to torch is small, and its threads would fight the program's for the cores.
+            torch.set_num_threads(1)
 
     def _scheme(self, *, native: bool) -> type[Unquantised]:
         """How linear layers keep their weights. Quantised ones stay so where that is fast and no dtype is asked for."""
@@ -76,10 +86,21 @@ class Worker:
         return OneDNN if self.device.torch_device.type == "cpu" and packing_works(self.dtype) else Unquantised
 
     @property
+    def weight_form(self) -> str:
+        """The form in which the weights are kept, in words."""
+        if isinstance(self.model, NativeDecoder):
+            return self.model.weight_form
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token over all layers; counted in KV heads, which is what is stored."""
         spec = self.spec
         return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+
+    def kv_budget(self, limits: SchedulerConfig) -> int:
+        """Bytes for the KV cache beside the weights and what the largest step needs."""
+        return self.device.kv_budget(self._utilization, self.weight_bytes, self._workspace_bytes(limits))
 
     def make_runner(
         self,
@@ -87,16 +108,48 @@ class Worker:
         num_blocks: int,
         num_slots: int,
         max_model_len: int,
+        max_step_tokens: int,
         hooks: Sequence[WorkerHook] = (),
-    ) -> Runner:
-        """Allocate KV cache and slots."""
+    ) -> Runner | ResidentRunner:
+        """Allocate KV cache and slots; on a GPU also run, once, what steps will run, so that all memory is taken."""
         if self.model is None:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
         device = self.device.torch_device
         for layer in self.model.attention_layers:
             shape = self.attention.cache_shape(layer.spec, num_blocks, self._block_size)
             layer.cache = torch.empty(shape, dtype=self.dtype, device=device)
-        slots = Slots(
-            num_slots, max_model_len, math.ceil(max_model_len / self._block_size), self.spec.vocab_size, device
-        )
+        max_blocks = math.ceil(max_model_len / self._block_size)
+        if self.device.resident:
+            return self._make_resident(num_slots, max_model_len, max_blocks, max_step_tokens, hooks)
+        slots = Slots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, device)
         return Runner(self.model, self.attention, slots, Sampler(), self._block_size, hooks)
+
+    def _make_resident(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        max_blocks: int,
+        max_step_tokens: int,
+        hooks: Sequence[WorkerHook],
+    ) -> ResidentRunner:
+        from octavo.worker.resident.rows import ResidentSlots  # a machine without a GPU need not have triton
+        from octavo.worker.resident.runner import ResidentRunner
+
+        assert self.model is not None
+        device = self.device.torch_device
+        slots = ResidentSlots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, device)
+        runner = ResidentRunner(self.model, self.attention, slots, self._block_size, hooks)
+        if device.type == "cuda":
+            if not self._settings.enforce_eager:
+                runner.capture(num_slots)
+            runner.warm_up(max_step_tokens)
+        return runner
+
+    def _workspace_bytes(self, limits: SchedulerConfig) -> int:
+        """Activations of the largest step: residual stream and widest layer; logits in two forms and counts; slots."""
+        spec = self.spec
+        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        token = (6 * spec.hidden_size + max(heads, 3 * spec.intermediate_size)) * self.dtype.itemsize
+        logits = limits.max_num_seqs * spec.vocab_size * (2 * self.dtype.itemsize + 8)
+        slots = limits.max_num_seqs * spec.max_position * 5
+        return limits.max_num_batched_tokens * token + logits + slots

@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from paged import PagedRunner
 from tiny import load_model, make_checkpoint
 from torch import Tensor
@@ -16,7 +17,13 @@ from torch import Tensor
 from octavo.hub.files import ModelFiles
 from octavo.hub.gguf_config import model_config
 from octavo.hub.gguf_file import read_gguf
+from octavo.models.native import NativeDecoder
+from octavo.native.build import NativeBuildError
+from octavo.native.program import Pool
+from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.quant.blocks import BlockQuantised
+from octavo.nn.quant.none import Unquantised
 
 PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95]
 
@@ -26,7 +33,8 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def write_gguf(path: Path, model: Any, arch: str) -> None:
+def write_gguf(path: Path, model: Any, arch: str, kinds: list[Kind] | None = None) -> None:
+    """With `kinds`, matrices are quantised with these in turn, as far as their rows divide into blocks."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -40,15 +48,18 @@ def write_gguf(path: Path, model: Any, arch: str) -> None:
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    kind = gguf.MODEL_ARCH[arch.upper()]
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             tensor = interleaved(tensor, heads)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
+        stored, kind = tensor.numpy(), None
+        if kinds and tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            kind = kinds[len(writer.tensors[0]) % len(kinds)]
+            stored = gguf.quants.quantize(stored, kind)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=kind)
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(config).numpy())
     writer.write_header_to_file()
@@ -79,8 +90,40 @@ def test_a_converted_model_gives_the_same_logits(family: str, arch: str, tmp_pat
     path = tmp_path / "model.gguf"
     write_gguf(path, theirs, arch)
     files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    assert ("rope_freqs.weight" in read_gguf(path).tensors) == (family == "llama-llama3-rope")
+    # load_model sees to it that no tensor, the rotary divisors among them, is left unread.
     runner = PagedRunner(load_model(files, ReferenceAttention()), num_blocks=20, block_size=4)
     logits = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
     with torch.no_grad():
         expected = theirs(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [[Kind.Q4_0], [Kind.Q4_1], [Kind.Q8_0], [Kind.Q5_0], [Kind.Q4_1, Kind.Q8_0, Kind.Q5_1]],
+    ids=lambda kinds: "+".join(kind.name for kind in kinds),
+)
+@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("smollm", "llama"), ("qwen3-biases", "qwen3")])
+def test_packed_weights_give_the_logits_of_dequantised_ones(
+    kinds: list[Kind], family: str, arch: str, tmp_path: Path
+) -> None:
+    """Some of a layer's matrices, whose rows are no whole blocks, stay float32 beside packed ones."""
+    theirs = make_checkpoint(family, tmp_path)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, theirs, arch, kinds)
+    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    attention = NativeAttention(native_pool())
+    logits = {}
+    for scheme in (Unquantised, BlockQuantised):
+        model = NativeDecoder(load_model(files, attention, scheme=scheme), attention.pool)
+        runner = PagedRunner(model, num_blocks=20, block_size=16)
+        logits[scheme] = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
+    torch.testing.assert_close(logits[BlockQuantised], logits[Unquantised], rtol=1e-3, atol=2e-3)
+
+
+def native_pool() -> Pool:
+    try:
+        return Pool(2)
+    except NativeBuildError as error:
+        pytest.skip(f"no kernels on this machine: {error}")

@@ -16,6 +16,7 @@ from octavo.models.load import open_checkpoint
 from octavo.models.load.weights import load_weights
 from octavo.models.registry import build_model
 from octavo.nn.attention.base import AttentionBackend
+from octavo.nn.quant.none import Unquantised
 
 _COMMON = {
     "vocab_size": 199,
@@ -90,9 +91,14 @@ def model_files(folder: Path) -> ModelFiles:
     return ModelFiles(name=folder.name, path=folder, format="safetensors", weights=weights, config=config)
 
 
-def load_model(files: ModelFiles, attention: AttentionBackend, dtype: torch.dtype = torch.float32) -> CausalLM:
+def load_model(
+    files: ModelFiles,
+    attention: AttentionBackend,
+    dtype: torch.dtype = torch.float32,
+    scheme: type[Unquantised] = Unquantised,
+) -> CausalLM:
     """Built and filled; every tensor of the checkpoint must have been used."""
-    model = build_model(files.config, dtype=dtype, device=torch.device("cpu"), attention=attention)
+    model = build_model(files.config, dtype=dtype, device=torch.device("cpu"), attention=attention, scheme=scheme)
     report = load_weights(model, open_checkpoint(files))
     assert report.unread == ()
     return model

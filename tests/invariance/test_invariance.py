@@ -16,8 +16,10 @@ import pytest
 from octavo.build import build_core
 from octavo.config import EngineConfig
 from octavo.core.params import SamplingParams
+from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
+from octavo.engine.executor import Executor, Step
 from octavo.hub.files import ModelFiles
 
 VOCAB = 131
@@ -75,11 +77,34 @@ def files() -> ModelFiles:
     return ModelFiles(name="tiny", path=Path("tiny"), format="safetensors", weights=(), config=CONFIG)
 
 
-def run(asked: list[GenerateRequest], **settings: Any) -> tuple[dict[tuple[str, int], list[int]], EngineStats]:
+class Faulty:
+    """An executor whose step raises once, when it has been computed and has left its traces on the worker."""
+
+    def __init__(self, executor: Executor, at: int) -> None:
+        self.executor, self.at = executor, at
+
+    def forward(self, plan: StepPlan) -> Step:
+        step = self.executor.forward(plan)
+        if plan.id == self.at:
+            raise RuntimeError("a planted fault")
+        return step
+
+    def sample(self, step: Step, payload: dict[str, Any]) -> None:
+        self.executor.sample(step, payload)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def run(
+    asked: list[GenerateRequest], *, fault_at: int | None = None, **settings: Any
+) -> tuple[dict[tuple[str, int], list[int]], EngineStats]:
     config = EngineConfig.of(
         **{"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 22, "seed": 11, "threads": 1, **settings}
     )
     loop, _ = build_core(config, files())
+    if fault_at is not None:
+        loop._executor = Faulty(loop._executor, fault_at)
     tokens: dict[tuple[str, int], list[int]] = {}
     waiting = list(asked)
     while waiting or loop.busy:
@@ -112,6 +137,17 @@ def test_tokens_do_not_depend_on(names):
         assert stats.num_preemptions > 0
     if "no prefix cache" not in names:
         assert stats.prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("names", [(), ("overlap",), ("chunked prefill",), ("preemption",)], ids=" + ".join)
+@pytest.mark.parametrize("fault_at", [7, 20])
+def test_a_step_that_fails_changes_no_tokens(names: tuple[str, ...], fault_at: int) -> None:
+    settings: dict[str, Any] = {}
+    for name in names:
+        settings |= FEATURES[name]
+    tokens, stats = run(requests(), fault_at=fault_at, **settings)
+    assert tokens == truth()
+    assert stats.num_preemptions > 1, "several were in flight, and were computed again"
 
 
 def test_the_truth_is_worth_comparing_with():

@@ -115,45 +115,59 @@ def _randn(shape: tuple[int, ...], seed: float, scale: float) -> Tensor:
     return torch.randn(shape, generator=generator) * scale
 
 
-def filled_cache(case: Case, backend: AttentionBackend) -> Tensor:
+CPU = torch.device("cpu")
+
+
+def filled_cache(case: Case, backend: AttentionBackend, device: torch.device = CPU) -> Tensor:
     """A cache in which the contexts are written, through the backend, and every other cell is NaN."""
     shape = backend.cache_shape(case.spec, case.num_blocks, case.block_size)
     assert shape[0] == case.num_blocks
-    cache = torch.full(shape, float("nan"), dtype=case.dtype)
+    cache = torch.full(shape, float("nan"), dtype=case.dtype, device=device)
     past = [s for s in case.sequences if s.length > s.queries]
     if past:
         k = torch.cat([s.k[: s.length - s.queries] for s in past])
         v = torch.cat([s.v[: s.length - s.queries] for s in past])
         slots = [slot for s in past for slot in _slots(s, case.block_size)[: s.length - s.queries]]
-        step = _step([(s.length - s.queries, s.length - s.queries, s.blocks) for s in past], slots)
+        step = _step([(s.length - s.queries, s.length - s.queries, s.blocks) for s in past], slots, device)
         step.attn = backend.prepare(step, case.block_size)
-        backend.write(k, v, cache, step)
+        backend.write(k.to(device), v.to(device), cache, step)
     return cache
 
 
-def run(case: Case, backend: AttentionBackend, q: Tensor, cache: Tensor | None = None) -> Tensor:
+def run(
+    case: Case, backend: AttentionBackend, q: Tensor, cache: Tensor | None = None, device: torch.device = CPU
+) -> Tensor:
     """One step as a model's layer does it: write the new keys and values, then attend."""
-    cache = filled_cache(case, backend) if cache is None else cache
+    step, cache, q = prepared(case, backend, q, cache, device)
+    return backend.attend(q, cache, step, case.spec)
+
+
+def prepared(
+    case: Case, backend: AttentionBackend, q: Tensor, cache: Tensor | None = None, device: torch.device = CPU
+) -> tuple[StepInput, Tensor, Tensor]:
+    """The step before it attends: its input, the cache with everything in it, and q on the device."""
+    cache = filled_cache(case, backend, device) if cache is None else cache
     step = _step(
         [(s.length, s.queries, s.blocks) for s in case.sequences],
         [slot for s in case.sequences for slot in _slots(s, case.block_size)[s.length - s.queries :]],
+        device,
     )
     step.attn = backend.prepare(step, case.block_size)
     # As in a model, q, k and v are strided views of one fused projection's output.
     k = torch.cat([s.k[s.length - s.queries :] for s in case.sequences])
     v = torch.cat([s.v[s.length - s.queries :] for s in case.sequences])
-    fused = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1)
+    fused = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1).to(device)
     parts = fused.split([q.shape[1] * q.shape[2], k[0].numel(), v[0].numel()], dim=1)
     q, k, v = (part.unflatten(1, (-1, case.spec.head_dim)) for part in parts)
     backend.write(k, v, cache, step)
-    return backend.attend(q, cache, step, case.spec)
+    return step, cache, q
 
 
 def _slots(s: Sequence, block_size: int) -> list[int]:
     return [s.blocks[p // block_size] * block_size + p % block_size for p in range(s.length)]
 
 
-def _step(rows: list[tuple[int, int, list[int]]], slots: list[int]) -> StepInput:
+def _step(rows: list[tuple[int, int, list[int]]], slots: list[int], device: torch.device) -> StepInput:
     counts = [queries for _, queries, _ in rows]
     width = max(len(blocks) for _, _, blocks in rows) + 1
     tables = torch.zeros(len(rows), width, dtype=torch.int32)
@@ -163,13 +177,13 @@ def _step(rows: list[tuple[int, int, list[int]]], slots: list[int]) -> StepInput
     total = sum(counts)
     positions = torch.cat([torch.arange(length - n, length) for length, n, _ in rows])
     return StepInput(
-        input_ids=torch.zeros(total, dtype=torch.long),
-        positions=positions,
-        query_start=starts,
-        seq_lens=torch.tensor([length for length, _, _ in rows], dtype=torch.int32),
-        block_tables=tables,
-        slot_mapping=torch.tensor(slots),
-        logit_rows=torch.tensor([], dtype=torch.long),
+        input_ids=torch.zeros(total, dtype=torch.long, device=device),
+        positions=positions.to(device),
+        query_start=starts.to(device),
+        seq_lens=torch.tensor([length for length, _, _ in rows], dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        slot_mapping=torch.tensor(slots, device=device),
+        logit_rows=torch.tensor([], dtype=torch.long, device=device),
         max_query_len=max(counts),
         max_seq_len=max(length for length, _, _ in rows),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -65,6 +65,7 @@ class World:
     budget: int
     policy: str
     share: bool
+    poison: int | None = None
     asked: dict[str, GenerateRequest] = field(default_factory=dict)
     outputs: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: Counter = field(default_factory=Counter)
@@ -83,7 +84,12 @@ class World:
         )
         self.scheduler = Scheduler(self.cache, limits, make_policy(self.policy), eos_token_ids=[EOS], hooks=[self.hook])
         self.device = ToyDevice(
-            self.num_blocks, BLOCK, num_drafts=self.num_drafts, lazy=self.rng.random() < 0.7, seed=self.rng.random()
+            self.num_blocks,
+            BLOCK,
+            num_drafts=self.num_drafts,
+            lazy=self.rng.random() < 0.7,
+            seed=self.rng.random(),
+            poison=self.poison,
         )
         self.loop = EngineLoop(self.scheduler, self.device, self.depth)
 
@@ -100,7 +106,7 @@ class World:
         for delta in deltas:
             key = (delta.id, delta.index)
             assert not self.ends[key], "news after the end"
-            assert delta.finish is not FinishReason.ERROR, delta.error
+            assert delta.finish is not FinishReason.ERROR or self.poison is not None, delta.error
             self.outputs.setdefault(key, []).extend(delta.tokens)
             if delta.finish is not None:
                 self.ends[key] += 1
@@ -137,9 +143,13 @@ class World:
         params, delta = request.params, self.reasons[key]
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS})
         expected = toy_generate(request.tokens, params.max_tokens, stop_ids=stops, seed=params.seed + index)
+        fatal = [*request.tokens, *expected[:-1]]
         assert self.ends[key] == 1
         if delta.finish is FinishReason.ABORT:
             assert self.outputs[key] == expected[: len(self.outputs[key])]
+        elif self.poison in fatal:
+            assert delta.finish is FinishReason.ERROR
+            assert self.outputs[key] == expected[: max(0, fatal.index(self.poison) + 1 - len(request.tokens))]
         else:
             assert self.outputs[key] == expected
             assert delta.finish is (FinishReason.STOP if expected[-1] in stops else FinishReason.LENGTH)
@@ -171,7 +181,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenerateRequest]:
             ignore_eos=rng.random() < 0.3,
             stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.3 else None,
         )
-        requests.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, priority=rng.choice([0, 0, 1])))
+        requests.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, priority=rng.choice([0, 0, 1, 2])))
     return requests
 
 
@@ -179,6 +189,16 @@ def random_requests(rng: random.Random, count: int) -> list[GenerateRequest]:
 @settings(max_examples=1000, deadline=None)
 def test_any_life_of_an_engine(world, count, abort_rate):
     world.run(random_requests(world.rng, count), abort_rate)
+    world.check()
+
+
+@given(worlds(), st.integers(2, 12), st.sampled_from([0.0, 0.05]))
+@settings(max_examples=300, deadline=None)
+def test_a_failing_request_harms_no_other(world, count, abort_rate):
+    """Some requests have, or generate, a token that no step can compute. They alone end, at that token."""
+    world = replace(world, num_drafts=0, poison=7, rng=random.Random(world.rng.random()))
+    requests = random_requests(world.rng, count)
+    world.run(requests, abort_rate)
     world.check()
 
 
@@ -194,3 +214,34 @@ def test_a_thousand_requests(depth):
     assert stats.num_preemptions > 0
     assert stats.prefix_cache_hits > 0
     assert stats.blocks_copied > 0
+
+
+@given(st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_the_urgent_go_first_and_each_displaces_one(seed, depth, slots):
+    """With slots the only bound. Who displaces is admitted, so that preemptions are bounded by arrivals: no thrash."""
+    rng = random.Random(seed)
+    limits = Limits(max_num_seqs=slots, max_num_batched_tokens=32, max_model_len=MAX_LEN, max_ahead=depth + 1)
+    scheduler = Scheduler(KVCache(200, BLOCK), limits, make_policy("priority"), eos_token_ids=[EOS])
+    loop = EngineLoop(scheduler, ToyDevice(200, BLOCK, seed=seed), depth)
+    requests = [r for r in random_requests(rng, 12) if r.params.n == 1]
+    arrivals, classes = list(requests), Counter(r.priority for r in requests)
+    preemptions: Counter = Counter()
+    outputs: dict[str, list[int]] = {r.id: [] for r in requests}
+    while arrivals or loop.busy:
+        if arrivals and rng.random() < 0.3:
+            loop.add(arrivals.pop(0))
+        for delta in loop.step():
+            outputs[delta.id] += delta.tokens
+            if delta.finish is not None:
+                preemptions[next(r.priority for r in requests if r.id == delta.id)] += delta.num_preemptions
+        first = scheduler._waiting.peek()
+        if depth == 0 and first is not None and scheduler._running and len(scheduler._running) == slots:
+            assert first.spec.priority >= scheduler._running[-1].spec.priority
+    for r in requests:
+        stops = set(r.params.stop_token_ids or ()) | (set() if r.params.ignore_eos else {EOS})
+        assert outputs[r.id] == toy_generate(r.tokens, r.params.max_tokens, stop_ids=stops, seed=r.params.seed)
+    assert preemptions[0] == 0
+    assert preemptions[1] <= classes[0]
+    assert preemptions[2] <= 2 * classes[0] + classes[1]
+    scheduler.check_idle()

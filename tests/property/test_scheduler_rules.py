@@ -11,6 +11,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
+from octavo.schedule.hooks import EngineHook
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 
@@ -18,13 +19,13 @@ BLOCK = 4
 
 
 class Engine:
-    def __init__(self, num_blocks=64, budget=64, depth=0, policy="fcfs", seqs=64, fail_at=()):
+    def __init__(self, num_blocks=64, budget=64, depth=0, policy="fcfs", seqs=64, fail_at=(), poison=None):
         self.cache = KVCache(num_blocks, BLOCK)
         limits = Limits(
             max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=num_blocks * BLOCK, max_ahead=depth + 1
         )
         self.scheduler = Scheduler(self.cache, limits, make_policy(policy))
-        self.device = ToyDevice(num_blocks, BLOCK, fail_at=fail_at)
+        self.device = ToyDevice(num_blocks, BLOCK, fail_at=fail_at, poison=poison)
         self.loop = EngineLoop(self.scheduler, self.device, depth)
         self.deltas = []
 
@@ -105,6 +106,67 @@ def test_priority_runs_the_urgent_first_and_preempts_the_rest():
     assert engine.output("later") == toy_generate([1] * 9, 16, stop_ids=())
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_urgent_arrival_takes_the_slot_of_the_least_urgent(depth):
+    engine = Engine(depth=depth, policy="priority", seqs=2)
+    engine.ask("low", [1] * 5, max_tokens=20, priority=2, ignore_eos=True)
+    engine.ask("middle", [2] * 5, max_tokens=20, priority=1, ignore_eos=True)
+    for _ in range(5):
+        engine.deltas += engine.loop.step()
+    engine.ask("urgent", [3] * 5, max_tokens=4, priority=0, ignore_eos=True)
+    engine.run()
+    ends = {d.id: d.num_preemptions for d in engine.deltas if d.finish}
+    assert ends == {"urgent": 0, "middle": 0, "low": 1}
+    assert list(ends) == ["urgent", "middle", "low"]
+    assert engine.output("low") == toy_generate([1] * 5, 20, stop_ids=())
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_urgent_arrival_takes_no_more_blocks_than_it_needs(depth):
+    engine = Engine(num_blocks=16, depth=depth, policy="priority")
+    for name in ("costly", "cheap"):
+        engine.ask(name, [ord(name[1])] * (15 if name == "costly" else 7), max_tokens=16, priority=1, ignore_eos=True)
+    for _ in range(4):
+        engine.deltas += engine.loop.step()
+    engine.ask("urgent", [3] * 38, max_tokens=2, priority=0, ignore_eos=True)
+    engine.run()
+    ends = {d.id: d.num_preemptions for d in engine.deltas if d.finish}
+    assert ends == {"urgent": 0, "costly": 0, "cheap": 1}
+
+
+def test_nobody_yields_in_vain():
+    engine = Engine(num_blocks=16, policy="priority")
+    engine.ask("equal", [1] * 30, max_tokens=4, priority=0, ignore_eos=True)
+    engine.ask("low", [2] * 3, max_tokens=8, priority=1, ignore_eos=True)
+    engine.deltas += engine.loop.step()
+    engine.ask("urgent", [3] * 40, max_tokens=2, priority=0, ignore_eos=True)
+    engine.deltas += engine.loop.step()
+    assert engine.scheduler.stats().num_preemptions == 0, "with the blocks of both, urgent still lacks some"
+    engine.run()
+    assert [d.id for d in engine.deltas if d.finish] == ["equal", "urgent", "low"]
+
+
+def test_equals_and_first_comers_do_not_displace_each_other():
+    for policy, priority in (("priority", 1), ("fcfs", 0)):
+        engine = Engine(policy=policy, seqs=1)
+        engine.ask("first", [1] * 5, max_tokens=6, priority=1, ignore_eos=True)
+        engine.deltas += engine.loop.step()
+        engine.ask("second", [2] * 5, max_tokens=6, priority=priority, ignore_eos=True)
+        engine.run()
+        assert [d.id for d in engine.deltas if d.finish] == ["first", "second"]
+        assert engine.scheduler.stats().num_preemptions == 0
+
+
+def test_an_urgent_arrival_does_not_wait_for_the_prompt_of_another():
+    engine = Engine(budget=8, policy="priority")
+    engine.ask("long", [1] * 100, max_tokens=1, priority=1)
+    engine.deltas += engine.loop.step()
+    engine.ask("urgent", [2] * 5, max_tokens=1, priority=0)
+    engine.deltas += engine.loop.step()
+    assert [d.id for d in engine.deltas] == ["urgent"]
+    assert engine.run().output("long") == toy_generate([1] * 100, 1)
+
+
 def test_the_victim_is_the_cheapest_to_recompute():
     engine = Engine(num_blocks=12, budget=64)
     engine.ask("first", [1] * 12, max_tokens=20, ignore_eos=True)
@@ -138,19 +200,107 @@ def test_an_id_in_use_is_refused():
     engine.ask("r", [1])
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_failed_step_ends_its_requests_only(depth):
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_fault_that_passes_costs_nobody_his_request(depth):
     engine = Engine(depth=depth, fail_at=[2], seqs=2)
     for name in ("a", "b", "c"):
         engine.ask(name, [1, 2, 3, ord(name)], max_tokens=6, ignore_eos=True)
     engine.run()
+    for name in ("a", "b", "c"):
+        assert engine.output(name) == toy_generate([1, 2, 3, ord(name)], 6, stop_ids=())
+    assert [d.finish for d in engine.deltas if d.finish] == [FinishReason.LENGTH] * 3
+    engine.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_of_a_failed_step_only_the_guilty_ends(depth):
+    engine = Engine(depth=depth, poison=99, budget=8)
+    prompts = {"a": [1] * 5, "guilty": [2] * 20 + [99], "b": [3] * 30}
+    for name, prompt in prompts.items():
+        engine.ask(name, prompt, max_tokens=12, ignore_eos=True)
+    engine.run()
+    ends = {d.id: d for d in engine.deltas if d.finish}
+    assert ends["guilty"].finish is FinishReason.ERROR
+    assert "can't compute token 99" in ends["guilty"].error
+    assert engine.output("guilty") == []
+    for name in ("a", "b"):
+        assert ends[name].finish is FinishReason.LENGTH
+        assert engine.output(name) == toy_generate(prompts[name], 12, stop_ids=())
+    engine.scheduler.check_idle()
+
+
+def test_what_fails_alone_is_not_tried_again():
+    engine = Engine(poison=99)
+    engine.ask("guilty", [1, 99])
+    (delta,) = engine.loop.step()
+    assert delta.finish is FinishReason.ERROR
+    assert not engine.loop.busy
+    engine.scheduler.check_idle()
+
+
+def test_a_failure_does_not_swallow_the_news_before_it():
+    class Masked(EngineHook):
+        name = "masked"
+
+        def on_plan(self, draft, rows):
+            draft.needs_feedback = True
+
+    class FailsToSample(ToyDevice):
+        def sample(self, step, payload):
+            if step.plan.id == 3:
+                raise RuntimeError("this once")
+            super().sample(step, payload)
+
+    cache = KVCache(64, BLOCK)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, max_ahead=2)
+    engine = Engine()
+    engine.scheduler = Scheduler(cache, limits, make_policy("fcfs"), hooks=[Masked()])
+    engine.loop = EngineLoop(engine.scheduler, FailsToSample(64, BLOCK), 1)
+    for name in ("a", "b"):
+        engine.ask(name, [ord(name)] * 5, max_tokens=8, ignore_eos=True)
+    engine.run()
+    for name in ("a", "b"):
+        assert engine.output(name) == toy_generate([ord(name)] * 5, 8, stop_ids=())
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_fails_only_together_ends_after_some_tries(depth):
+    class Crowded(ToyDevice):
+        def forward(self, plan):
+            if len(plan.slots) > 1:
+                raise MemoryError("no room for two")
+            return super().forward(plan)
+
+    engine = Engine(depth=depth)
+    engine.loop = EngineLoop(engine.scheduler, Crowded(64, BLOCK), depth)
+    for name in ("a", "b"):
+        engine.ask(name, [ord(name)] * 5, max_tokens=30, ignore_eos=True)
+    engine.run()
     ends = {d.id: d for d in engine.deltas if d.finish}
     assert ends["a"].finish is ends["b"].finish is FinishReason.ERROR
-    assert "told to fail" in ends["a"].error
-    assert ends["c"].finish is FinishReason.LENGTH
-    assert engine.output("c") == toy_generate([1, 2, 3, ord("c")], 6, stop_ids=())
-    assert engine.cache.num_free == 64
-    engine.cache.check()
+    for name in ("a", "b"):
+        assert engine.output(name) == toy_generate([ord(name)] * 5, 30, stop_ids=())[: len(engine.output(name))]
+    engine.ask("later", [5] * 5, max_tokens=3, ignore_eos=True)
+    assert len(engine.run().output("later")) == 3
+    engine.scheduler.check_idle()
+
+
+def test_a_suspect_may_be_aborted_and_arrivals_wait_for_the_verdict():
+    engine = Engine(poison=99)
+    for name, prompt in (("a", [1] * 5), ("guilty", [2, 99]), ("b", [3] * 5)):
+        engine.ask(name, prompt, max_tokens=3, ignore_eos=True)
+    engine.deltas += engine.loop.step()
+    engine.ask("new", [4] * 5, max_tokens=3, ignore_eos=True)
+    engine.deltas += engine.loop.abort("a")
+    engine.run()
+    ends = {d.id: d.finish for d in engine.deltas if d.finish}
+    assert ends == {
+        "a": FinishReason.ABORT,
+        "guilty": FinishReason.ERROR,
+        "b": FinishReason.LENGTH,
+        "new": FinishReason.LENGTH,
+    }
+    engine.scheduler.check_idle()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -51,7 +51,7 @@ def hf_name(name: str) -> str:
 
 
 class GGUFCheckpoint:
-    """One GGUF file, mapped.
+    """One GGUF file.
 
     Raises:
         ModelFileError: the file is corrupt, truncated or not GGUF, or holds a tensor type that Octavo can't decode.
@@ -63,8 +63,7 @@ class GGUFCheckpoint:
         self._tensors = {hf_name(name): tensor for name, tensor in file.tensors.items()}
         for tensor in self._tensors.values():
             _check_kind(tensor, path)
-        # Copy-on-write, because torch has no read-only tensors; nothing is ever written.
-        self._data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c"))
+        self._path = path
         self._heads = _permuted_heads(file.metadata, path)
 
     def names(self) -> Set[str]:
@@ -91,9 +90,11 @@ class GGUFCheckpoint:
         return as_blocks(self._rows(name), GGMLQuantizationType(tensor.kind))
 
     def _rows(self, name: str) -> Tensor:
-        """A tensor's bytes [rows, bytes], in Hugging Face's order of rows."""
+        """A tensor's bytes [rows, bytes], in Hugging Face's order of rows. Read rather than mapped: pages of a mapped
+        file stay in this process's memory long after the tensor was converted."""
         tensor = self._tensors[name]
-        rows = self._data[tensor.offset : tensor.offset + tensor.num_bytes].view(tensor.shape[0], -1)
+        data = np.fromfile(self._path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        rows = torch.from_numpy(data).view(tensor.shape[0], -1)
         heads = self._heads.get(name.rpartition(".")[0].rpartition(".")[2])
         return _in_halves(rows, heads) if heads else rows
 

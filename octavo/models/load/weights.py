@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,12 @@ def _fill_one(layer: WeightLayer, checkpoint: Checkpoint) -> None:
 def weight_layers(model: nn.Module) -> Iterator[WeightLayer]:
     """The layers that own weights, in the order in which the model registered them."""
     return (module for module in model.modules() if isinstance(module, WeightLayer))
+
+
+def wanted_bytes(model: nn.Module) -> int:
+    """Bytes of all tensors that the model will ask for, before any is loaded."""
+    specs = (want.spec for layer in weight_layers(model) for want in layer.wanted() if not want.optional)
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
 
 def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | Blocks | None:

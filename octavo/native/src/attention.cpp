@@ -18,7 +18,7 @@ namespace octavo {
 
 namespace {
 
-constexpr int kTile = 64;                // keys between two updates of the running softmax
+constexpr int kTile = 128;               // keys between two updates of the running softmax
 constexpr int kPart = 512;               // keys that one task reads of a row with few queries
 constexpr int kQueryRows = 48;           // rows of a task (queries x heads that share a kv head), about
 constexpr int kSplitQueries = 8;         // rows with at most so many queries are split over their context

@@ -4,7 +4,8 @@
 // bits: [word][column][4]; 4 bits: two words to a word's place, the first in the low halves), then the columns' scales
 // and, unless the format has a fixed zero point, their minima, in float16.
 //
-// Activations: a row is its values (signed, 8 bits), then for each block a scale, scale * sum of values, and the sum.
+// Activations: 8-bit or 16-bit integers. A row is its values in planes of signed bytes (of 16 bits the high bytes, then the
+// low ones), then for each block a scale, scale * sum of values, and the sum.
 #pragma once
 
 #include "program.h"
@@ -23,18 +24,19 @@ struct Record {
 };
 
 struct Activations {
-    const uint32_t* words;
+    const uint32_t *words, *low_words;  // the second plane, if there is one
     const float *scales, *scaled_sums;
     const int32_t* sums;
 
-    Activations(const void* row, int columns)
+    Activations(const void* row, int columns, int planes)
         : words(static_cast<const uint32_t*>(row)),
-          scales(reinterpret_cast<const float*>(static_cast<const char*>(row) + columns)),
+          low_words(words + columns / 4),
+          scales(reinterpret_cast<const float*>(words + columns / 4 * planes)),
           scaled_sums(scales + columns / kBlock),
           sums(reinterpret_cast<const int32_t*>(scaled_sums + columns / kBlock)) {}
 };
 
 // One row of float32, quantised: each block by its largest magnitude.
-void quantise_row(const float* x, int columns, void* row);
+void quantise_row(const float* x, int columns, int planes, void* row);
 
 }  // namespace octavo

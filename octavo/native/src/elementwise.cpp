@@ -97,7 +97,7 @@ void run_norm(Program& program, const OctavoOp& op, int64_t task, int thread) {
         else if (op.dtype == kInt8) {
             float* normed = static_cast<float*>(program.scratch(thread, op.columns * sizeof(float)));
             norm_row(x, weight, op.columns, op.eps, normed);
-            quantise_row(normed, op.columns, program.at<char>(op.output, row));
+            quantise_row(normed, op.columns, op.planes, program.at<char>(op.output, row));
         } else
             norm_row(x, weight, op.columns, op.eps, program.at<float>(op.output, row));
     });
@@ -114,7 +114,7 @@ void run_quantise(Program& program, const OctavoOp& op, int64_t task, int thread
             for (int c = 0; c < op.columns; c += W) store(wide + c, load(narrow + c));
             x = wide;
         }
-        quantise_row(x, op.columns, program.at<char>(op.output, row));
+        quantise_row(x, op.columns, op.planes, program.at<char>(op.output, row));
     });
 }
 

@@ -1,39 +1,14 @@
 #include "pool.h"
 
-#include "simd.h"
-
 namespace octavo {
 
 namespace {
 
-constexpr int kSpins = 4000;       // about 50 us of looking before giving the core up
-constexpr int kIdleSpins = 20000;  // between two programs of a step, Python takes about so long
-
-// True once `done` holds; false if it did not within so many looks.
-template <class Done>
-bool spin(int looks, const Done& done) {
-    for (int i = 0; i < looks; i++) {
-        if (done()) return true;
-        pause();
-    }
-    return done();
-}
+constexpr int kIdleLooks = 20000;  // between two programs of a step, Python takes about so long
 
 }  // namespace
 
-void Barrier::wait() {
-    if (threads_ == 1) return;
-    const uint32_t round = round_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-        arrived_.store(0, std::memory_order_relaxed);
-        round_.store(round + 1, std::memory_order_release);
-        return;
-    }
-    const auto opened = [&] { return round_.load(std::memory_order_acquire) != round; };
-    while (!spin(kSpins, opened)) std::this_thread::yield();
-}
-
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads), barrier_(threads_) {
+Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
     for (int thread = 1; thread < threads_; thread++) workers_.emplace_back([this, thread] { serve(thread); });
 }
 
@@ -41,38 +16,48 @@ Pool::~Pool() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         ended_ = true;
-        round_.fetch_add(1, std::memory_order_release);
+        gate_.fetch_add(kJob);
     }
     wake_.notify_all();
     for (std::thread& worker : workers_) worker.join();
 }
 
 void Pool::run(void (*work)(void*, int), void* data) {
-    if (threads_ > 1) {
+    if (threads_ == 1) return work(data, 0);
+    {
         std::lock_guard<std::mutex> lock(mutex_);
         work_ = work;
         data_ = data;
-        busy_.store(threads_ - 1, std::memory_order_relaxed);
-        round_.fetch_add(1, std::memory_order_release);
+        left_.store(0, std::memory_order_relaxed);
+        const uint64_t job = gate_.load(std::memory_order_relaxed) / kJob + 1;
+        gate_.store(job * kJob | kOpen, std::memory_order_release);
     }
-    if (threads_ > 1) wake_.notify_all();
+    wake_.notify_all();
     work(data, 0);
-    const auto done = [&] { return busy_.load(std::memory_order_acquire) == 0; };
-    if (threads_ > 1)
-        while (!spin(kSpins, done)) std::this_thread::yield();
+    const uint64_t guests = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) % kJob / kGuest;
+    wait_until([&] { return left_.load(std::memory_order_acquire) == guests; });
 }
 
-bool Pool::awaits(uint32_t seen) const { return round_.load(std::memory_order_acquire) == seen; }
+// Joins the job behind `gate`; false if it is closed or another one by now.
+bool Pool::enter(uint64_t gate) {
+    const uint64_t job = gate / kJob;
+    while (gate / kJob == job && gate & kOpen)
+        if (gate_.compare_exchange_weak(gate, gate + kGuest, std::memory_order_acq_rel)) return true;
+    return false;
+}
 
 void Pool::serve(int thread) {
-    for (uint32_t seen = 0;; seen++) {
-        if (!spin(kIdleSpins, [&] { return !awaits(seen); })) {
+    for (uint64_t seen = 0; !ended_;) {
+        const auto called = [&] { return gate_.load(std::memory_order_acquire) / kJob != seen; };
+        if (!spin(kIdleLooks, called)) {
             std::unique_lock<std::mutex> lock(mutex_);
-            wake_.wait(lock, [&] { return !awaits(seen); });
+            wake_.wait(lock, called);
         }
-        if (ended_) return;
+        const uint64_t gate = gate_.load(std::memory_order_acquire);
+        seen = gate / kJob;
+        if (!enter(gate)) continue;
         work_(data_, thread);
-        busy_.fetch_sub(1, std::memory_order_acq_rel);
+        left_.fetch_add(1, std::memory_order_acq_rel);
     }
 }
 

@@ -1,4 +1,4 @@
-// The compute threads: asleep between programs, spinning between the operations of one.
+// The compute threads: asleep between programs, looking for work while one runs.
 #pragma once
 
 #include <atomic>
@@ -10,43 +10,60 @@
 
 namespace octavo {
 
-// Meets all threads of a team. Spins, since the others are microseconds away; gives the core up if they are not,
-// because then the machine is shared and the core may be what they wait for.
-class Barrier {
-public:
-    explicit Barrier(int threads) : threads_(threads) {}
-    void wait();
+// Returns once `done` holds. Spins at first, since the others are microseconds away; then gives the core up between
+// looks, because the machine is shared and the core may be what they wait for.
+template <class Done>
+void wait_until(const Done& done);
 
-private:
-    const int threads_;
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint32_t> round_{0};
-};
-
+// Threads help the caller with a job as they come. Nobody waits for one that is not there: on a shared machine a thread
+// may be without a core for milliseconds, in which the others finish the job.
 class Pool {
 public:
     explicit Pool(int threads);
     ~Pool();
     int threads() const { return threads_; }
-    Barrier& barrier() { return barrier_; }
 
-    // Runs work(data, thread) once on every thread, the caller's included, and returns when all are done.
+    // Runs work(data, thread) on the calling thread, as thread 0, and once on each other thread that comes while it
+    // runs. Returns when all who came have left.
     void run(void (*work)(void*, int), void* data);
 
 private:
     void serve(int thread);
-    bool awaits(uint32_t seen) const;
+    bool enter(uint64_t gate);
+
+    // The gate's lowest bit says whether the job is open, the next 15 bits count who came, the rest counts jobs.
+    static constexpr uint64_t kOpen = 1, kGuest = 2, kJob = 1 << 16;
 
     const int threads_;
-    Barrier barrier_;
     void (*work_)(void*, int) = nullptr;
     void* data_ = nullptr;
-    alignas(64) std::atomic<uint32_t> round_{0};
-    alignas(64) std::atomic<int> busy_{0};
+    alignas(64) std::atomic<uint64_t> gate_{0};
+    alignas(64) std::atomic<uint64_t> left_{0};
     std::atomic<bool> ended_{false};
     std::mutex mutex_;
     std::condition_variable wake_;
     std::vector<std::thread> workers_;
 };
+
+}  // namespace octavo
+
+#include "simd.h"
+
+namespace octavo {
+
+template <class Done>
+bool spin(int looks, const Done& done) {
+    for (int i = 0; i < looks; i++) {
+        if (done()) return true;
+        pause();
+    }
+    return done();
+}
+
+template <class Done>
+void wait_until(const Done& done) {
+    constexpr int kLooks = 4000;  // about 50 us
+    while (!spin(kLooks, done)) std::this_thread::yield();
+}
 
 }  // namespace octavo

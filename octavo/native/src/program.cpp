@@ -37,7 +37,8 @@ Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widt
       bases_(buffers),
       buffers_(buffers),
       thread_scratch_(pool.threads()),
-      shares_(new Share[(size_t)count * pool.threads()]) {}
+      shares_(new Share[(size_t)count * pool.threads()]),
+      progress_(new Progress[count]) {}
 
 void Program::run(int first, int last, const OctavoStep& step) {
     step_ = &step;
@@ -51,6 +52,7 @@ void Program::prepare(int first, int last) {
     for (size_t i = 0; i < bases_.size(); i++)
         bases_[i] = i < kExternals ? step_->external[i] : buffers_[i].need((size_t)step_->tokens * widths_[i]);
     for (int i = first * threads(); i < last * threads(); i++) shares_[i].taken.store(0, std::memory_order_relaxed);
+    for (int i = first; i < last; i++) progress_[i].done.store(0, std::memory_order_relaxed);
     const auto attends = [](const OctavoOp& op) { return op.kind == kAttend; };
     const auto found = std::find_if(ops_.begin() + first, ops_.begin() + last, attends);
     if (found == ops_.begin() + last) return;
@@ -66,16 +68,26 @@ void Program::work(int thread) {
         const OctavoOp& op = ops_[i];
         const OpCode& code = codes()[op.kind];
         const int64_t tasks = code.tasks(*this, op);
-        if (tasks == 0) continue;
-        for (int offset = 0; offset < threads(); offset++) {
-            const int owner = (thread + offset) % threads();
-            const int64_t first = tasks * owner / threads(), end = tasks * (owner + 1) / threads();
-            Share& share = shares_[i * threads() + owner];
-            for (int64_t task; (task = first + share.taken.fetch_add(1, std::memory_order_relaxed)) < end;)
-                code.run(*this, op, task, thread);
-        }
-        pool_.barrier().wait();
+        std::atomic<int64_t>& done = progress_[i].done;
+        if (const int64_t mine = take(i, tasks, thread)) done.fetch_add(mine, std::memory_order_acq_rel);
+        wait_until([&] { return done.load(std::memory_order_acquire) == tasks; });
     }
+}
+
+// Runs the tasks of operation i that nobody has taken yet; returns how many those were.
+int64_t Program::take(int i, int64_t tasks, int thread) {
+    const OctavoOp& op = ops_[i];
+    const OpCode& code = codes()[op.kind];
+    int64_t count = 0;
+    for (int offset = 0; offset < threads(); offset++) {
+        const int owner = (thread + offset) % threads();
+        const int64_t first = tasks * owner / threads(), end = tasks * (owner + 1) / threads();
+        std::atomic<int64_t>& taken = shares_[i * threads() + owner].taken;
+        if (first + taken.load(std::memory_order_relaxed) >= end) continue;
+        for (int64_t task; (task = first + taken.fetch_add(1, std::memory_order_relaxed)) < end; count++)
+            code.run(*this, op, task, thread);
+    }
+    return count;
 }
 
 }  // namespace octavo

@@ -1,7 +1,7 @@
 // A program: the operations of a model's forward pass in order, run over a batch of any size by one team of threads.
 //
-// Python builds it once from the model's layers and runs it with one call a step. Between two operations the threads
-// meet at a barrier; within one they claim tasks, so that a thread that lost its core for a while holds nobody up.
+// Python builds it once from the model's layers and runs it with one call a step. The threads claim the tasks of one
+// operation after the other; the next begins when all tasks of the last are done, whoever did them.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ struct OctavoOp {
     int32_t kind, dtype, input, output;
     int32_t rows, columns, epilogue, packed;
     int32_t heads, kv_heads, head_dim, rotary_dim;
-    int32_t window, zero_point, output_dtype;
+    int32_t window, zero_point, output_dtype, planes;
     float eps, scale, soft_cap;
     const void *weight, *second, *third;
     void* cache;
@@ -70,6 +70,10 @@ struct alignas(64) Share {
     std::atomic<int64_t> taken{0};
 };
 
+struct alignas(64) Progress {
+    std::atomic<int64_t> done{0};  // tasks of an operation, by all threads
+};
+
 class Program {
 public:
     Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers);
@@ -95,6 +99,7 @@ public:
 
 private:
     void work(int thread);
+    int64_t take(int operation, int64_t tasks, int thread);
     void prepare(int first, int last);
 
     Pool& pool_;
@@ -103,6 +108,7 @@ private:
     std::vector<void*> bases_;
     std::vector<Scratch> buffers_, thread_scratch_;
     std::unique_ptr<Share[]> shares_;  // [operation][thread]
+    std::unique_ptr<Progress[]> progress_;  // [operation]
     std::vector<AttentionTask> tasks_, merges_;
     Scratch partials_;
     const OctavoStep* step_ = nullptr;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,6 +48,23 @@ class AttentionBackend(Protocol):
 
     def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
         """Causal attention of q [T, num_heads, head_dim] over each row's context; the same shape comes back."""
+        ...
+
+
+@runtime_checkable
+class RotatingBackend(Protocol):
+    """A backend that also takes what comes before `write` into the same launch."""
+
+    def rotate_and_write(
+        self, qkv: Tensor, norms: tuple[Tensor, Tensor, float] | None, cos_sin: Tensor, cache: Tensor, step: StepInput
+    ) -> None:
+        """Normalises (if asked to) and turns queries in place; stores turned keys, and values, in the cache.
+
+        Args:
+            qkv: [T, num_heads + 2 num_kv_heads, head_dim], the last two dimensions contiguous. Its keys stay unchanged.
+            norms: weights [head_dim] of the queries' and the keys' RMS norms, and their epsilon.
+            cos_sin: [max_position, head_dim] float32, as `apply_rope`.
+        """
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec, RotatingBackend
 from octavo.nn.step import StepInput
 
 
@@ -26,4 +26,13 @@ class PagedAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], to [T, num_heads, head_dim]."""
         self.backend.write(k, v, self.cache, step)
+        return self.backend.attend(q, self.cache, step, self.spec)
+
+    @property
+    def rotating(self) -> RotatingBackend | None:
+        """The backend, if it takes over rotation and norms of heads too."""
+        return self.backend if isinstance(self.backend, RotatingBackend) else None
+
+    def attend(self, q: Tensor, step: StepInput) -> Tensor:
+        """`forward` for keys and values that are stored already."""
         return self.backend.attend(q, self.cache, step, self.spec)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,9 +77,27 @@ def _reference_reason(request: BackendRequest) -> str | None:
     return None if request.dtype.is_floating_point else f"needs a floating-point dtype, not {request.dtype}"
 
 
+def _triton_reason(request: BackendRequest) -> str | None:
+    interpreted = request.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if request.device.type != "cuda" and not interpreted:
+        return f"runs on cuda (or on cpu under TRITON_INTERPRET=1, for tests), not on {request.device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton, which is not installed"
+    if request.dtype not in DTYPES:
+        return f"computes in {', '.join(map(str, DTYPES))}, not in {request.dtype}"
+    return None if request.spec.head_dim <= 256 else f"has heads of up to 256 channels, not {request.spec.head_dim}"
+
+
+def _make_triton(request: BackendRequest) -> AttentionBackend:
+    from octavo.nn.attention.triton import TritonAttention  # a machine without a GPU need not have the package
+
+    return TritonAttention(request.dtype, request.spec)
+
+
 BACKENDS: tuple[BackendFactory, ...] = (
     Factory("native", _native_reason, _make_native),
     Factory("torch", _torch_reason, lambda _: TorchAttention()),
+    Factory("triton", _triton_reason, _make_triton),
     Factory("reference", _reference_reason, lambda _: ReferenceAttention()),
 )
 

@@ -15,5 +15,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Returns:
         [..., I].
     """
+    if gate_up.is_cuda and gate_up.is_contiguous():
+        from octavo.nn.ops import triton_activation  # a machine without a GPU need not have the package
+
+        return triton_activation.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

@@ -15,6 +15,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: [..., H], of the weight's dtype or float32.
         weight: [H].
     """
+    if x.is_cuda and x.is_contiguous():
+        from octavo.nn.ops import triton_norm  # a machine without a GPU need not have the package
+
+        return triton_norm.rms_norm(x, weight, eps)
     if x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)
@@ -31,5 +35,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Returns:
         (rms_norm(x + residual), x + residual), the sum in the residual's dtype.
     """
+    if x.is_cuda and x.dtype == residual.dtype and x.is_contiguous() and residual.is_contiguous():
+        from octavo.nn.ops import triton_norm
+
+        return triton_norm.add_rms_norm(x, residual, weight, eps)
     total = x.add_(residual) if x.dtype == residual.dtype else residual + x
     return rms_norm(total, weight, eps), total

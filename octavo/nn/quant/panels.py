@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,6 +12,7 @@ from octavo.native.program import BLOCK
 from octavo.nn.weights import Blocks
 
 PANEL = 16
+_SLICE = 128
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -25,7 +28,19 @@ def interleave(first: Tensor, second: Tensor) -> Tensor:
 
 
 def pack_blocks(blocks: Blocks) -> Tensor:
-    """[ceil(N / 16), K / 32, record] uint8: see native/src/blocks.h."""
+    """[ceil(N / 16), K / 32, record] uint8: see native/src/blocks.h. In slices, for the steps between take memory."""
+    rows, columns = blocks.values.shape
+    record = PANEL * (BLOCK * blocks.bits // 8 + (2 if blocks.minima is None else 4))
+    packed = torch.empty(-(-rows // PANEL), columns // BLOCK, record, dtype=torch.uint8)
+    for first in range(0, packed.shape[0], _SLICE):
+        cut = slice(first * PANEL, (first + _SLICE) * PANEL)
+        minima = None if blocks.minima is None else blocks.minima[cut]
+        part = replace(blocks, values=blocks.values[cut], scales=blocks.scales[cut], minima=minima)
+        packed[first : first + _SLICE] = _pack_slice(part)
+    return packed
+
+
+def _pack_slice(blocks: Blocks) -> Tensor:
     rows = F.pad(blocks.values, (0, 0, 0, -blocks.values.shape[0] % PANEL))
     values = rows.view(-1, PANEL, rows.shape[1] // BLOCK, BLOCK // 4, 4).permute(0, 2, 3, 1, 4)
     if blocks.bits == 4:

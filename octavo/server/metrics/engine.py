@@ -85,7 +85,7 @@ ENGINE_METRICS = (
     _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
     _counter(
         "num_preemptions",
-        "Sequences that lost their blocks to others and were computed again.",
+        "Sequences that lost their blocks and were computed again.",
         lambda s: s.num_preemptions,
     ),
     _counter("kv_blocks_copied", "KV blocks copied on write.", lambda s: s.blocks_copied),

@@ -105,12 +105,18 @@ def _params(ctx: ServerContext, body: GenerationBody, max_tokens: int | None, lo
 def _check_limits(ctx: ServerContext, body: GenerationBody) -> None:
     config = ctx.config
     n, stops = body.choices, body.stop or []
-    require(n <= config.max_n, "n", n, f"n must be at most {config.max_n} on this server, got {n}.")
+    require(
+        n <= config.max_n,
+        "n",
+        n,
+        f"n must be at most {config.max_n}, got {n}. Ask several times, or start the server with a larger --max-n.",
+    )
     require(
         len(stops) <= config.max_stop_strings,
         "stop",
         stops,
-        f"stop must have at most {config.max_stop_strings} strings on this server, got {len(stops)}.",
+        f"stop must have at most {config.max_stop_strings} strings, got {len(stops)}. Send fewer, or start the server "
+        "with a larger --max-stop-strings.",
     )
     if body.prompt_logprobs is not None and body.streamed:
         raise InvalidRequestError(

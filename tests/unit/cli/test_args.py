@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from octavo.cli import serve
 from octavo.cli.args import add_engine_settings, add_settings, convert, engine_from, server_from, values
 from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.parser import OctavoParser
@@ -185,3 +186,18 @@ def test_missing_features_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
         parse("--config", write(tmp_path, "tensor-parallel-size: 2"))
     assert "tensor parallelism is not supported" in capsys.readouterr().err
     assert parse("--config", write(tmp_path, "tensor-parallel-size: 1\nenable-lora: false")) == parse()
+
+
+def test_a_model_that_a_flag_of_many_values_took_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = serve.make_parser()
+
+    def check(*argv: str) -> None:
+        serve.refuse_swallowed_model(parser, values(parser, parser.parse_args(list(argv))))
+
+    for model in ("smollm2", str(tmp_path)):
+        with pytest.raises(SystemExit):
+            check("--api-key", "secret", model)
+        assert f"put the model first: octavo serve {model} --api-key" in capsys.readouterr().err
+    check("smollm2", "--api-key", "secret", "other")
+    check("--served-model-name", "smollm2")
+    check("--api-key", "secret", "other")

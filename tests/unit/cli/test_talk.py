@@ -14,7 +14,7 @@ import httpx
 import pytest
 import tokenizers
 
-from octavo.cli import chat, generate, start
+from octavo.cli import bench, chat, generate, start
 from octavo.cli.talk import Answer, LocalSpeaker, RemoteSpeaker
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError
@@ -282,6 +282,20 @@ def test_a_failed_question_is_forgotten(typed: Callable[..., None], capsys: pyte
 def complete(stage: Stage, monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     monkeypatch.setattr(start, "open_frontend", stage.open)
     return generate.run(list(argv))
+
+
+def test_a_sampling_flag_out_of_range_is_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    monkeypatch.setattr(stage, "open", lambda config: pytest.fail("the model was loaded"))
+    with pytest.raises(InvalidRequestError, match=r"temperature must be non-negative, got -1\.0"):
+        complete(stage, monkeypatch, "hello", "--temperature", "-1")
+
+
+def test_a_bench_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.run(["sreve"]) == 2
+    said = capsys.readouterr().err
+    assert "unknown bench 'sreve'" in said
+    assert "throughput" in said
 
 
 def test_generate_uses_the_template_if_there_is_one(

@@ -14,7 +14,8 @@ from octavo.core.errors import ModelFileError
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.gguf import GGUFCheckpoint, hf_name
-from octavo.models.load.gguf_blocks import SUPPORTED
+from octavo.models.load.gguf_blocks import _INTEGERS, SUPPORTED
+from octavo.nn.quant.blocks import dequantised
 from octavo.nn.weights import TensorSpec
 
 SHAPE = (6, 512)
@@ -139,3 +140,20 @@ def test_names_outside_the_table_stay_as_they_are() -> None:
     assert hf_name("output_norm.weight") == "model.norm.weight"
     assert hf_name("blk.7.ffn_gate_exps.weight") == "blk.7.ffn_gate_exps.weight"
     assert hf_name("rope_freqs.weight") == "rope_freqs.weight"
+
+
+@pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["blk.3.ffn_up", "blk.3.attn_q"])
+def test_blocks_hold_the_same_values(kind: Kind, name: str, tmp_path: Path) -> None:
+    """In the formats that they can hold; scales that are products are rounded to float16."""
+    checkpoint = GGUFCheckpoint(write(tmp_path / "m.gguf", {f"{name}.weight": (kind, random_raw(kind))}, heads=3))
+    blocks = checkpoint.blocks(hf_name(f"{name}.weight"))
+    if kind not in _INTEGERS:
+        assert blocks is None
+        return
+    assert blocks is not None
+    assert int(blocks.values.max()) == {Kind.Q5_0: 31, Kind.Q5_1: 31, Kind.Q5_K: 31}.get(kind, 2**blocks.bits - 1)
+    expected = checkpoint.tensor(hf_name(f"{name}.weight"), SPEC)
+    rtol = 2e-3 if kind in (Kind.Q4_K, Kind.Q5_K) else 1e-6
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(dequantised(blocks, torch.float32), expected, rtol=rtol, atol=scale * rtol / 10)

@@ -232,7 +232,7 @@ def test_a_model_that_can_not_be_had_is_one_line(capsys: pytest.CaptureFixture[s
         yield
 
     assert run_server(missing, ServerConfig(port=0)) == 1
-    assert capsys.readouterr().err.splitlines() == ["octavo: There is no model `x`; run octavo pull."]
+    assert capsys.readouterr().err.splitlines() == ["octavo: error: There is no model `x`; run octavo pull."]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,147 @@
+"""The six offline workloads on one GPU, with random weights of a real model's shape: engine only, token ids in and out.
+
+    python benchmarks/gpu_workloads.py [--model DIR] [--workloads chat decode ...] [--runs 3] [--output FILE]
+
+Greedy, end-of-sequence ignored, all requests handed over at once, every run with other tokens so that no run finds the
+last one's prefixes. The engine is warm: each workload runs once, scaled down, before it is timed. Figures are medians.
+Beside them stand what the chip itself does: its copy bandwidth and its rate of bfloat16 matrix products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.bench.workloads import WORKLOADS, Work, workload
+from octavo.build import build_core
+from octavo.config import EngineConfig
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.engine.loop import EngineLoop
+from octavo.hub.files import ModelFiles
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--model", type=Path, default=HERE / "models" / "llama-3.1-8b", help="folder with a config.json"
+    )
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95, top-k 50, penalty 1.1")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ceilings": ceilings(),
+    }
+    print(json.dumps(report), flush=True)
+    began = time.perf_counter()
+    loop, info = build_core(config_of(args), files_of(args.model))
+    report |= {"start_s": round(time.perf_counter() - began, 2), "phases_s": info.phases, "memory": info.memory}
+    report |= {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
+    report |= {"sampled": args.sampled, "eager": args.enforce_eager, "kv_blocks": info.num_blocks}
+    print(json.dumps(report), flush=True)
+    report["workloads"] = {}
+    for name in args.workloads:
+        measure(loop, workload(name, seed=-1, scale=0.1), args.sampled)
+        runs = [measure(loop, workload(name, seed=seed), args.sampled) for seed in range(args.runs)]
+        median = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2]
+        report["workloads"][name] = median | {"all_seconds": [run["seconds"] for run in runs]}
+        print(name, json.dumps(report["workloads"][name]), flush=True)
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def config_of(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig.of(
+        load_format="dummy",
+        device="cuda",
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=16384,
+        enforce_eager=args.enforce_eager,
+    )
+
+
+def files_of(folder: Path) -> ModelFiles:
+    config = json.loads((folder / "config.json").read_text())
+    return ModelFiles(name=folder.name, path=folder, format="safetensors", weights=(), config=config)
+
+
+def measure(loop: EngineLoop, work: list[Work], sampled: bool) -> dict[str, Any]:
+    """Runs the work to its end; seconds, rates, and where the host's time went."""
+    how: dict[str, Any] = (
+        {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1} if sampled else {"temperature": 0}
+    )
+    loop.forget_past()
+    began = time.perf_counter()
+    for i, (prompt, count) in enumerate(work):
+        params = SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, **how)
+        loop.add(GenerateRequest(id=f"{began}-{i}", tokens=prompt, params=params))
+    produced = 0
+    while loop.busy:
+        for delta in loop.step():
+            if delta.error:
+                raise RuntimeError(delta.error)
+            produced += len(delta.tokens)
+    seconds = time.perf_counter() - began
+    expected = sum(count for _, count in work)
+    if produced != expected:
+        raise RuntimeError(f"{produced} tokens came, not {expected}")
+    stats = loop.stats()
+    given = sum(len(prompt) for prompt, _ in work)
+    return {
+        "requests": len(work),
+        "seconds": round(seconds, 4),
+        "output_tok_s": round(produced / seconds, 1),
+        "input_tok_s": round(given / seconds, 1),
+        "steps": stats.num_steps,
+        "preemptions": stats.num_preemptions,
+        "plan_s": round(stats.plan_s, 3),
+        "launch_s": round(stats.launch_s, 3),
+        "retire_s": round(stats.retire_s, 3),
+    }
+
+
+def ceilings() -> dict[str, float]:
+    """Bytes read and written a second by a large copy, and bfloat16 operations a second of a large product."""
+    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = best(lambda: target.copy_(source))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = best(lambda: a @ b)
+    return {
+        "copy_tb_s": round(2 * source.numel() / copy / 1e12, 2),
+        "bf16_tflop_s": round(2 * 8192**3 / product / 1e12),
+    }
+
+
+def best(run: Any) -> float:
+    """Median seconds of ten, by device events."""
+    times = []
+    for _ in range(13):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[3:])
+
+
+if __name__ == "__main__":
+    main()

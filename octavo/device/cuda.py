@@ -1,0 +1,88 @@
+"""`CudaDevice`: one NVIDIA GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import torch
+
+from octavo.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_UTILIZATION = 0.92
+_GRAPHS = _GIB
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WAYS_OUT = (
+    "Take a smaller model or one with smaller weights, raise --gpu-memory-utilization, or free memory that other "
+    "processes hold on this GPU (nvidia-smi lists them)."
+)
+
+
+class CudaDevice:
+    """Launches only enqueue, so one step is always launched ahead.
+
+    Raises:
+        ConfigError: there is no usable GPU, or Triton is not installed.
+    """
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "--device cuda needs an NVIDIA GPU, its driver and a torch built for CUDA, and torch finds none; "
+                "use --device cpu."
+            )
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("--device cuda needs the package triton; install octavo[gpu], or use --device cpu.")
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self.torch_device)
+        self.default_depth = 1
+        self.resident = True
+
+    def setup(self, threads: int | None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        torch.cuda.init()
+
+    def pick_dtype(self, wanted: str, checkpoint: str | None) -> torch.dtype:
+        if wanted != "auto":
+            return _DTYPES[wanted]
+        if checkpoint == "float16" or torch.cuda.get_device_capability(self.torch_device) < (8, 0):
+            return torch.float16
+        return torch.float32 if checkpoint == "float32" else torch.bfloat16
+
+    def check_fits(self, weights: int, utilization: float | None) -> None:
+        room = self._room(utilization)
+        if weights >= room:
+            raise ConfigError(
+                f"The weights take {weights / _GIB:.2f} GiB, but {max(room, 0) / _GIB:.2f} GiB of {self.name}'s memory "
+                f"can be used. {_WAYS_OUT}"
+            )
+
+    def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
+        """What the utilization leaves beside what is in use by now, the weights among it, and what steps will need."""
+        budget = self._room(utilization) - workspace - _GRAPHS
+        log.info(
+            "memory in GiB: weights %.2f, activations %.2f, graphs %.2f, KV cache %.2f, of %.2f",
+            *(size / _GIB for size in (weights, workspace, _GRAPHS, budget, self._memory()[1])),
+        )
+        if budget <= 0:
+            raise ConfigError(
+                f"After {weights / _GIB:.2f} GiB of weights and {(workspace + _GRAPHS) / _GIB:.2f} GiB for computing, "
+                f"no memory of {self.name} is left for the KV cache. Lower --max-num-batched-tokens or --max-num-seqs, "
+                f"or do one of these: {_WAYS_OUT}"
+            )
+        return budget
+
+    def _room(self, utilization: float | None) -> int:
+        """Bytes that may still be taken; what torch holds without using it counts as free."""
+        free, total, idle = self._memory()
+        return int(total * (utilization or _UTILIZATION)) - (total - free - idle)
+
+    def _memory(self) -> tuple[int, int, int]:
+        """Bytes free, in all, and held by torch without use."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        idle = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free, total, idle

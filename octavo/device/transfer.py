@@ -1,0 +1,51 @@
+"""Small transfers between host and device that make neither wait; on a CPU both ends are the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device, there for whatever is launched after this call.
+
+    The pinned copy may be dropped at once: torch keeps its memory until the transfer has read it.
+    """
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device, copy=True)
+
+
+def upload_parts(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Several [n] int32 arrays in one transfer. Each begins on 16 bytes, else kernels are compiled for both cases."""
+    sizes = [len(part) for part in parts]
+    room = [-(-size // 4) * 4 for size in sizes]
+    packed = np.zeros(sum(room), dtype=np.int32)
+    begin = 0
+    for part, taken in zip(parts, room, strict=True):
+        packed[begin : begin + len(part)] = part
+        begin += taken
+    sent = upload(packed, device).split(room)
+    return [whole[:size] for whole, size in zip(sent, sizes, strict=True)]
+
+
+class Download:
+    """A tensor's values on their way to the host. The tensor may be overwritten by what is launched afterwards."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tensor.clone()
+
+    def wait(self) -> Tensor:
+        """The values, once they are here."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

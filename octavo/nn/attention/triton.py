@@ -1,0 +1,265 @@
+"""Attention on NVIDIA GPUs, in Triton: one kernel for rows with a few queries, one for rows with many."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from octavo.device.transfer import upload_parts
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.triton_decode import decode_kernel, merge_kernel
+from octavo.nn.attention.triton_prefill import prefill_kernel
+from octavo.nn.attention.triton_write import rotate_write_kernel, write_kernel
+from octavo.nn.step import StepInput
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_FEW = 8
+_MAX_SPLITS = 32
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Rows with at most `queries` queries each; `rows` [count] int32 names them, None stands for all."""
+
+    rows: Tensor | None
+    count: int
+    queries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """Tiles of rows with more queries: [count, 2] int32, a row and the first of the tile's queries in it."""
+
+    tiles: Tensor
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """What one step's attention runs: at most one launch of each kind a layer."""
+
+    few: Few | None
+    many: Many | None
+
+
+class TritonAttention:
+    """Stateless; everything it needs is in the step. A row of length 0 is padding and gets zeros."""
+
+    name = "triton"
+
+    def __init__(self, dtype: torch.dtype, spec: AttentionSpec) -> None:
+        self._query_tile, _, _, _ = _prefill_shape(dtype, spec.head_dim)
+
+    def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """[block, key or value, head, offset in the block, channel]: one head's part of a block is contiguous."""
+        return (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+
+    def prepare(self, step: StepInput, block_size: int) -> Launches:
+        """Divides the rows over the two kernels. Asks the device for nothing if `step.query_lens` is given."""
+        if step.max_query_len == 1:
+            return Launches(Few(None, step.num_rows, 1), None)
+        lens = step.query_lens if step.query_lens is not None else step.query_start.diff().tolist()
+        if step.max_query_len <= _MAX_FEW:
+            return Launches(Few(None, step.num_rows, _MAX_FEW), None)
+        return self._divide(np.asarray(lens, dtype=np.int32), step.device)
+
+    def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
+        _, heads, dim = k.shape
+        write_kernel[(k.shape[0],)](
+            k,
+            v,
+            cache,
+            step.slot_mapping,
+            *_two_strides(k),
+            *_two_strides(v),
+            *cache.stride()[:4],
+            HEADS=heads,
+            BLOCK_H=triton.next_power_of_2(heads),
+            D=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
+            PAGE=cache.shape[3],
+        )
+
+    def rotate_and_write(
+        self, qkv: Tensor, norms: tuple[Tensor, Tensor, float] | None, cos_sin: Tensor, cache: Tensor, step: StepInput
+    ) -> None:
+        """See `RotatingBackend`."""
+        tokens, all_heads, dim = qkv.shape
+        kv_heads = cache.shape[2]
+        heads = all_heads - 2 * kv_heads
+        block = min(8, triton.next_power_of_2(kv_heads))
+        grid = (tokens, triton.cdiv(heads, block) + triton.cdiv(kv_heads, block))
+        q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
+        rotate_write_kernel[grid](
+            qkv,
+            q_norm,
+            k_norm,
+            cos_sin,
+            step.positions,
+            step.slot_mapping,
+            cache,
+            eps,
+            qkv.stride(0),
+            *cache.stride()[:4],
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            BLOCK_H=block,
+            HALF=dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(dim // 2),
+            PAGE=cache.shape[3],
+            NORMED=norms is not None,
+            num_warps=2,
+        )
+
+    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
+        launches: Launches = step.attn
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if launches.few is not None:
+            _attend_few(q, cache, step, spec, launches.few, out)
+        if launches.many is not None:
+            _attend_many(q, cache, step, spec, launches.many, out)
+        return out
+
+    def _divide(self, lens: np.ndarray, device: torch.device) -> Launches:
+        """One query goes to the first kernel, more to the second, whose tiles with the most keys come first."""
+        single = np.flatnonzero(lens == 1).astype(np.int32)
+        tiles = [
+            (row, first) for row in np.flatnonzero(lens > 1).tolist() for first in range(0, lens[row], self._query_tile)
+        ]
+        tiles.sort(key=lambda tile: -tile[1])
+        sent_tiles, sent_single = upload_parts([np.asarray(tiles, dtype=np.int32).ravel(), single], device)
+        few = Few(sent_single, len(single), 1) if len(single) else None
+        return Launches(few, Many(sent_tiles, len(tiles)))
+
+
+def _attend_few(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, few: Few, out: Tensor) -> None:
+    dim, block_d = spec.head_dim, triton.next_power_of_2(spec.head_dim)
+    group = spec.num_heads // spec.num_kv_heads
+    splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device)
+    part_out = part_lse = out
+    if splits > 1:
+        cells = few.count * few.queries * spec.num_heads * splits
+        part_out = torch.empty(cells * dim, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(cells, dtype=torch.float32, device=q.device)
+    rows = few.rows if few.rows is not None else step.query_start
+    tile, warps, stages = _decode_shape(q.dtype, block_d)
+    decode_kernel[(spec.num_kv_heads, few.count, splits)](
+        q,
+        cache,
+        out,
+        part_out,
+        part_lse,
+        rows,
+        step.query_start,
+        step.seq_lens,
+        step.query_start if step.table_rows is None else step.table_rows,
+        step.block_tables,
+        *_scales(spec),
+        *_two_strides(q),
+        *cache.stride()[:4],
+        step.block_tables.stride(0),
+        splits,
+        GROUP=group,
+        QUERIES=few.queries,
+        M=max(16, triton.next_power_of_2(group * few.queries)),
+        D=dim,
+        BLOCK_D=block_d,
+        BLOCK_N=tile,
+        PAGE=cache.shape[3],
+        WINDOW=spec.window or 0,
+        CAPPED=spec.soft_cap is not None,
+        DIVIDED=splits > 1,
+        HAS_ROWS=few.rows is not None,
+        HAS_TABLE_ROWS=step.table_rows is not None,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if splits > 1:
+        merge_kernel[(spec.num_heads, few.count * few.queries)](
+            part_out,
+            part_lse,
+            out,
+            rows,
+            step.query_start,
+            splits,
+            QUERIES=few.queries,
+            D=dim,
+            BLOCK_D=block_d,
+            MAX_SPLITS=_MAX_SPLITS,
+            HAS_ROWS=few.rows is not None,
+            num_warps=4,
+        )
+
+
+def _attend_many(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, many: Many, out: Tensor) -> None:
+    block_m, block_n, warps, stages = _prefill_shape(q.dtype, spec.head_dim)
+    prefill_kernel[(spec.num_heads, many.count)](
+        q,
+        cache,
+        out,
+        many.tiles,
+        step.query_start,
+        step.seq_lens,
+        step.query_start if step.table_rows is None else step.table_rows,
+        step.block_tables,
+        *_scales(spec),
+        *_two_strides(q),
+        *cache.stride()[:4],
+        step.block_tables.stride(0),
+        GROUP=spec.num_heads // spec.num_kv_heads,
+        D=spec.head_dim,
+        BLOCK_D=triton.next_power_of_2(spec.head_dim),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        PAGE=cache.shape[3],
+        WINDOW=spec.window or 0,
+        CAPPED=spec.soft_cap is not None,
+        HAS_TABLE_ROWS=step.table_rows is not None,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def num_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
+    """Parts of each context, a power of two: enough to fill the chip, none shorter than 256 keys."""
+    wanted = 4 * _multiprocessors(device) // max(programs, 1)
+    useful = max_seq_len // 256
+    return 1 << max(0, min(wanted, useful, _MAX_SPLITS).bit_length() - 1)
+
+
+def _decode_shape(dtype: torch.dtype, block_d: int) -> tuple[int, int, int]:
+    """(keys a tile, warps, stages): a tile of keys takes at most 16 KiB."""
+    return max(16, min(64, 16384 // (block_d * dtype.itemsize))), 4, 3
+
+
+def _prefill_shape(dtype: torch.dtype, head_dim: int) -> tuple[int, int, int, int]:
+    """(queries a tile, keys a tile, warps, stages)."""
+    if dtype.itemsize == 4:
+        return 32, 32, 4, 1
+    return (128, 128, 8, 3) if head_dim <= 128 else (64, 32, 8, 2)
+
+
+def _scales(spec: AttentionSpec) -> tuple[float, float]:
+    """Scores feed exp2, so they carry log2(e); capped ones get it after the cap."""
+    if spec.soft_cap is None:
+        return spec.scale * _LOG2_E, 0.0
+    return spec.scale, spec.soft_cap
+
+
+def _two_strides(x: Tensor) -> Sequence[int]:
+    if x.stride(2) != 1:
+        raise AssertionError("the channels of a head must be contiguous")
+    return x.stride()[:2]
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

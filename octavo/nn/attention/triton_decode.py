@@ -1,0 +1,166 @@
+"""Attention of a few queries a row over a paged context, on a GPU: decoding, and checking of drafts.
+
+The query heads that share a kv head, times the row's queries, are the rows of one tile, so that each key is read once.
+A context is divided over several programs where rows alone would not fill the chip; a second kernel merges the parts
+by their log-sum-exp (Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["splits"])
+def decode_kernel(
+    q,
+    cache,
+    out,
+    part_out,
+    part_lse,
+    rows,
+    query_start,
+    seq_lens,
+    table_rows,
+    tables,
+    scale,
+    soft_cap,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    value_stride,
+    kv_head_stride,
+    cell_stride,
+    table_stride,
+    splits,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr,
+):
+    """One kv head of one row, and one part of its context. `scale` is the softmax scale times log2(e)."""
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    split = tl.program_id(2)
+    heads = tl.num_programs(0) * GROUP
+    row = item
+    if HAS_ROWS:
+        row = tl.load(rows + item)
+    table_row = row
+    if HAS_TABLE_ROWS:
+        table_row = tl.load(table_rows + row)
+    start = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - start
+    seq_len = tl.load(seq_lens + row)
+    table = tables + table_row.to(tl.int64) * table_stride
+
+    m = tl.arange(0, M)
+    query = m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    d = tl.arange(0, BLOCK_D)
+    m_valid = query < count
+    md_valid = m_valid[:, None] & (d < D)[None, :]
+    token = (start + query).to(tl.int64)
+    q_tile = tl.load(
+        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=md_valid, other=0.0
+    )
+    position = seq_len - count + query
+
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - count - WINDOW + 1, 0) // BLOCK_N
+    last = tl.cdiv(seq_len, BLOCK_N)
+    share = tl.cdiv(last - first, splits)
+    begin = first + split * share
+    end = tl.minimum(begin + share, last)
+
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BLOCK_D], tl.float32)
+    head_base = cache + kv_head.to(tl.int64) * kv_head_stride
+    for tile in range(begin, end):
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = key < seq_len
+        block = tl.load(table + key // PAGE, mask=inside, other=0)
+        cell = block.to(tl.int64) * block_stride + (key % PAGE) * cell_stride
+        nd_valid = inside[:, None] & (d < D)[None, :]
+        k_tile = tl.load(head_base + cell[:, None] + d[None, :], mask=nd_valid, other=0.0)
+        v_tile = tl.load(head_base + value_stride + cell[:, None] + d[None, :], mask=nd_valid, other=0.0)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        if CAPPED:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores carry a factor log2(e), which exp2 wants.
+            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
+            scores = scores * 1.4426950408889634
+        visible = inside[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - safe[:, None])
+        decay = tl.exp2(peak - safe)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+        peak = new_peak
+
+    whole = tl.where(total > 0, total, 1.0)
+    acc = acc / whole[:, None]
+    if not DIVIDED:
+        target = out + (token * heads + head)[:, None] * D + d[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=md_valid)
+    else:
+        cell = (item * QUERIES + query).to(tl.int64) * heads + head
+        part = (cell * splits + split)[:, None] * D + d[None, :]
+        held = m_valid & (total > 0)
+        tl.store(part_out + part, acc, mask=held[:, None] & (d < D)[None, :])
+        tl.store(
+            part_lse + cell * splits + split, tl.where(total > 0, peak + tl.log2(whole), float("-inf")), mask=m_valid
+        )
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(
+    part_out,
+    part_lse,
+    out,
+    rows,
+    query_start,
+    splits,
+    QUERIES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    """One head of one query: the parts' outputs, weighted by exp2 of their log-sum-exps."""
+    head = tl.program_id(0)
+    item = tl.program_id(1) // QUERIES
+    query = tl.program_id(1) % QUERIES
+    heads = tl.num_programs(0)
+    row = item
+    if HAS_ROWS:
+        row = tl.load(rows + item)
+    start = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - start
+    if query < count:
+        split = tl.arange(0, MAX_SPLITS)
+        d = tl.arange(0, BLOCK_D)
+        cell = tl.program_id(1).to(tl.int64) * heads + head
+        lse = tl.load(part_lse + cell * splits + split, mask=split < splits, other=float("-inf"))
+        peak = tl.max(lse, 0)
+        weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
+        held = (lse > float("-inf"))[:, None] & (d < D)[None, :]
+        parts = tl.load(part_out + (cell * splits + split)[:, None] * D + d[None, :], mask=held, other=0.0)
+        total = tl.sum(weight, 0)
+        mixed = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+        target = out + ((start + query).to(tl.int64) * heads + head) * D + d
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=d < D)

@@ -1,0 +1,112 @@
+"""Storing of keys and values in a paged cache, on a GPU: alone, or with what comes before it in the same launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def write_kernel(
+    k,
+    v,
+    cache,
+    slot_mapping,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    block_stride,
+    value_stride,
+    kv_head_stride,
+    cell_stride,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """One token's keys and values; nothing for a token without a slot (a negative one)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        h = tl.arange(0, BLOCK_H)[:, None]
+        d = tl.arange(0, BLOCK_D)[None, :]
+        valid = (h < HEADS) & (d < D)
+        target = cache + slot // PAGE * block_stride + slot % PAGE * cell_stride + h * kv_head_stride + d
+        keys = tl.load(k + token * k_token_stride + h * k_head_stride + d, mask=valid, other=0.0)
+        values = tl.load(v + token * v_token_stride + h * v_head_stride + d, mask=valid, other=0.0)
+        tl.store(target, keys, mask=valid)
+        tl.store(target + value_stride, values, mask=valid)
+
+
+@triton.jit
+def _turned(source, h_valid, i, norm, cos, sin, eps, HALF: tl.constexpr, NORMED: tl.constexpr):
+    """Both halves of some heads, normalised if asked for, then rotated, in float32."""
+    valid = h_valid & (i < HALF)
+    low = tl.load(source + i, mask=valid, other=0.0).to(tl.float32)
+    high = tl.load(source + i + HALF, mask=valid, other=0.0).to(tl.float32)
+    if NORMED:
+        square = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF)
+        inverse = tl.rsqrt(square + eps)[:, None]
+        low = low * inverse * tl.load(norm + i, mask=i < HALF, other=0.0).to(tl.float32)
+        high = high * inverse * tl.load(norm + i + HALF, mask=i < HALF, other=0.0).to(tl.float32)
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def rotate_write_kernel(
+    qkv,
+    q_norm,
+    k_norm,
+    cos_sin,
+    positions,
+    slot_mapping,
+    cache,
+    eps,
+    token_stride,
+    block_stride,
+    value_stride,
+    kv_head_stride,
+    cell_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Some heads of one token: queries are turned where they are; keys are turned and stored, values stored."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    position = tl.load(positions + token)
+    cos = tl.load(cos_sin + position * (2 * HALF) + i, mask=i < HALF, other=0.0)
+    sin = tl.load(cos_sin + position * (2 * HALF) + HALF + i, mask=i < HALF, other=0.0)
+    QUERY_GROUPS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    source = qkv + token * token_stride
+    kind = qkv.dtype.element_ty
+    if group < QUERY_GROUPS:
+        h = group * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        place = source + h * (2 * HALF)
+        low, high = _turned(place, h < HEADS, i, q_norm, cos, sin, eps, HALF, NORMED)
+        valid = (h < HEADS) & (i < HALF)
+        tl.store(place + i, low.to(kind), mask=valid)
+        tl.store(place + i + HALF, high.to(kind), mask=valid)
+    else:
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            h = (group - QUERY_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+            keys = source + (HEADS + h) * (2 * HALF)
+            values = source + (HEADS + KV_HEADS + h) * (2 * HALF)
+            low, high = _turned(keys, h < KV_HEADS, i, k_norm, cos, sin, eps, HALF, NORMED)
+            valid = (h < KV_HEADS) & (i < HALF)
+            target = cache + slot // PAGE * block_stride + slot % PAGE * cell_stride + h * kv_head_stride + i
+            stored = cache.dtype.element_ty
+            tl.store(target, low.to(stored), mask=valid)
+            tl.store(target + HALF, high.to(stored), mask=valid)
+            low_value = tl.load(values + i, mask=valid, other=0.0)
+            high_value = tl.load(values + i + HALF, mask=valid, other=0.0)
+            tl.store(target + value_stride, low_value.to(stored), mask=valid)
+            tl.store(target + value_stride + HALF, high_value.to(stored), mask=valid)

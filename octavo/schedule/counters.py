@@ -1,0 +1,76 @@
+"""`Counters`: what the scheduler counts, and the gauges it reads off the KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from octavo.cache.cache import KVCache
+from octavo.core.plan import StepPlan
+from octavo.core.request import Request
+from octavo.core.stats import EngineStats
+
+
+class Counters:
+    """The one writer of an `EngineStats`."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self.stats = EngineStats(num_blocks=cache.num_blocks, block_size=cache.block_size)
+
+    def snapshot(self, running: Sequence[Request], *, waiting: int, deferred: int) -> EngineStats:
+        """The counters, with the gauges brought up to date."""
+        stats, cache = self.stats, self._cache
+        stats.num_running = len(running)
+        stats.num_waiting = waiting
+        stats.num_waiting_deferred = deferred
+        stats.num_blocks_used = cache.pool.num_used
+        stats.num_blocks_cached = cache.pool.num_cached
+        stats.blocks_copied = cache.num_copied
+        stats.blocks_evicted = cache.num_evicted
+        stats.kv_slots_allocated = cache.pool.num_used * cache.block_size
+        stats.kv_slots_filled = stats.kv_slots_allocated - self._unfilled(running)
+        return stats
+
+    def forget(self) -> None:
+        """Start anew."""
+        self._cache.num_copied = self._cache.num_evicted = 0
+        self.stats = EngineStats(num_blocks=self._cache.num_blocks, block_size=self._cache.block_size)
+
+    def step(self, plan: StepPlan, running: Sequence[Request]) -> None:
+        """A step was planned."""
+        stats, cache = self.stats, self._cache
+        stats.num_steps += 1
+        stats.step_tokens += plan.total_tokens
+        stats.step_rows += len(plan.slots)
+        allocated = cache.pool.num_used * cache.block_size
+        if allocated:
+            stats.waste_samples += 1
+            stats.waste_sum += self._unfilled(running) / allocated
+
+    def admission(self, request: Request, shared: int) -> None:
+        """A request got a slot, and `shared` positions of its KV were there already."""
+        stats = self.stats
+        if request.first_scheduled:
+            stats.recomputed_tokens += max(0, request.num_lost - shared)
+            return
+        request.first_scheduled = time.monotonic()
+        request.num_cached = shared
+        stats.prefix_cache_queries += request.num_prompt
+        stats.prefix_cache_hits += shared
+        stats.prompt_tokens += request.num_prompt
+        stats.prompt_tokens_cached += shared
+        stats.prompt_tokens_computed += request.num_prompt - shared
+
+    def times(self, *, plan: float, launch: float, retire: float) -> None:
+        """A step's seconds: spent planning, launching, and waiting for tokens and taking them in."""
+        stats = self.stats
+        stats.plan_s += plan
+        stats.launch_s += launch
+        stats.retire_s += retire
+        stats.last_step_s = plan + launch + retire
+        stats.last_step_at = time.monotonic()
+
+    def _unfilled(self, running: Sequence[Request]) -> int:
+        size = self._cache.block_size
+        return sum(len(r.table.blocks) * size - r.num_computed for r in running)

@@ -1,0 +1,56 @@
+"""`Step`: a plan in the making, and what the scheduler notes about it on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.cache.cache import Growth
+from octavo.core.plan import NewRow, PlanDraft
+from octavo.core.request import Request
+from octavo.schedule.policy import Rank
+
+
+@dataclass(slots=True)
+class Step:
+    """The layout so far, the requests behind its rows, and what the rows left."""
+
+    budget: int
+    draft: PlanDraft = field(default_factory=PlanDraft)
+    rows: list[Request] = field(default_factory=list)
+    prompts: set[Request] = field(default_factory=set)
+    """Requests whose prompt this step computes, in whole or in part."""
+    starved: Rank | None = None
+    """The best rank that found no room: whatever becomes free is for it, so nothing ranked after it gets a row."""
+    yielding: set[Request] = field(default_factory=set)
+    """Get no row, so that they have nothing in flight soon and can be preempted."""
+    deferred: list[Request] = field(default_factory=list)
+    """Taken from the queue, and to go back to it: they wait for something else than room."""
+
+    def add_row(self, request: Request, num_tokens: int, growth: Growth, *, samples: bool, drafts: int) -> None:
+        """Lay out the next `num_tokens` of a request, of which `num_computed` does not know yet."""
+        draft = self.draft
+        draft.slots.append(request.slot)
+        draft.num_tokens.append(num_tokens)
+        draft.num_drafts.append(drafts)
+        draft.samples.append(samples)
+        draft.copies.extend(growth.copies)
+        draft.block_writes.extend((request.slot, index, block) for index, block in growth.writes)
+        self.rows.append(request)
+        self.budget -= num_tokens
+        if request.num_computed < request.num_prompt:
+            self.prompts.add(request)
+
+    def add_new(self, request: Request, num_computed: int) -> None:
+        """Tell the worker of a request that took a slot, with the KV of so many positions there already."""
+        row = NewRow(
+            slot=request.slot,
+            tokens=list(request.tokens),
+            num_prompt=request.num_prompt,
+            params=request.params,
+            seed=request.seed,
+            stop_ids=sorted(request.stop_ids),
+            num_computed=num_computed,
+            blocks=list(request.table.blocks),
+            options=request.spec.options,
+        )
+        self.draft.new.append(row)

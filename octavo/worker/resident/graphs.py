@@ -1,0 +1,153 @@
+"""`DecodeGraphs`: decoding recorded once for each batch size and replayed, so that a step costs the host two launches.
+
+Two graphs a size: layout and forward pass, which leaves the hidden states in a fixed buffer; then head, draw and the
+taking in of the tokens. Batches that need more than the plain draw replay the first alone. A batch is padded up to the
+next size with rows of length 0. All inputs are read from the slots, so a step whose rows did not change sends nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.device.transfer import upload
+from octavo.models.model import Model
+from octavo.nn.attention.base import AttentionBackend
+from octavo.nn.step import StepInput
+from octavo.sampling.resident import ResidentSampler
+from octavo.worker.resident.rows import Batch, ResidentSlots, empty_step
+
+log = logging.getLogger(__name__)
+
+MAX_ROWS = 512
+
+
+@dataclass(slots=True)
+class _Size:
+    forward: torch.cuda.CUDAGraph
+    sample: torch.cuda.CUDAGraph
+
+
+def sizes(max_rows: int) -> list[int]:
+    """Batch sizes to record, ascending; the largest is `max_rows` or 512."""
+    top = min(max_rows, MAX_ROWS)
+    wanted = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MAX_ROWS + 1, 32)]
+    return sorted({size for size in wanted if size < top} | {top})
+
+
+class DecodeGraphs:
+    """Static buffers for the largest size, of which each graph uses the beginning."""
+
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        slots: ResidentSlots,
+        sampler: ResidentSampler,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._slots = slots
+        self._sampler = sampler
+        self._block_size = block_size
+        self._graphs: dict[int, _Size] = {}
+        self._sizes: list[int] = []
+        self._loaded: tuple[int, list[int]] = (0, [])
+
+    def capture(self, max_rows: int) -> None:
+        """Record all sizes, the largest first, so that the others find their memory in its pool."""
+        began = time.perf_counter()
+        device = self._slots.device
+        self._sizes = sizes(max_rows)
+        largest = self._sizes[-1]
+        self._rows = torch.full((largest,), self._slots.num_slots, dtype=torch.int32, device=device)
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._buffers = empty_step(largest, largest, device)
+        self._sampled = torch.empty(largest, dtype=torch.int32, device=device)
+        self._hidden = self._computed(largest).clone()
+        pool = torch.cuda.graph_pool_handle()
+        with _no_collection():
+            for size in reversed(self._sizes):
+                self._forward(size)  # compiles and chooses kernels, which must not happen while recording
+                self._sample(size)
+                torch.cuda.synchronize()
+                graphs = _Size(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+                with torch.cuda.graph(graphs.forward, pool=pool):
+                    self._forward(size)
+                with torch.cuda.graph(graphs.sample, pool=pool):
+                    self._sample(size)
+                self._graphs[size] = graphs
+        log.info("captured decoding at %d batch sizes in %.1f s", len(self._sizes), time.perf_counter() - began)
+
+    def bucket(self, rows: int) -> int:
+        """The recorded size for so many rows; 0 if there is none."""
+        index = bisect.bisect_left(self._sizes, rows)
+        return self._sizes[index] if index < len(self._sizes) else 0
+
+    def forward(self, slots: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
+        """Hidden states [R, H] and slots [R] of a batch with one token a row; `size` as `bucket` says."""
+        wanted = (size, list(slots))
+        if wanted != self._loaded:
+            rows = np.full(size, self._slots.num_slots, dtype=np.int32)
+            rows[: len(slots)] = slots
+            self._rows[:size].copy_(upload(rows, self._slots.device))
+            self._loaded = wanted
+        self._graphs[size].forward.replay()
+        return self._hidden[: len(slots)], self._rows[: len(slots)]
+
+    def sample(self, size: int) -> Tensor:
+        """The plain draw of the batch just computed: [size] int32, overwritten by the next step."""
+        self._graphs[size].sample.replay()
+        return self._sampled[:size]
+
+    def _forward(self, size: int) -> None:
+        self._hidden[:size].copy_(self._computed(size))
+
+    def _computed(self, size: int) -> Tensor:
+        """One step of decoding: its hidden states [size, H]."""
+        slots = self._slots
+        batch = self._batch(size)
+        step = StepInput(
+            **{name: buffer[:size] for name, buffer in self._buffers.items()},
+            query_start=batch.query_start,
+            block_tables=slots.block_tables,
+            table_rows=batch.slots,
+            logit_rows=self._starts[:size],
+            max_query_len=1,
+            max_seq_len=slots.max_model_len,
+        )
+        slots.lay_out(batch, step, self._block_size)
+        step.attn = self._attention.prepare(step, self._block_size)
+        hidden = self._model.forward(self._model.embed(step), step)
+        slots.advance(batch)
+        return hidden
+
+    def _sample(self, size: int) -> None:
+        logits = self._model.logits(self._hidden[:size])
+        rows = self._rows[:size]
+        self._sampled[:size].copy_(self._sampler.draw(logits, rows))
+        self._slots.append(rows, self._sampled[:size])
+
+    def _batch(self, size: int) -> Batch:
+        return Batch(self._rows[:size], self._starts[: size + 1], self._starts[:size])
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Each capture collects garbage, which takes longer than the capture where the heap is large."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,203 @@
+"""`ResidentRunner`: one step on a device that runs behind the host. Launching reads nothing back; results come later.
+
+It computes what the plan says and decides nothing. Features come in through `WorkerHook`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.core.output import StepOutput, TokenLogprobs
+from octavo.core.params import SamplingParams
+from octavo.core.plan import NewRow, StepPlan
+from octavo.device.transfer import Download
+from octavo.models.model import Model
+from octavo.nn.attention.base import AttentionBackend
+from octavo.nn.step import StepInput
+from octavo.sampling.resident import ResidentSampler, Row, Sampled, is_plain
+from octavo.worker.hooks import WorkerHook
+from octavo.worker.resident.graphs import DecodeGraphs
+from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
+
+_BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this request."
+
+
+@dataclass(slots=True)
+class ResidentStep:
+    """A step on its way. `hidden` [S, H] are the states of the tokens that get logits, `slots` [S] their slots."""
+
+    plan: StepPlan
+    input: StepInput | None
+    hidden: Tensor
+    slots: Tensor
+    rows: list[Row]
+    bucket: int = 0
+    sampled: Sampled | None = None
+    hooks: Sequence[WorkerHook] = field(default=())
+
+    def result(self) -> StepOutput:
+        """Wait for the step's tokens, and put them in the plan's order."""
+        tokens: list[list[int]] = [[] for _ in self.plan.slots]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        errors: dict[int, str] = {}
+        if self.sampled is not None:
+            where = [row for row, samples in enumerate(self.plan.samples) if samples]
+            for row, token in zip(where, self.sampled.token_list(), strict=False):
+                tokens[row] = [max(token, 0)]
+                if token < 0:
+                    errors[row] = _BAD_LOGITS
+            found = self.sampled.logprobs_of()
+            logprobs = {where[i]: [entry] for i, entry in found.items() if where[i] not in errors}
+        output = StepOutput(tokens, logprobs, errors)
+        for hook in self.hooks:
+            if self.input is not None:
+                hook.after_sample(self.input, output)
+        return output
+
+
+class ResidentRunner:
+    """Model, slots and sampler, behind the `Executor` protocol.
+
+    Attributes:
+        graphs: replays what decoding repeats; None computes everything launch by launch.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        slots: ResidentSlots,
+        block_size: int,
+        hooks: Sequence[WorkerHook] = (),
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._slots = slots
+        self._sampler = ResidentSampler(slots.table)
+        self._block_size = block_size
+        self._hooks = hooks
+        self.graphs: DecodeGraphs | None = None
+        for hook in hooks:
+            hook.attach(model)
+
+    @torch.inference_mode()
+    def capture(self, max_rows: int) -> None:
+        """Record the graphs of decoding. Features take part launch by launch, so with any there are no graphs."""
+        if not self._hooks:
+            self.graphs = DecodeGraphs(self._model, self._attention, self._slots, self._sampler, self._block_size)
+            self.graphs.capture(max_rows)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Run the largest and the oddest steps, before anything lives in slots or cache, so that nothing is compiled
+        and no memory taken later."""
+        all_slots = self._slots.num_slots
+        long = min(self._slots.max_model_len - 1, max_tokens)
+        long_rows = min(max(1, max_tokens // long), all_slots)
+        for counts in ([1, 1, 9], [2, 2], [1] * (all_slots - 1) + [9], [long] * long_rows):
+            counts = counts[-all_slots:]
+            step = self.forward(_trial(counts))
+            self.sample(step, {})
+            step.result()
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> ResidentStep:
+        slots = self._slots
+        slots.apply(plan)
+        for row in plan.new:
+            for hook in self._hooks:
+                hook.add(row.slot, row.options.get(hook.name))
+        self._copy_blocks(plan.copies)
+        rows = slots.sample_rows(plan)
+        if self.graphs is not None and max(plan.num_tokens) == 1 and len(rows) == len(plan.slots):
+            bucket = self.graphs.bucket(len(rows))
+            if bucket:
+                hidden, device_slots = self.graphs.forward(plan.slots, bucket)
+                slots.note(plan)
+                return ResidentStep(plan, None, hidden, device_slots, rows, bucket)
+        return self._eager(plan, rows)
+
+    @torch.inference_mode()
+    def sample(self, step: ResidentStep, payload: dict[str, Any]) -> None:
+        if not step.rows:
+            return
+        if step.bucket and self.graphs is not None and all(is_plain(row.params) for row in step.rows):
+            sampled = self.graphs.sample(step.bucket)
+            step.sampled = Sampled(Download(sampled[: len(step.rows)]), [])
+            return
+        logits = self._model.logits(step.hidden)
+        order = [row.slot for row in step.rows]
+        for hook in self._hooks:
+            hook.apply(logits, order, payload.get(hook.name))
+        tokens, logprobs = self._sampler.sample(logits, step.slots, step.rows)
+        self._slots.append(step.slots, tokens)
+        step.sampled = Sampled(Download(tokens), logprobs)
+
+    def close(self) -> None:
+        """Drop the graphs and the KV cache; the model goes with the runner."""
+        self.graphs = None
+        for layer in self._model.attention_layers:
+            layer.cache = torch.empty(0)
+
+    def _eager(self, plan: StepPlan, rows: list[Row]) -> ResidentStep:
+        slots = self._slots
+        batch, logit_rows, sample_slots = make_batch(plan, slots.device)
+        step = StepInput(
+            **empty_step(len(plan.slots), plan.total_tokens, slots.device),
+            query_start=batch.query_start,
+            block_tables=slots.block_tables,
+            table_rows=batch.slots,
+            logit_rows=logit_rows,
+            max_query_len=max(plan.num_tokens),
+            max_seq_len=slots.max_seq_len(plan),
+            query_lens=plan.num_tokens,
+        )
+        slots.lay_out(batch, step, self._block_size)
+        slots.note(plan)
+        step.attn = self._attention.prepare(step, self._block_size)
+        for hook in self._hooks:
+            hook.before_forward(step, plan.payload.get(hook.name))
+        hidden = self._model.forward(self._model.embed(step), step).index_select(0, logit_rows)
+        slots.advance(batch)
+        return ResidentStep(plan, step, hidden, sample_slots, rows, hooks=self._hooks)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        for source, destination in copies:
+            for layer in self._model.attention_layers:
+                layer.cache[destination].copy_(layer.cache[source])
+
+
+def _trial(counts: list[int]) -> StepPlan:
+    """A step of so many tokens a row, all in block 0, in which every way of sampling has a part."""
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 1, "repetition_penalty": 1.1, "logit_bias": {0: 1.0}},
+        {"temperature": 1, "top_k": 2, "top_p": 0.9, "min_p": 0.1, "frequency_penalty": 0.1},
+    ]
+    new = [
+        NewRow(
+            slot=slot,
+            tokens=[0] * count,
+            num_prompt=count,
+            params=SamplingParams(min_tokens=1, **ways[slot % 2]),
+            seed=0,
+            stop_ids=[1],
+            num_computed=0,
+            blocks=[],
+        )
+        for slot, count in enumerate(counts)
+    ]
+    return StepPlan(
+        id=-1,
+        new=new,
+        slots=list(range(len(counts))),
+        num_tokens=counts,
+        num_drafts=[0] * len(counts),
+        samples=[True] * len(counts),
+        block_writes=[],
+        copies=[],
+        freed=[],
+    )

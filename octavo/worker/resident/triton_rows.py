@@ -1,0 +1,122 @@
+"""The kernels that keep the slots: filling them, laying a batch out from them, taking its tokens in."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fill_kernel(
+    packed,
+    headers,
+    tokens,
+    length,
+    computed,
+    tables,
+    settings,
+    token_stride,
+    table_stride,
+    HEADER: tl.constexpr,
+    PARAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One new request's tokens, block table, counters and parameters, a piece of each.
+
+    A header is: slot, length, computed, where its tokens begin in `packed`, where its blocks begin and how many; then
+    its parameters.
+    """
+    header = headers + tl.program_id(0) * HEADER
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(header).to(tl.int64)
+    count = tl.load(header + 1)
+    first_token = tl.load(header + 3)
+    first_block = tl.load(header + 4)
+    blocks = tl.load(header + 5)
+    token = tl.load(packed + first_token + i, mask=i < count, other=0)
+    tl.store(tokens + slot * token_stride + i, token, mask=i < count)
+    block = tl.load(packed + first_block + i, mask=i < blocks, other=0)
+    tl.store(tables + slot * table_stride + i, block, mask=i < blocks)
+    if tl.program_id(1) == 0:
+        tl.store(length + slot, count)
+        tl.store(computed + slot, tl.load(header + 2))
+        p = tl.arange(0, PARAMS)
+        tl.store(settings + slot * PARAMS + p, tl.load(header + 6 + p))
+
+
+@triton.jit(do_not_specialize=["count"])
+def extend_kernel(writes, tables, count, table_stride, BLOCK: tl.constexpr):
+    """`writes` holds (slot, index, block) triples."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = i < count
+    slot = tl.load(writes + 3 * i, mask=valid, other=0).to(tl.int64)
+    index = tl.load(writes + 3 * i + 1, mask=valid, other=0)
+    block = tl.load(writes + 3 * i + 2, mask=valid, other=0)
+    tl.store(tables + slot * table_stride + index, block, mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def layout_kernel(
+    slots,
+    query_start,
+    row_of_token,
+    tokens,
+    computed,
+    tables,
+    input_ids,
+    positions,
+    slot_mapping,
+    seq_lens,
+    num_rows,
+    num_tokens,
+    num_slots,
+    token_stride,
+    table_stride,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The batch's tokens and lengths; a row whose slot is `num_slots` is padding: length 0, and its KV goes nowhere."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = t < num_tokens
+    row = tl.load(row_of_token + t, mask=valid, other=0)
+    slot = tl.load(slots + row, mask=valid, other=0).to(tl.int64)
+    held = valid & (slot < num_slots)
+    offset = t - tl.load(query_start + row, mask=valid, other=0)
+    position = tl.where(held, tl.load(computed + slot, mask=held, other=0) + offset, 0)
+    token = tl.load(tokens + slot * token_stride + position, mask=held, other=0)
+    block = tl.load(tables + slot * table_stride + position // PAGE, mask=held, other=0)
+    tl.store(input_ids + t, token.to(tl.int64), mask=valid)
+    tl.store(positions + t, position.to(tl.int64), mask=valid)
+    cell = block.to(tl.int64) * PAGE + position % PAGE
+    tl.store(slot_mapping + t, tl.where(held, cell, -1), mask=valid)
+    # No row is empty, so there are at least as many tokens as rows and these programs cover both.
+    is_row = t < num_rows
+    row_slot = tl.load(slots + t, mask=is_row, other=0).to(tl.int64)
+    row_held = is_row & (row_slot < num_slots)
+    count = tl.load(query_start + t + 1, mask=is_row, other=0) - tl.load(query_start + t, mask=is_row, other=0)
+    before = tl.load(computed + row_slot, mask=row_held, other=0)
+    tl.store(seq_lens + t, tl.where(row_held, before + count, 0), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def advance_kernel(slots, query_start, computed, num_rows, num_slots, BLOCK: tl.constexpr):
+    """What the batch has computed."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = r < num_rows
+    slot = tl.load(slots + r, mask=valid, other=0)
+    held = valid & (slot < num_slots)
+    count = tl.load(query_start + r + 1, mask=held, other=0) - tl.load(query_start + r, mask=held, other=0)
+    tl.store(computed + slot, tl.load(computed + slot, mask=held, other=0) + count, mask=held)
+
+
+@triton.jit(do_not_specialize=["count"])
+def append_kernel(slots, sampled, tokens, length, count, num_slots, token_stride, BLOCK: tl.constexpr):
+    """One sampled token for each slot; where none could be sampled (-1), token 0 keeps the row going until it ends."""
+    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = s < count
+    slot = tl.load(slots + s, mask=valid, other=0).to(tl.int64)
+    held = valid & (slot < num_slots)
+    token = tl.maximum(tl.load(sampled + s, mask=held, other=0), 0)
+    end = tl.load(length + slot, mask=held, other=0)
+    tl.store(tokens + slot * token_stride + end, token, mask=held & (end < token_stride))
+    tl.store(length + slot, end + 1, mask=held)

@@ -1,0 +1,263 @@
+"""The native kernels, each instruction set's path of each, against float64, with inputs that differ with every run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.native.build import NativeBuildError, load_library
+from octavo.native.isa import LEVELS, usable
+from octavo.native.library import Dtype, Epilogue, Step
+from octavo.native.program import Pool, Program, ProgramBuilder, row_bytes
+from octavo.nn.ops.rope import apply_rope
+from octavo.nn.quant.blocks import alike, dequantised
+from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
+from octavo.nn.weights import Blocks
+
+TORCH = {Dtype.FLOAT: torch.float32, Dtype.BFLOAT: torch.bfloat16}
+# Of sums of order 1: float32 arithmetic; in bfloat16 one more rounding of what is put out in it.
+TOLERANCE = {Dtype.FLOAT: 2e-5, Dtype.BFLOAT: 2e-5}
+FORMATS = {"4 bits, minima": (4, 0), "4 bits": (4, 8), "5 bits": (8, 16), "8 bits": (8, 128), "8 bits, minima": (8, 0)}
+
+
+@pytest.fixture(scope="module", params=[isa.name for isa in LEVELS])
+def pool(request):
+    if request.param not in [isa.name for isa in usable()]:
+        pytest.skip(f"this processor has no {request.param}")
+    try:
+        load_library(request.param)
+    except NativeBuildError as error:
+        pytest.skip(f"no kernels on this machine: {error}")
+    return Pool(2, request.param)
+
+
+@pytest.fixture
+def generator(request):
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def run(pool: Pool, builder: ProgramBuilder, source: Tensor, result: Tensor, **batch: int) -> Tensor:
+    """All of the builder's operations over the rows of `source`, the first external buffer; `result` is the second."""
+    step = Step(tokens=source.shape[0], **batch)
+    step.external[:] = (source.data_ptr(), result.data_ptr())
+    Program(pool, builder.ops, builder.widths).run(0, len(builder.ops), step)
+    return result
+
+
+def random_blocks(generator: torch.Generator, rows: int, columns: int, kind: str) -> Blocks:
+    bits, zero_point = FORMATS[kind]
+    top = 2 * zero_point if zero_point else 2**bits
+    shape = (rows, columns // 32)
+    scales = (torch.rand(shape, generator=generator) / top).half()
+    minima = None if zero_point else (torch.rand(shape, generator=generator) - 0.5).half()
+    values = torch.randint(0, top, (rows, columns), generator=generator, dtype=torch.uint8)
+    return Blocks(values, scales, minima, zero_point, bits)
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue, before: Tensor) -> Tensor:
+    y = x.double() @ weight.double().T
+    if bias is not None:
+        y = y + bias.double()
+    if epilogue is Epilogue.ADD:
+        return before.double() + y
+    if epilogue is Epilogue.GATE:
+        gate, up = y.chunk(2, dim=1)
+        return F.silu(gate) * up
+    return y
+
+
+@pytest.mark.parametrize("dtype", TORCH, ids=str)
+@pytest.mark.parametrize("epilogue", Epilogue, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"),
+    [(1, 576, 192), (2, 96, 64), (5, 160, 160), (12, 32, 48), (13, 224, 96), (29, 64, 32), (260, 96, 1536)],
+)
+def test_linear(pool, generator, dtype, epilogue, tokens, rows, columns):
+    weight = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(TORCH[dtype])
+    x = torch.randn(tokens, columns, generator=generator).to(TORCH[dtype])
+    bias = torch.randn(rows, generator=generator)
+    halves = epilogue is Epilogue.GATE
+    gated = dtype if halves else Dtype.FLOAT
+    before = torch.randn(tokens, rows // (2 if halves else 1), generator=generator)
+    panels, padded = pack(weight), pad_bias(bias)
+    if halves:
+        panels, padded = interleave(*panels.chunk(2)), interleave(*padded.chunk(2))
+    result = before.to(TORCH[gated], copy=True)
+    b = ProgramBuilder.make(columns * x.element_size(), result.shape[1] * result.element_size())
+    b.linear(
+        0,
+        1,
+        dtype,
+        rows,
+        columns,
+        panels.data_ptr(),
+        epilogue=epilogue,
+        bias=padded.data_ptr(),
+        gated=gated,
+    )
+    got = run(pool, b, x, result)
+    expected = reference(x, weight, bias, epilogue, before)
+    limit = 1e-2 if gated is Dtype.BFLOAT else TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), expected, atol=limit, rtol=limit)
+
+
+def quantised(pool: Pool, x: Tensor, planes: int) -> Tensor:
+    """The rows as the kernels keep them, [T, bytes]."""
+    tokens, columns = x.shape
+    width = row_bytes(Dtype.INT8, columns, planes)
+    b = ProgramBuilder.make(columns * 4, width, planes)
+    b.quantise(0, 1, Dtype.FLOAT, columns)
+    return run(pool, b, x, torch.zeros(tokens, width, dtype=torch.uint8))
+
+
+def read(rows: Tensor, columns: int, planes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Integers [T, K], then scales, scaled sums and sums [T, K / 32], in float64."""
+    values = rows[:, : columns * planes].contiguous().view(torch.int8).double().unflatten(1, (planes, columns))
+    integers = values[:, 0] if planes == 1 else values[:, 0] * 256 + values[:, 1]
+    scales, scaled_sums, sums = rows[:, columns * planes :].contiguous().unflatten(1, (3, -1)).unbind(1)
+    floats = (part.contiguous().view(torch.float32).double() for part in (scales, scaled_sums))
+    return integers, *floats, sums.contiguous().view(torch.int32).double()
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("columns", [32, 576])
+def test_quantise(pool, generator, planes, columns):
+    x = torch.randn(9, columns, generator=generator) * torch.rand(9, 1, generator=generator) * 100
+    integers, scales, scaled_sums, sums = read(quantised(pool, x, planes), columns, planes)
+    blocks = integers.unflatten(1, (-1, 32))
+    assert blocks.abs().max() == (127 if planes == 1 else 32639)
+    error = (blocks * scales[..., None] - x.double().unflatten(1, (-1, 32))).abs()
+    assert (error <= scales[..., None] * 0.51).all()
+    assert torch.equal(sums, blocks.sum(-1))
+    torch.testing.assert_close(scaled_sums, sums * scales)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("epilogue", Epilogue, ids=str)
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 96, 64), (7, 160, 96), (31, 64, 576)])
+def test_integer_linear(pool, generator, kind, planes, epilogue, tokens, rows, columns):
+    halves = epilogue is Epilogue.GATE
+    parts = [random_blocks(generator, rows // (2 if halves else 1), columns, kind) for _ in range(2 if halves else 1)]
+    weight = torch.cat([dequantised(part, torch.float32) for part in parts])
+    panels = interleave(*map(pack_blocks, parts)) if halves else pack_blocks(parts[0])
+    before = torch.randn(tokens, rows // (2 if halves else 1), generator=generator)
+    x = quantised(pool, torch.randn(tokens, columns, generator=generator), planes)
+    result = before.clone()
+    b = ProgramBuilder.make(x.shape[1], result.shape[1] * 4, planes)
+    dtype = Dtype.INT4 if parts[0].bits == 4 else Dtype.INT8
+    address, zero_point = panels.data_ptr(), parts[0].zero_point
+    b.linear(0, 1, dtype, rows, columns, address, epilogue=epilogue, zero_point=zero_point)
+    got = run(pool, b, x, result)
+    integers, scales, _, _ = read(x, columns, planes)
+    values = (integers.unflatten(1, (-1, 32)) * scales[..., None]).flatten(1)
+    expected = reference(values, weight, None, epilogue, before)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_rows_of_zeros_and_flawed_rows(pool, planes):
+    """Nothing divides by zero, and a NaN or infinity is not lost on the way to integers."""
+    x = torch.zeros(3, 64)
+    x[1, 40] = torch.nan
+    x[2, 3] = torch.inf
+    blocks = random_blocks(torch.Generator().manual_seed(1), 16, 64, "8 bits")
+    panels = pack_blocks(blocks)
+    b = ProgramBuilder.make(256, 64, planes)
+    integers = b.buffer(row_bytes(Dtype.INT8, 64, planes))
+    b.quantise(0, integers, Dtype.FLOAT, 64)
+    b.linear(integers, 1, Dtype.INT8, 16, 64, panels.data_ptr(), zero_point=128)
+    got = run(pool, b, x, torch.ones(3, 16))
+    assert torch.equal(got[0], torch.zeros(16))
+    assert not torch.isfinite(got[1:]).any()
+
+
+@pytest.mark.parametrize("dtype", TORCH, ids=str)
+@pytest.mark.parametrize("size", [16, 64, 576, 1104])
+def test_norm(pool, generator, dtype, size):
+    x, weight = torch.randn(5, size, generator=generator), torch.randn(size, generator=generator)
+    result = torch.empty(5, size, dtype=TORCH[dtype])
+    b = ProgramBuilder.make(size * 4, size * result.element_size())
+    b.norm(0, 1, dtype, size, weight.data_ptr(), 1e-5)
+    expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    limit = 1e-2 if dtype is Dtype.BFLOAT else 3e-6
+    torch.testing.assert_close(run(pool, b, x, result).double(), expected, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("rotary_dim", [32, 24, 8])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_turns_queries_after_their_norm(pool, generator, rotary_dim, normed):
+    tokens, heads, kv_heads, dim, block_size = 7, 4, 2, 32, 16
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator)
+    cos_sin = torch.randn(40, rotary_dim, generator=generator)
+    positions = torch.randint(0, 40, (tokens,), generator=generator)
+    norms = torch.rand(2, dim, generator=generator) + 0.5
+    q = qkv[:, :heads].double()
+    q = F.rms_norm(q, (dim,), norms[0].double(), 1e-6) if normed else q.clone()
+    expected, _ = apply_rope(q, torch.zeros(tokens, 1, dim).double(), cos_sin.double(), positions)
+    result, cache = torch.empty(tokens, heads, dim), torch.zeros(1, kv_heads, 2, block_size, dim)
+    b = ProgramBuilder.make(qkv[0].numel() * 4, heads * dim * 4)
+    addresses = (norms[0].data_ptr(), norms[1].data_ptr()) if normed else (0, 0)
+    shape = (heads, kv_heads, dim)
+    b.rope(0, 1, Dtype.FLOAT, shape, rotary_dim, cos_sin.data_ptr(), cache.data_ptr(), norms=addresses, eps=1e-6)
+    slots = torch.arange(tokens)
+    run(pool, b, qkv, result, positions=positions.data_ptr(), slots=slots.data_ptr(), block_size=block_size)
+    torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", TORCH, ids=str)
+def test_embedding(pool, generator, dtype, packed):
+    table = torch.randn(37, 64, generator=generator).to(TORCH[dtype])
+    stored = pack(table) if packed else table
+    ids = torch.randint(0, 37, (9,), generator=generator)
+    result = torch.empty(9, 64)
+    b = ProgramBuilder.make(0, 256)
+    b.embed(stored.data_ptr(), dtype, 64, 1, packed=packed)
+    run(pool, b, ids, result, input_ids=ids.data_ptr())
+    assert torch.equal(result, table[ids].float())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_embedding_of_integers(pool, generator, kind):
+    blocks = random_blocks(generator, 37, 64, kind)
+    panels, ids = pack_blocks(blocks), torch.randint(0, 37, (9,), generator=generator)
+    result = torch.empty(9, 64)
+    b = ProgramBuilder.make(0, 256)
+    dtype = Dtype.INT4 if blocks.bits == 4 else Dtype.INT8
+    b.embed(panels.data_ptr(), dtype, 64, 1, packed=True, zero_point=blocks.zero_point)
+    run(pool, b, ids, result, input_ids=ids.data_ptr())
+    torch.testing.assert_close(result, dequantised(blocks, torch.float32)[ids], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["float", "4 bits, minima"])
+def test_a_row_gives_the_same_bits_in_any_batch(pool, generator, kind):
+    columns, rows = 192, 96
+    x = torch.randn(40, columns, generator=generator)
+    b = ProgramBuilder.make(columns * 4, rows * 4, 2)
+    if kind == "float":
+        panels = pack(torch.randn(rows, columns, generator=generator))
+        b.linear(0, 1, Dtype.FLOAT, rows, columns, panels.data_ptr())
+    else:
+        panels = pack_blocks(random_blocks(generator, rows, columns, kind))
+        integers = b.buffer(row_bytes(Dtype.INT8, columns, 2))
+        b.quantise(0, integers, Dtype.FLOAT, columns)
+        b.linear(integers, 1, Dtype.INT4, rows, columns, panels.data_ptr())
+    whole = run(pool, b, x, torch.empty(40, rows))
+    for first, count in ((0, 1), (3, 5), (11, 12), (20, 13)):
+        part = run(pool, b, x[first : first + count].contiguous(), torch.empty(count, rows))
+        assert torch.equal(part, whole[first : first + count])
+
+
+def test_parts_in_different_formats_meet_in_one_that_holds_both(generator):
+    parts = [random_blocks(generator, 32, 64, kind) for kind in ("4 bits, minima", "8 bits")]
+    same = alike(parts)
+    assert {(part.bits, part.zero_point) for part in same} == {(8, 0)}
+    for part, before in zip(same, parts, strict=True):
+        torch.testing.assert_close(dequantised(part, torch.float32), dequantised(before, torch.float32))

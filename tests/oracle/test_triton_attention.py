@@ -1,0 +1,91 @@
+"""Triton's attention kernels against float64: on the GPU where there is one, else small, under the interpreter."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import ragged
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.nn.attention.triton import TritonAttention
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+# The interpreter multiplies no bfloat16 matrices.
+HALF = torch.bfloat16 if GPU else torch.float16
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
+LONGEST = 20_000 if GPU else 150
+FEW = {"rows": [(1, 1), (2, 1), (31, 1), (33, 1), (64, 1), (100, 1), (LONGEST, 1)]}
+MANY = {"rows": [(1, 1), (LONGEST, 40), (33, 33), (5, 2), (40, 1), (130, 130), (70, 9)]}
+DRAFTS = {"rows": [(1, 1), (9, 4), (LONGEST, 3), (64, 2), (3, 3)]}
+
+
+def check(case: ragged.Case) -> None:
+    q = case.q(len(case.label))
+    got = ragged.run(case, TritonAttention(case.dtype, case.spec), q, device=DEVICE)
+    assert got.dtype == q.dtype
+    expected = case.expected(q)
+    wrong = (got.cpu().double() - expected).abs() / (1 + expected.abs())
+    limit = ragged.TOLERANCE[case.dtype]
+    assert bool((wrong <= limit).all()), f"off by {wrong.nan_to_num(torch.inf).max()} with {case.label}"
+
+
+def fresh_seed() -> int:
+    return int.from_bytes(os.urandom(4), "little")
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY, DRAFTS], ids=["few", "many", "drafts"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batches(dtype, rows):
+    check(ragged.make_case(fresh_seed(), dtype, heads=(2, 4), head_dim=64, block_size=16, **rows))
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(1, 3), (2, 1), (1, 8)] if GPU else [(1, 3)], ids=str)
+def test_shapes(head_dim, heads, rows):
+    rows = rows if GPU else {"rows": [(min(length, 50), min(queries, 50)) for length, queries in rows["rows"][:4]]}
+    block_size = random.Random(head_dim).choice([8, 16, 32, 64])
+    check(ragged.make_case(fresh_seed(), HALF, heads=heads, head_dim=head_dim, block_size=block_size, **rows))
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY, DRAFTS], ids=["few", "many", "drafts"])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 1}, {"window": 37}, {"window": 130}, {"soft_cap": 5.0}, {"window": 90, "soft_cap": 20.0}],
+    ids=str,
+)
+def test_window_and_soft_cap(options, rows):
+    check(ragged.make_case(fresh_seed(), torch.float32, heads=(1, 2), head_dim=32, block_size=16, **rows, **options))
+
+
+@pytest.mark.parametrize("trial", range(12 if GPU else 4))
+def test_random_batches(trial):
+    rng = random.Random(fresh_seed())
+    lengths = [rng.randint(1, LONGEST // 4 if GPU else 80) for _ in range(rng.randint(1, 9))]
+    rows = [(n, rng.choice([1, 1, rng.randint(1, n), min(n, 5)])) for n in lengths]
+    check(ragged.make_case(rng.randrange(2**31), HALF, rows=rows))
+
+
+@pytest.mark.parametrize("splits", [2, 8])
+def test_a_context_in_parts(monkeypatch, splits):
+    """Also where some parts are empty, because the context is short."""
+    monkeypatch.setattr("octavo.nn.attention.triton.num_splits", lambda *_: splits)
+    for rows in (FEW, DRAFTS):
+        check(ragged.make_case(fresh_seed(), torch.float32, heads=(2, 2), head_dim=64, block_size=16, **rows))
+
+
+def test_padding_rows_are_finite():
+    """A row of length 0 reads nothing: its cache and table may hold anything."""
+    case = ragged.make_case(3, torch.float32, heads=(1, 2), head_dim=32, block_size=16, rows=[(20, 1), (7, 1)])
+    backend = TritonAttention(case.dtype, case.spec)
+    q = case.q(1)
+    step, cache, q_there = ragged.prepared(case, backend, q, device=DEVICE)
+    step.seq_lens[1] = 0
+    out = backend.attend(q_there, cache, step, case.spec).cpu()
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    torch.testing.assert_close(out[0].double(), case.expected(q)[0], atol=2e-5, rtol=2e-5)

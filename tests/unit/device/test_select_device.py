@@ -1,0 +1,63 @@
+"""Which device a name stands for, and what is said where it can't be had."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.core.errors import ConfigError
+from octavo.device.cpu import CpuDevice
+from octavo.device.cuda import CudaDevice
+from octavo.device.select import select_device
+from octavo.device.transfer import Download, upload_parts
+
+
+def test_auto_without_a_gpu_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert isinstance(select_device("auto"), CpuDevice)
+    assert not select_device("cpu").resident
+
+
+def test_cuda_without_a_gpu_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device cpu"):
+        select_device("cuda")
+
+
+class Small(CudaDevice):
+    """A GPU of 10 GiB, 1 of them in use."""
+
+    def __init__(self) -> None:
+        self.name = "a small GPU"
+        self.torch_device = torch.device("cpu")
+
+    def _memory(self) -> tuple[int, int, int]:
+        return 9 << 30, 10 << 30, 0
+
+
+def test_weights_that_do_not_fit_are_told_before_they_are_loaded():
+    Small().check_fits(8 << 30, None)
+    with pytest.raises(ConfigError, match=r"8\.20 GiB of a small GPU's memory can be used.*--gpu-memory-utilization"):
+        Small().check_fits(9 << 30, None)
+    Small().check_fits(int(8.9 * 2**30), 0.999)
+
+
+def test_the_kv_cache_gets_what_is_left():
+    assert Small().kv_budget(None, 5 << 30, 2 << 30) == int(10 * 2**30 * 0.92) - (1 << 30) - (2 << 30) - (1 << 30)
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
+        Small().kv_budget(0.5, 5 << 30, 4 << 30)
+
+
+def test_parts_begin_on_16_bytes_and_hold_their_values():
+    parts = [np.arange(n, dtype=np.int32) for n in (3, 0, 8, 5)]
+    sent = upload_parts(parts, torch.device("cpu"))
+    assert [part.tolist() for part in sent] == [part.tolist() for part in parts]
+    assert {(part.data_ptr() - sent[0].data_ptr()) % 16 for part in sent} == {0}
+
+
+def test_a_download_holds_the_values_of_when_it_began():
+    tensor = torch.arange(4)
+    download = Download(tensor)
+    tensor.zero_()
+    assert download.wait().tolist() == [0, 1, 2, 3]

@@ -1,0 +1,45 @@
+"""Settings given to `LLM(...)` by name: each value that can't be is refused before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"dtype": "fp16"}, "dtype='fp16' is not known; choose one of: auto, float32, bfloat16, float16"),
+        ({"load_format": "bin"}, "choose one of: auto, safetensors, gguf, dummy"),
+        ({"device": "tpu"}, "choose one of: auto, cpu"),
+        ({"max_model_len": "8k"}, "max_model_len='8k' must be a whole number of at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1"),
+        ({"block_size": -1}, "block_size=-1"),
+        ({"block_size": True}, "block_size=True"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+        ({"gpu_memory_utilization": 90}, "gpu_memory_utilization=90 must be a number over 0 and up to 1"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
+    ],
+)
+def test_a_value_that_can_not_be_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.of(**settings)
+    assert says in str(caught.value)
+
+
+def test_an_unknown_setting_names_those_that_come_near() -> None:
+    with pytest.raises(TypeError, match=r"there is no setting 'max_modl_len'; did you mean max_model_len"):
+        EngineConfig.of(max_modl_len=5)
+
+
+def test_values_that_are_fine() -> None:
+    config = EngineConfig.of(
+        model="m", dtype="float32", max_model_len=None, seed=0, gpu_memory_utilization=0.5, async_scheduling=False
+    )
+    assert (config.model.model, config.model.dtype, config.cache.memory_utilization) == ("m", "float32", 0.5)
+    assert config.scheduler.depth == 0
+    assert EngineConfig.of(async_scheduling=True, scheduling_policy="priority").scheduler.policy == "priority"
