@@ -15,6 +15,19 @@ _EPS = 1e-5
 MAX_TOP_LOGPROBS = 20
 """The server's default limit on `logprobs`."""
 MAX_BAD_WORDS = 1024
+MAX_BEAMS = 64
+_NOT_WITH_BEAMS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "repetition_detection",
+    "structured_outputs",
+)
 
 
 class OutputKind(enum.IntEnum):
@@ -85,6 +98,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string that ended the output.
         output_kind: what each streamed item holds.
+        beam_width: search for the most likely continuations with so many beams and give the `n` best; temperature and
+            its like are then without meaning. Nothing is told before the end.
+        length_penalty: beams are compared by log-probability / length ** length_penalty.
         structured_outputs: the form that the output must have.
 
     Raises:
@@ -116,6 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    beam_width: int | None = None
+    length_penalty: float = 1.0
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -123,7 +141,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_lengths()
         self._check_stops()
         self._check_bans()
-        if self.greedy and self.n > 1:
+        if self.beam_width is not None:
+            self._check_beams(self.beam_width)
+        elif self.greedy and self.n > 1:
             raise InvalidRequestError(
                 f"n must be 1 when using greedy sampling, got {self.n}. Set a temperature above 0 to have choices that "
                 "differ.",
@@ -210,6 +230,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
         allowed = self.allowed_token_ids
         _require(allowed is None or len(allowed) > 0, "allowed_token_ids", allowed, "allowed_token_ids is empty.")
+
+    def _check_beams(self, width: int) -> None:
+        _require(1 <= width <= MAX_BEAMS, "beam_width", width, f"beam_width must be in [1, {MAX_BEAMS}], got {width}.")
+        _require(self.n <= width, "n", self.n, f"n must be at most beam_width={width}, got {self.n}.")
+        penalty = self.length_penalty
+        _require(math.isfinite(penalty), "length_penalty", penalty, "length_penalty must be a finite number.")
+        odd = [name for name in _NOT_WITH_BEAMS if getattr(self, name) not in (None, [], {}, 0, 0.0)]
+        odd += ["repetition_penalty"] if self.repetition_penalty != 1 else []
+        if odd:
+            raise InvalidRequestError(
+                f"{odd[0]} can't be combined with beam search; leave one of them out.",
+                param=odd[0],
+                value=getattr(self, odd[0]),
+            )
 
     def _check_stops(self) -> None:
         stops = self.stop_strings

@@ -99,6 +99,8 @@ class GenerationBody(BaseModel):
     bad_words: list[str] | None = None
     allowed_token_ids: list[Int] | None = None
     repetition_detection: RepetitionRule | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -95,6 +95,9 @@ def _params(ctx: ServerContext, body: GenerationBody, max_tokens: int | None, lo
     given["output_kind"] = OutputKind.DELTA if body.streamed else OutputKind.FINAL_ONLY
     given["structured_outputs"] = output_form(body, ctx.config.max_schema_bytes)
     try:
+        if body.use_beam_search:  # as many beams as answers
+            given |= {"beam_width": body.choices, "length_penalty": body.length_penalty, "temperature": 0.0}
+            given.setdefault("repetition_penalty", 1.0)  # the model's default is for sampling
         if body.repetition_detection is not None:
             given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
         return ctx.frontend.default_params(**given, n=body.choices, max_tokens=max_tokens, logprobs=logprobs)
@@ -124,6 +127,9 @@ def _check_limits(ctx: ServerContext, body: GenerationBody) -> None:
             param="prompt_logprobs",
             value=body.prompt_logprobs,
         )
+    lonely = body.length_penalty not in (None, 1.0) and not body.use_beam_search
+    text = "length_penalty needs use_beam_search; set it or leave it out."
+    require(not lonely, "length_penalty", body.length_penalty, text)
     if body.stream_options is not None and not body.streamed:
         raise InvalidRequestError(
             "stream_options is only allowed when stream is true; set stream or leave stream_options out.",

@@ -15,7 +15,6 @@ _ABSENT: tuple[Any, ...] = (None,)
 
 _BOTH: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None, {}),
-    "length_penalty": (None, 1),
     "logits_processors": (None, []),
     "logprob_token_ids": (None, []),
     "media_io_kwargs": (None, {}),
@@ -26,7 +25,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": _ABSENT,
     "truncate_prompt_tokens": _ABSENT,
     "truncation_side": _ABSENT,
-    "use_beam_search": (None, False),
     "vllm_xargs": (None, {}),
 }
 _CHAT: dict[str, tuple[Any, ...]] = {

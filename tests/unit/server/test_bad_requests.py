@@ -75,7 +75,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "a+"}, "guided_regex"),
     ({"guided_choice": ["a"]}, "guided_choice"),
     ({"guided_grammar": "x"}, "guided_grammar"),
-    ({"use_beam_search": True}, "use_beam_search"),
+    ({"use_beam_search": "yes"}, "use_beam_search"),
     ({"prompt_logprobs": -2}, "prompt_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"bad_words": [""]}, "bad_words"),
