@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 MODEL ?=
 ARGS ?=
 
-.PHONY: help serve chat test check format bench clean
+.PHONY: help serve chat test deletion check format bench clean
 
 help: ## list the targets
 	@echo "Octavo: make TARGET"
@@ -22,6 +22,9 @@ chat: $(VENV)/.ready-run ## install and talk to a model in the terminal
 
 test: $(VENV)/.ready-test ## install and run the tests: make test ARGS="tests/unit -k pool"
 	$(BIN)/python -m pytest $(ARGS)
+
+deletion: $(VENV)/.ready-test ## the quick tests without each of the features: about a minute for each
+	$(BIN)/python tools/deletion.py
 
 check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes
 	$(BIN)/ruff check .

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from octavo.async_llm import AsyncLLM
     from octavo.core.output import RequestOutput
     from octavo.core.params import SamplingParams
+    from octavo.core.structured import StructuredOutputsParams
     from octavo.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "octavo.llm",
     "AsyncLLM": "octavo.async_llm",
     "RequestOutput": "octavo.core.output",
     "SamplingParams": "octavo.core.params",
+    "StructuredOutputsParams": "octavo.core.structured",
 }
 
 

@@ -16,6 +16,7 @@ from octavo.engine.client import CoreClient, OnPhase
 from octavo.engine.process import CoreProcess
 from octavo.hub.progress import Progress, silent
 from octavo.hub.resolve import resolve
+from octavo.text.answers import AnswerFormats
 from octavo.text.frontend import Frontend
 from octavo.text.model_text import load_text
 from octavo.text.prepare import Prompt
@@ -34,6 +35,8 @@ class AsyncLLM:
         model: str | EngineConfig | None = None,
         *,
         chat_template: str | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
         stall_after_s: float = 120.0,
         log_level: str = "warning",
         on_phase: OnPhase | None = None,
@@ -44,6 +47,8 @@ class AsyncLLM:
 
         Args:
             model: a model, or a whole configuration; `settings` are those of `LLM`.
+            tool_call_parser, reasoning_parser: how the model writes tool calls and marks reasoning; by default as its
+                chat template shows.
             stall_after_s: seconds without a completed step, while work waits, after which `health` says so.
             on_phase: told when a phase of the start begins (None) and ends (seconds).
 
@@ -68,13 +73,16 @@ class AsyncLLM:
             text = await asyncio.to_thread(
                 load_text, files, tokenizer=config.model.tokenizer, chat_template=chat_template
             )
+            answers = AnswerFormats.of(text.chat, tools=tool_call_parser, reasoning=reasoning_parser)
             client = await starting
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             process.kill()
             raise
-        frontend = Frontend(client, text.tokenizer, client.info, chat=text.chat, default_sampling=text.defaults)
+        frontend = Frontend(
+            client, text.tokenizer, client.info, chat=text.chat, default_sampling=text.defaults, answers=answers
+        )
         return cls(client, frontend)
 
     @property

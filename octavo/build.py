@@ -13,10 +13,12 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.core_server import PhaseTimer
 from octavo.engine.loop import EngineLoop
+from octavo.features import FeatureContext, build_features
 from octavo.hub.files import ModelFiles
-from octavo.hub.resolve import eos_token_ids
+from octavo.hub.resolve import eos_token_ids, resolve
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -43,11 +45,20 @@ def build_core(
     wanted = config.cache.memory_bytes
     cache_bytes = worker.kv_budget(config.scheduler) if wanted is None else wanted
     num_blocks, max_model_len = _fit(config, worker, cache_bytes)
+    eos = eos_token_ids(files)
+    features = build_features(
+        FeatureContext(
+            vocab_size=worker.spec.vocab_size,
+            eos_token_ids=tuple(eos),
+            load_tokenizer=lambda: _tokenizer(config, files),
+        )
+    )
     runner = worker.make_runner(
         num_blocks=num_blocks,
         num_slots=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
         max_step_tokens=config.scheduler.max_num_batched_tokens,
+        hooks=[feature.worker for feature in features],
     )
     depth = worker.device.default_depth if config.scheduler.depth is None else config.scheduler.depth
     limits = Limits(
@@ -57,9 +68,13 @@ def build_core(
         max_ahead=depth + 1,
         share_prefixes=config.cache.enable_prefix_caching,
     )
-    eos = eos_token_ids(files)
     scheduler = Scheduler(
-        KVCache(num_blocks, config.cache.block_size), limits, policy, eos_token_ids=eos, seed=config.model.seed
+        KVCache(num_blocks, config.cache.block_size),
+        limits,
+        policy,
+        eos_token_ids=eos,
+        hooks=[feature.engine for feature in features],
+        seed=config.model.seed,
     )
     loop = EngineLoop(scheduler, runner, depth)
     timer.begin("warm-up")
@@ -84,8 +99,15 @@ def build_core(
         },
         phases=timer.seconds,
         weights=worker.weight_form,
+        max_logprobs=config.model.max_logprobs,
+        features=[feature.name for feature in features],
     )
     return loop, info
+
+
+def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
+    other = config.model.tokenizer
+    return load_tokenizer(files if other is None else resolve(other, tokenizer_only=True))
 
 
 def _fit(config: EngineConfig, worker: Worker, cache_bytes: int) -> tuple[int, int]:

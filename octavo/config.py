@@ -33,6 +33,7 @@ class ModelConfig:
             a stated dtype): "int16" is as exact as bfloat16, "int8" computes prompts up to twice as fast.
         load_format: "auto" by the files found; "dummy" fills random weights.
         max_model_len: None takes the model's, shortened to what the KV cache holds.
+        max_logprobs: the largest `logprobs` of a request; -1 for no limit.
     """
 
     model: str = DEFAULT_MODEL
@@ -42,6 +43,7 @@ class ModelConfig:
     activation_dtype: Literal["int16", "int8"] = "int16"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     max_model_len: int | None = None
+    max_logprobs: int = 20
     seed: int = 0
 
 
@@ -155,7 +157,14 @@ class ServerConfig:
     """The HTTP front door. Sizes in bytes, times in seconds.
 
     Attributes:
+        tool_call_parser, reasoning_parser: how the model writes calls and reasoning; "auto" by its chat template.
+        api_key_file: more keys, one a line.
+        allowed_origins, allowed_methods, allowed_headers, allow_credentials: what other sites' pages may do (CORS);
+            nothing without an origin.
+        max_num_queued_reqs, max_num_queued_tokens: what may wait for the engine before requests are refused.
+        strict_params: refuse fields that nobody knows, instead of naming them in `warnings`.
         max_prompts: prompts in one request to /v1/completions.
+        max_schema_bytes: a schema or grammar of one request.
         enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
         trust_request_chat_template: let requests bring their own chat template.
     """
@@ -164,11 +173,22 @@ class ServerConfig:
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    strict_params: bool = False
     max_body_bytes: int = 32 * 1024 * 1024
     max_stop_strings: int = 4
     max_n: int = 64
     max_prompts: int = 1024
+    max_schema_bytes: int = 1024 * 1024
     stall_after_s: float = 120.0
     shutdown_timeout_s: float = 30.0
     log_stats_interval_s: float = 10.0

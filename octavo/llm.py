@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +25,8 @@ from octavo.text.prepare import Preparer, Prompt, sampling_defaults, with_defaul
 from octavo.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+_STARVED_PAUSE_S = 0.001
 
 
 class LLM:
@@ -159,6 +162,8 @@ class LLM:
                 core.add(assembler.request)
                 open_[assembler.request.id] = assembler
             while open_:
+                if core.starved and core.busy:
+                    time.sleep(_STARVED_PAUSE_S)
                 for delta in core.step():
                     assembler = open_.get(delta.id)
                     if assembler is None:

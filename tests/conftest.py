@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Without a GPU the tests run Triton's kernels in its interpreter, which must be asked for before they are defined.
 if not torch.cuda.is_available():
@@ -19,3 +20,8 @@ from octavo.hub.resolve import resolve
 def smollm2_files() -> ModelFiles:
     """The real default model, pulled into Octavo's cache on the first use."""
     return resolve("smollm2")
+
+
+# On a machine with other work to do, a slow example says nothing about the code.
+settings.register_profile("octavo", deadline=None)
+settings.load_profile("octavo")

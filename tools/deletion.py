@@ -1,10 +1,12 @@
 """The deletion test: the engine must stand without any one of its features.
 
-    python tools/deletion.py             static check, then the core tests once for each feature made unimportable
+    python tools/deletion.py             static check, then the quick tests once for each feature made unimportable
     python tools/deletion.py --static    only the check that no core file names a feature
 
 A feature is a folder in `octavo/features/`. Three places know it: the table in `features/__init__.py`, the folder
 itself, and its own tests (`tests/**/features/<name>/`). Whatever else names it could not do without it.
+
+The quick tests are the unit and property tests that are not marked slow: about a minute for each feature.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+QUICK = ("unit", "property")
 
 BLOCKER = '''
 import os, sys
@@ -77,9 +81,10 @@ def static_check(root: Path, package: str) -> list[str]:
 
 
 def tests_without(root: Path, name: str) -> list[str]:
-    """pytest arguments: all tests but those of the feature."""
+    """pytest arguments: the quick tests but those of the feature."""
     own = [p for p in (root / "tests").rglob(name) if p.is_dir() and p.parent.name == "features"]
-    return ["tests", *(f"--ignore={p.relative_to(root)}" for p in own)]
+    quick = [f"tests/{part}" for part in QUICK if (root / "tests" / part).is_dir()] or ["tests"]
+    return [*quick, "-m", "not slow and not e2e and not gpu", *(f"--ignore={p.relative_to(root)}" for p in own)]
 
 
 def run_without(root: Path, package: str, name: str, pytest_args: list[str]) -> int:

@@ -160,3 +160,11 @@ class KVCache:
         for block in self.pool._cached:
             if block not in self.tree:
                 raise AssertionError(f"block {block} is kept but can't be found")
+
+    def check_empty(self, num_requests: int) -> None:
+        """Raise AssertionError if blocks are held, or `num_requests` are alive, although nothing runs."""
+        self.check()
+        if num_requests or self.num_free != self.num_blocks:
+            raise AssertionError(
+                f"{self.pool.num_used} blocks and {num_requests} requests are left although nothing runs"
+            )

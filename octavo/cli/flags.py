@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +48,23 @@ def _dtype(text: str) -> str:
     return {"float": "float32", "half": "float16"}.get(text, text)
 
 
+def _item(text: str) -> list[str]:
+    """One value, or a JSON list of them."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        items = json.loads(text)
+    except ValueError:
+        items = None
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a value nor a JSON list of strings")
+    return items
+
+
+def _flat(items: list[list[str]]) -> tuple[str, ...]:
+    return tuple(item for part in items for item in part)
+
+
 MODEL = (
     Flag("model", "model.model", "the same as the positional MODEL", "smollm2", metavar="MODEL"),
     Flag("tokenizer", "model.tokenizer", "take the tokenizer from this model instead", "the model's", metavar="MODEL"),
@@ -79,6 +98,14 @@ MODEL = (
         "auto",
         units.context_length,
         metavar="TOKENS",
+    ),
+    Flag(
+        "max-logprobs",
+        "model.max_logprobs",
+        "largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit",
+        "20",
+        units.count_or_all,
+        metavar="N",
     ),
     Flag(
         "seed", "model.seed", "of the random weights, and of requests that bring none", "0", units.natural, metavar="N"
@@ -174,7 +201,77 @@ SERVER = (
         metavar="KEY",
         env="OCTAVO_API_KEY",
     ),
+    Flag("api-key-file", "server.api_key_file", "a file with more keys, one a line", "none", metavar="FILE"),
+    Flag(
+        "allowed-origins",
+        "server.allowed_origins",
+        "sites whose pages may call the server (CORS); * for all",
+        "none",
+        _item,
+        many=True,
+        metavar="ORIGIN",
+        convert=_flat,
+    ),
+    Flag(
+        "allowed-methods",
+        "server.allowed_methods",
+        "methods that those pages may use",
+        "*",
+        _item,
+        many=True,
+        metavar="METHOD",
+        convert=_flat,
+    ),
+    Flag(
+        "allowed-headers",
+        "server.allowed_headers",
+        "headers that those pages may send",
+        "*",
+        _item,
+        many=True,
+        metavar="HEADER",
+        convert=_flat,
+    ),
+    Flag("allow-credentials", "server.allow_credentials", "let those pages send cookies", "off", switch=True),
+    Flag(
+        "max-num-queued-reqs",
+        "server.max_num_queued_reqs",
+        "sequences that may wait; further requests get a 429",
+        "no limit",
+        units.natural,
+        metavar="N",
+    ),
+    Flag(
+        "max-num-queued-tokens",
+        "server.max_num_queued_tokens",
+        "prompt tokens that may wait; further requests get a 429",
+        "no limit",
+        units.count,
+        metavar="TOKENS",
+    ),
+    Flag(
+        "strict-params",
+        "server.strict_params",
+        "refuse requests with fields that nobody knows, instead of a warning in the answer",
+        "off",
+        switch=True,
+    ),
     Flag("chat-template", "server.chat_template", "a Jinja file, or the template itself", "the model's"),
+    Flag(
+        "tool-call-parser",
+        "server.tool_call_parser",
+        "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, mistral, mistral_args, "
+        "deepseek_v3, json",
+        "auto",
+        metavar="NAME",
+    ),
+    Flag(
+        "reasoning-parser",
+        "server.reasoning_parser",
+        "how the model marks reasoning: auto (by its chat template), none, think, mistral",
+        "auto",
+        metavar="NAME",
+    ),
     Flag("root-path", "server.root_path", "path under which a proxy publishes the server", "/", metavar="PATH"),
     Flag(
         "max-body-bytes",
@@ -204,6 +301,14 @@ SERVER = (
         env="OCTAVO_MAX_N_SEQUENCES",
     ),
     Flag("max-prompts", "server.max_prompts", "prompts in one completions request", "1024", units.count, metavar="N"),
+    Flag(
+        "max-schema-bytes",
+        "server.max_schema_bytes",
+        "largest JSON schema or grammar of a request",
+        "1MiB",
+        units.size,
+        metavar="BYTES",
+    ),
     Flag(
         "stall-after",
         "server.stall_after_s",

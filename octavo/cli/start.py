@@ -30,6 +30,8 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
         llm = await AsyncLLM.start(
             config,
             chat_template=settings.chat_template,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
             stall_after_s=settings.stall_after_s,
             log_level=settings.log_level,
             on_phase=display.phase,

@@ -11,6 +11,15 @@ _COUNT_UNITS = {"": 1, "k": 1000, "m": 1000_000, "K": 1024, "M": 1024**2}
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+def count_or_all(text: str) -> int:
+    """A count, or -1 for all.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is neither.
+    """
+    return -1 if text.strip() == "-1" else count(text)
+
+
 def count(text: str) -> int:
     """A count of things, at least 1: `2048`, `8k` (8,000), `8K` (8,192).
 

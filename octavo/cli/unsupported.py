@@ -37,7 +37,6 @@ def _switch(what: str) -> Missing:
 
 _TLS = "TLS is not served by Octavo itself: put a reverse proxy in front of it"
 _LORA = "LoRA adapters are"
-_TOOLS = "parsing of tool calls is"
 
 FLAGS: dict[str, Missing | Needless] = {
     "tensor-parallel-size": _one("tensor parallelism"),
@@ -61,11 +60,12 @@ FLAGS: dict[str, Missing | Needless] = {
     "kv-events-config": _value("publishing of KV cache events is"),
     "kv-offloading-size": _value("offloading of the KV cache is", "0"),
     "cpu-offload-gb": _value("offloading of weights is", "0", "0.0"),
-    "structured-outputs-config": _value("structured output is"),
-    "reasoning-parser": _value("parsing of reasoning is", ""),
-    "enable-auto-tool-choice": _switch(_TOOLS),
-    "tool-call-parser": _value(_TOOLS),
-    "tool-parser-plugin": _value(_TOOLS),
+    "structured-outputs-config": _value(
+        "another backend of structured output is", "auto", "guidance", '{"backend": "auto"}'
+    ),
+    "structured-outputs-config.backend": _value("another backend of structured output is", "auto", "guidance"),
+    "guided-decoding-backend": _value("another backend of structured output is", "auto", "guidance"),
+    "tool-parser-plugin": _value("plugins for parsing of tool calls are"),
     "runner": _value("any runner but text generation is", "auto", "generate"),
     "convert": _value("conversion of a model to another task is", "auto", "none"),
     "task": _value("any task but text generation is", "auto", "generate"),
@@ -80,12 +80,12 @@ FLAGS: dict[str, Missing | Needless] = {
     "enable-sleep-mode": _switch("sleep mode is"),
     "otlp-traces-endpoint": _value("tracing is"),
     "uds": _value("listening on a Unix socket is"),
-    "allowed-origins": _value("a list of allowed origins (CORS) is"),
     "middleware": _value("middleware is"),
     "enable-log-outputs": _switch("logging of outputs is"),
     "ssl-keyfile": Missing(_TLS),
     "ssl-certfile": Missing(_TLS),
     "ssl-ca-certs": Missing(_TLS),
+    "enable-auto-tool-choice": Needless("the model may always choose to call the tools of a request"),
     "trust-remote-code": Needless("Octavo never runs code that comes with a model"),
     "swap-space": Needless("there is no swap space: preempted requests are recomputed", takes_value=True),
     "preemption-mode": Needless("preemption is by recompute, helped by the prefix cache", takes_value=True),

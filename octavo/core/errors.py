@@ -49,7 +49,7 @@ class EngineDeadError(OctavoError):
 
 
 class QueueFullError(OctavoError):
-    """The engine refuses new work because its queue is full (HTTP 503, with Retry-After)."""
+    """The engine refuses new work because its queue is full (HTTP 429, with Retry-After)."""
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)

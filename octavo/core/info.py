@@ -20,6 +20,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes_per_token: over all layers.
         memory: part -> bytes, the ledger printed at start.
         phases: start-up phase -> seconds.
+        max_logprobs: the largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit.
+        features: names of the optional features that are there; options of others are refused.
     """
 
     name: str
@@ -37,6 +39,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, int]
     phases: dict[str, float]
     weights: str = ""
+    max_logprobs: int = 20
+    features: list[str] = msgspec.field(default_factory=list)
 
     @property
     def kv_tokens(self) -> int:

@@ -15,6 +15,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -39,11 +40,13 @@ class StepOutput(msgspec.Struct, frozen=True):
         tokens: per row the tokens sampled: 0 for a row that does not sample, else 1 to 1 + num_drafts.
         logprobs: row -> one entry a token, for rows that asked for them.
         errors: row -> why it could not be sampled; its tokens are void.
+        prompt_logprobs: row -> those of the prompt tokens that follow the tokens it computed, where asked for.
     """
 
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +69,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         finish: set on the last delta of the choice, exactly once.
         stop_reason: the token id that ended it, when that was not an end-of-sequence token.
         error: what went wrong, when `finish` is ERROR.
+        complete: it was ended by what it holds; its last token is part of the output, not a mark of its end.
+        prompt_logprobs: the next ones, if asked for; those of the first token, which has none, are left out.
+        refused: the field at fault, when the error is the request's own and nothing was generated because of it.
         times, num_preemptions: set with `finish`.
     """
 
@@ -79,6 +85,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     error: str | None = None
     times: RequestTimes | None = None
     num_preemptions: int = 0
+    complete: bool = False
+    refused: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(slots=True)
@@ -117,5 +126,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     times: RequestTimes | None = None
     num_preemptions: int = 0

@@ -9,9 +9,25 @@ from typing import Annotated, Any
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.structured import StructuredOutputsParams
 
 _EPS = 1e-5
 MAX_TOP_LOGPROBS = 20
+"""The server's default limit on `logprobs`."""
+MAX_BAD_WORDS = 1024
+MAX_BEAMS = 64
+_NOT_WITH_BEAMS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "repetition_detection",
+    "structured_outputs",
+)
 
 
 class OutputKind(enum.IntEnum):
@@ -22,10 +38,36 @@ class OutputKind(enum.IntEnum):
     FINAL_ONLY = 2
 
 
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
+    """When an output ends because it goes in circles.
+
+    Attributes:
+        max_pattern_size, min_pattern_size: lengths, in tokens, of the patterns that are looked for.
+        min_count: how many times a pattern must stand at the end of the output.
+
+    Raises:
+        InvalidRequestError: a field is out of range.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 3
+
+    def __post_init__(self) -> None:
+        fits = 1 <= self.min_pattern_size <= self.max_pattern_size <= 1024
+        _require(
+            fits and self.min_count >= 2,
+            "repetition_detection",
+            msgspec.to_builtins(self),
+            "repetition_detection must have 1 <= min_pattern_size <= max_pattern_size <= 1024 and min_count >= 2.",
+        )
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a request is sampled; names and defaults follow the field's usage.
 
-    The order of operations on a row of logits is: `logit_bias`, the ban on stop tokens under `min_tokens`, penalties
+    The order of operations on a row of logits is: `allowed_token_ids` and `bad_words`, `logit_bias`, the ban on stop
+    tokens under `min_tokens`, penalties
     (repetition, then frequency and presence), temperature, `min_p`, `top_k`, `top_p`, and the draw. `logprobs` are
     those of the raw logits, before any of these. See docs/sampling.md.
 
@@ -44,12 +86,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: the most tokens to generate; None means the rest of the context.
         min_tokens: no end-of-sequence or stop token before this many.
-        logprobs: number of alternatives to report with each token; None reports none, 0 the chosen token only.
+        logprobs: number of alternatives to report with each token; None reports none, 0 the chosen token only, -1 all.
+        prompt_logprobs: the same for each token of the prompt but the first; its KV is then computed afresh.
+        bad_words: texts that the output may not contain, each as its own tokens at the beginning of a text or after a
+            space.
+        bad_token_ids: the same as sequences of tokens; the text front end fills it in from `bad_words`.
+        allowed_token_ids: no other tokens are sampled.
+        repetition_detection: end an output that goes in circles, with the finish reason "repetition".
         logit_bias: token id -> value added to its logit, clamped to [-100, 100].
         detokenize: produce text; without it only token ids come back.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string that ended the output.
         output_kind: what each streamed item holds.
+        beam_width: search for the most likely continuations with so many beams and give the `n` best; temperature and
+            its like are then without meaning. Nothing is told before the end.
+        length_penalty: beams are compared by log-probability / length ** length_penalty.
+        structured_outputs: the form that the output must have.
 
     Raises:
         InvalidRequestError: a field is out of range; the message names it.
@@ -70,17 +122,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    bad_token_ids: list[list[int]] | None = None
+    allowed_token_ids: list[int] | None = None
+    repetition_detection: RepetitionDetection | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_lengths()
         self._check_stops()
-        if self.greedy and self.n > 1:
+        self._check_bans()
+        if self.beam_width is not None:
+            self._check_beams(self.beam_width)
+        elif self.greedy and self.n > 1:
             raise InvalidRequestError(
                 f"n must be 1 when using greedy sampling, got {self.n}. Set a temperature above 0 to have choices that "
                 "differ.",
@@ -152,15 +215,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.min_tokens,
             f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.",
         )
-        if self.logprobs is not None:
-            _require(
-                self.logprobs >= 0, "logprobs", self.logprobs, f"logprobs must be non-negative, got {self.logprobs}."
-            )
-            _require(
-                self.logprobs <= MAX_TOP_LOGPROBS,
-                "logprobs",
-                self.logprobs,
-                f"Requested sample logprobs of {self.logprobs}, which is greater than max allowed: {MAX_TOP_LOGPROBS}",
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(count is None or count >= -1, name, count, f"{name} must be non-negative or -1, got {count}.")
+
+    def _check_bans(self) -> None:
+        words = self.bad_words or []
+        _require(all(words), "bad_words", words, "bad_words cannot contain an empty string.")
+        _require(
+            len(words) <= MAX_BAD_WORDS,
+            "bad_words",
+            len(words),
+            f"bad_words must have at most {MAX_BAD_WORDS} entries, got {len(words)}.",
+        )
+        allowed = self.allowed_token_ids
+        _require(allowed is None or len(allowed) > 0, "allowed_token_ids", allowed, "allowed_token_ids is empty.")
+
+    def _check_beams(self, width: int) -> None:
+        _require(1 <= width <= MAX_BEAMS, "beam_width", width, f"beam_width must be in [1, {MAX_BEAMS}], got {width}.")
+        _require(self.n <= width, "n", self.n, f"n must be at most beam_width={width}, got {self.n}.")
+        penalty = self.length_penalty
+        _require(math.isfinite(penalty), "length_penalty", penalty, "length_penalty must be a finite number.")
+        odd = [name for name in _NOT_WITH_BEAMS if getattr(self, name) not in (None, [], {}, 0, 0.0)]
+        odd += ["repetition_penalty"] if self.repetition_penalty != 1 else []
+        if odd:
+            raise InvalidRequestError(
+                f"{odd[0]} can't be combined with beam search; leave one of them out.",
+                param=odd[0],
+                value=getattr(self, odd[0]),
             )
 
     def _check_stops(self) -> None:

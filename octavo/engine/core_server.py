@@ -23,6 +23,7 @@ OnPhase = Callable[[str, float | None], None]
 MakeCore = Callable[[OnPhase], tuple[EngineLoop, ModelInfo]]
 
 _IDLE_POLL_MS = 1000
+_STARVED_POLL_MS = 2
 
 
 class CoreServer:
@@ -48,7 +49,7 @@ class CoreServer:
 
     def run(self, make_core: MakeCore) -> int:
         """Start the core, serve until told to stop; returns the process's exit code."""
-        self._receive(block=True)  # the first Hello, so that somebody hears of the phases
+        self._receive(_IDLE_POLL_MS)  # the first Hello, so that somebody hears of the phases
         try:
             self._loop, self._info = make_core(self._on_phase)
         except OctavoError as error:
@@ -67,15 +68,17 @@ class CoreServer:
 
     def _serve(self, loop: EngineLoop) -> None:
         while self._alive and os.getppid() == self._parent:
-            self._receive(block=not loop.busy)
+            self._receive(_IDLE_POLL_MS if not loop.busy else _STARVED_POLL_MS if loop.starved else 0)
             if loop.busy:
-                self._send_news(loop.step())
+                deltas = loop.step()
+                if deltas or not loop.starved:
+                    self._send_news(deltas)
                 if not loop.busy:
                     loop.check_idle()
 
-    def _receive(self, *, block: bool) -> None:
-        """Handle all messages that are there; with `block`, wait a little for the first."""
-        if block and not self._socket.poll(_IDLE_POLL_MS):
+    def _receive(self, wait_ms: int) -> None:
+        """Handle all messages that are there, after a wait for the first."""
+        if wait_ms and not self._socket.poll(wait_ms):
             return
         while self._alive:
             try:
@@ -124,7 +127,7 @@ class CoreServer:
             self._send(client, wire.News(news, stats))
 
     def _on_phase(self, name: str, seconds: float | None) -> None:
-        self._receive(block=False)
+        self._receive(0)
         self._broadcast(wire.Phase(name, seconds))
 
     def _broadcast(self, message: wire.ToClient) -> None:

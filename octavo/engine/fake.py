@@ -198,7 +198,12 @@ class FakeEngine:
             finish=finish,
             stop_reason=reason,
             times=self._times(live) if finish else None,
+            prompt_logprobs=self._prompt_logprobs(live.request) if not done and not index else None,
         )
+
+    def _prompt_logprobs(self, request: GenerateRequest) -> list[TokenLogprobs] | None:
+        count = request.params.prompt_logprobs
+        return None if count is None else [self._logprobs(token, count) for token in request.tokens[1:]]
 
     def _ending(
         self, request: GenerateRequest, token: int, count: int, can_end: bool

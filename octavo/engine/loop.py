@@ -23,10 +23,16 @@ class EngineLoop:
         self._executor = executor
         self._depth = depth
         self._flight: deque[Step] = deque()
+        self._launched = False
 
     @property
     def busy(self) -> bool:
         return bool(self._flight) or self._scheduler.has_work
+
+    @property
+    def starved(self) -> bool:
+        """Whether the last step found nothing to do but wait for a feature: the caller should pause a moment."""
+        return not self._launched and not self._flight
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it can never fit."""
@@ -68,6 +74,8 @@ class EngineLoop:
         began = time.perf_counter()
         plan = self._scheduler.plan()
         planned = time.perf_counter()
+        self._launched = plan is not None
+        news += self._scheduler.take_refused()
         step = None if plan is None else self._executor.forward(plan)
         if plan is None or step is None:
             news += self._retire() if self._flight else self._unstick()

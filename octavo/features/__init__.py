@@ -1,0 +1,57 @@
+"""The table of features: optional capabilities, each a folder here with a `build(context) -> Feature`.
+
+A folder that is not there leaves the engine without that feature and otherwise whole; a request that asks for it is
+then refused by name (`ModelInfo.features`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.schedule.hooks import EngineHook
+from octavo.worker.hooks import WorkerHook
+
+if TYPE_CHECKING:
+    from octavo.text.tokenizer import Tokenizer
+
+FEATURES = ("grammar",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureContext:
+    """What a feature may know of the engine that it becomes part of.
+
+    Attributes:
+        vocab_size: columns of the logits.
+        eos_token_ids: tokens that end a sequence.
+        load_tokenizer: the model's tokenizer; called only when it is needed, from any thread.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    load_tokenizer: Callable[[], Tokenizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """The two halves of a feature, under the name that requests' options use."""
+
+    name: str
+    engine: EngineHook
+    worker: WorkerHook
+
+
+def build_features(context: FeatureContext) -> list[Feature]:
+    """All features whose folders are there."""
+    built = []
+    for name in FEATURES:
+        module = f"{__name__}.{name}"
+        try:
+            built.append(importlib.import_module(module).build(context))
+        except ModuleNotFoundError as exc:
+            if exc.name != module:
+                raise
+    return built

@@ -1,4 +1,4 @@
-"""What changes logits before the draw, in this order: bias, ban on stop tokens, repetition, frequency and presence.
+"""What changes logits before the draw: forbidden tokens, bias, ban on stop tokens, repetition, frequency and presence.
 
 Nothing is kept between steps: penalties are counted afresh from each row's tokens, at a cost of the row's length and
 not of the vocabulary, so that preemption, resumption and a change of slot have nothing to get wrong.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.sampling.bans import forbid
 from octavo.sampling.state import SampleRow
 
 
@@ -20,6 +21,7 @@ def process(logits: Tensor, rows: list[SampleRow]) -> None:
         rows: S of them.
     """
     flat, vocab = logits.view(-1), logits.shape[1]
+    forbid(logits, rows)
     _bias(flat, vocab, rows)
     _ban(flat, vocab, rows)
     _repetition(flat, vocab, rows)

@@ -26,7 +26,9 @@ class PreparedParams:
         seed: [1] int64.
         bias_ids, bias_values: [b] int64 and [b] float32.
         banned_ids: [s] int64, tokens not sampled before `min_tokens`.
-        logprobs: alternatives to report; None reports nothing.
+        logprobs, prompt_logprobs: alternatives to report, -1 for all; None reports nothing.
+        allowed_ids: [a] int64, the only tokens that may be sampled; None for all.
+        bad_words: sequences of tokens that the output may not contain.
     """
 
     greedy: bool
@@ -42,6 +44,9 @@ class PreparedParams:
     bias_ids: Tensor
     bias_values: Tensor
     logprobs: int | None
+    prompt_logprobs: int | None
+    allowed_ids: Tensor | None
+    bad_words: list[list[int]]
 
     @classmethod
     def make(cls, params: SamplingParams, seed: int, stop_ids: list[int], vocab_size: int) -> PreparedParams:
@@ -62,7 +67,9 @@ class PreparedParams:
         banned = sorted({token for token in stop_ids if 0 <= token < vocab_size}) if params.min_tokens else []
         return cls(
             greedy=params.greedy,
-            plain=params.greedy and not (bias or banned or params.has_penalties) and params.logprobs is None,
+            plain=params.greedy
+            and not (bias or banned or params.has_penalties or params.allowed_token_ids or params.bad_token_ids)
+            and params.logprobs is None,
             filtered=bool(top_k) or params.top_p < 1 or params.min_p > 0,
             filters=torch.tensor([params.temperature, top_k, params.top_p, params.min_p], dtype=torch.float64),
             seed=torch.tensor([_signed(seed)]),
@@ -73,7 +80,12 @@ class PreparedParams:
             banned_ids=torch.tensor(banned, dtype=torch.long),
             bias_ids=torch.tensor(list(bias), dtype=torch.long),
             bias_values=torch.tensor(list(bias.values()), dtype=torch.float32).clamp_(-_MAX_BIAS, _MAX_BIAS),
-            logprobs=params.logprobs,
+            logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            allowed_ids=None
+            if params.allowed_token_ids is None
+            else torch.tensor([token for token in params.allowed_token_ids if 0 <= token < vocab_size]),
+            bad_words=params.bad_token_ids or [],
         )
 
 

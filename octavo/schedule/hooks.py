@@ -15,7 +15,11 @@ class EngineHook:
     name: str = ""
 
     def admit(self, request: Request, num_tokens: int) -> int:
-        """How many of `num_tokens` the request may compute now; 0 lets it wait and others pass it."""
+        """How many of `num_tokens` the request may compute now; 0 lets it wait and others pass it.
+
+        Raises:
+            InvalidRequestError: the request turned out to be one that can't be served; it ends with this error.
+        """
         return num_tokens
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
@@ -25,8 +29,9 @@ class EngineHook:
         """What the worker half needs for sampling, made while the forward pass runs; None for nothing."""
         return None
 
-    def on_commit(self, request: Request, tokens: Sequence[int]) -> None:
-        """These tokens were just appended."""
+    def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
+        """These tokens were just appended. True ends the request: its output is complete."""
+        return False
 
     def on_release(self, request: Request) -> None:
         """The request has ended; forget it."""

@@ -44,6 +44,16 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits) ->
             value=spec.params.max_tokens,
         )
     need = cache.blocks_for(len(spec.tokens) + max_tokens + limits.num_drafts)
+    width = spec.params.beam_width or 1
+    if width > limits.max_num_seqs:
+        raise InvalidRequestError(
+            f"beam_width must be at most {limits.max_num_seqs}, the sequences that run at once (--max-num-seqs), got "
+            f"{width}.",
+            param="beam_width",
+            value=width,
+        )
+    if width > 1:  # the beams share the prompt's full blocks at least
+        need += (width - 1) * (cache.blocks_for(max_tokens) + 1)
     if need > cache.num_blocks:
         raise InvalidRequestError(
             f"{len(spec.tokens)} prompt tokens and max_tokens={max_tokens} need {need} KV blocks, but the whole "

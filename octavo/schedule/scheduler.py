@@ -14,15 +14,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.cache.cache import BlockTable, KVCache
+from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError
-from octavo.core.output import FinishReason, RequestTimes, StepOutput, TokenDelta, TokenLogprobs
+from octavo.core.output import FinishReason, StepOutput, TokenDelta, TokenLogprobs
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest, Request
 from octavo.core.stats import EngineStats
+from octavo.schedule.beam import Beams
+from octavo.schedule.choices import make_choices
 from octavo.schedule.counters import Counters
+from octavo.schedule.endings import append
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.limits import Limits, checked_max_tokens
+from octavo.schedule.news import last_news, prompt_news
 from octavo.schedule.policy import Policy, Rank
 from octavo.schedule.quarantine import Quarantine
 from octavo.schedule.queue import WaitingQueue
@@ -66,6 +70,8 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_plans = 0
         self._num_deferred = 0
+        self._refused: list[tuple[Request, InvalidRequestError]] = []
+        self._beams = Beams()
 
     # Requests come and go
 
@@ -78,29 +84,17 @@ class Scheduler:
         if spec.id in self._alive:
             raise InvalidRequestError("request_id is in use by a running request.", param="request_id", value=spec.id)
         max_tokens = checked_max_tokens(spec, self.cache, self.limits)
-        own_stops = frozenset(spec.params.stop_token_ids or ())
-        choices: list[Request] = []
-        for index in range(spec.params.n):
-            request = Request(
-                spec=spec,
-                index=index,
-                order=self._num_arrivals,
-                tokens=list(spec.tokens),
-                max_tokens=max_tokens,
-                stop_ids=own_stops if spec.params.ignore_eos else own_stops | self._eos,
-                seed=self._seeds.getrandbits(62) if spec.params.seed is None else spec.params.seed + index,
-                table=BlockTable(),
-                leader=choices[0] if choices else None,
-            )
-            self._num_arrivals += 1
-            choices.append(request)
+        choices = make_choices(spec, max_tokens, self._eos, self._seeds, self._num_arrivals)
+        self._num_arrivals += len(choices)
+        for request in choices:
             self._waiting.push(request)
         self._alive[spec.id] = choices
+        self._beams.open(choices)
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]:
         """End a request, or one choice of it, that has not ended yet; unknown ids are ignored."""
         choices = [r for r in self._alive.get(request_id, ()) if index is None or r.index == index]
-        return [self._finish(r, FinishReason.ABORT) for r in choices if r.finish is None]
+        return [delta for r in choices if r.finish is None for delta in self._end(r, FinishReason.ABORT)]
 
     def recover(self, error: str) -> list[TokenDelta]:
         """A launched step failed, and whatever was in flight with it is lost. Distrust what the prefix tree says.
@@ -123,14 +117,25 @@ class Scheduler:
                 self._release(request)
             elif request not in guilty:
                 self._preempt(request)
-        deltas = [self._finish(request, FinishReason.ERROR, error=error) for request in guilty]
+        deltas = []
+        for request in guilty:
+            deltas += self._end(request, FinishReason.ERROR, error=error) if request.finish is None else []
         self.cache.reset()
         return deltas
 
     def fail_head(self, error: str) -> list[TokenDelta]:
         """End the waiting request that is next in line."""
         request = self._waiting.peek()
-        return [] if request is None else [self._finish(request, FinishReason.ERROR, error=error)]
+        return [] if request is None else self._end(request, FinishReason.ERROR, error=error)
+
+    def take_refused(self) -> list[TokenDelta]:
+        """End the requests that a feature found to be impossible while the last step was planned."""
+        deltas = []
+        for request, error in self._refused:
+            if request.finish is None:
+                deltas += self._end(request, FinishReason.ERROR, error=error.message, refused=error.param or "")
+        self._refused = []
+        return deltas
 
     @property
     def has_work(self) -> bool:
@@ -153,6 +158,10 @@ class Scheduler:
                 self._make_way(step)
                 self._plan_running(step)
                 self._plan_waiting(step)
+                while not step.rows and self._yield_beam(step):
+                    step.starved = None
+                    self._plan_running(step)
+                    self._plan_waiting(step)
         finally:
             self._num_deferred = len(step.deferred)
             for request in step.deferred:
@@ -182,6 +191,8 @@ class Scheduler:
         small: list[Request] = []
         large: list[Request] = []
         for request in self._running:
+            if self._beams.hold(request):
+                continue
             if request.finish is None and request.inflight < self.limits.max_ahead and not request.certain_to_finish:
                 (small if request.uncomputed <= 1 + request.num_drafts else large).append(request)
         for request in small:
@@ -255,20 +266,22 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         if not self._add_row(step, request, num_tokens):
             raise AssertionError(f"no KV block for request {request.id}, although there was room")
-        step.add_new(request, shared)
+        step.add_new(request, shared, self._beams.params(request))
         bisect.insort(self._running, request, key=self._policy.rank)
         self._counters.admission(request, shared)
         return _Admission.DONE
 
     def _share(self, step: Step, request: Request) -> bool:
         """Give a waiting request the KV that is there already; False if the choice that computes it is not done."""
-        leader = request.leader
+        if self._beams.hold(request):
+            return False
+        leader = self._beams.leader_of(request)
         if leader is not None and leader.finish is None and not request.num_preemptions:
             if leader.slot < 0 or leader.num_computed < leader.num_prompt or leader in step.prompts:
                 return False
             self.cache.fork(leader.table, request.table, request.num_prompt)
             request.num_computed = request.num_prompt - 1
-        else:
+        elif request.params.prompt_logprobs is None:  # else its whole prompt is looked at, so none of it is shared
             request.num_computed = self.cache.match(request.table, self._namespace(request), request.tokens)
         return True
 
@@ -287,7 +300,11 @@ class Scheduler:
         """How many of its tokens the request computes in this step; drafts go all together or not at all."""
         num_tokens = min(request.uncomputed, budget)
         for hook in self._hooks:
-            num_tokens = min(num_tokens, hook.admit(request, num_tokens))
+            try:
+                num_tokens = min(num_tokens, hook.admit(request, num_tokens))
+            except InvalidRequestError as error:
+                self._refused.append((request, error))
+                return 0
         end = request.num_computed + num_tokens
         splits_drafts = num_tokens < request.uncomputed and end >= len(request.tokens) + request.pending
         return 0 if request.num_drafts and splits_drafts else num_tokens
@@ -301,6 +318,8 @@ class Scheduler:
         samples = num_tokens == request.uncomputed
         drafts = request.num_drafts if samples else 0
         step.add_row(request, num_tokens, growth, samples=samples, drafts=drafts)
+        if self._beams.moved(request):
+            step.add_new(request, start, self._beams.params(request))
         request.num_computed = end
         request.inflight += 1
         if samples:
@@ -332,6 +351,15 @@ class Scheduler:
             for victim in victims:
                 self._preempt(victim)
 
+    def _yield_beam(self, step: Step) -> bool:
+        """Nothing runs because beams hold slots and blocks while they wait for one of theirs; whether one yielded."""
+        needy = (step.starved, self._policy.rank(head) if (head := self._waiting.peek()) else None)
+        ranks = [rank for rank in needy if rank is not None and not self._launched]
+        victim = self._beams.yielding(self._running, lambda r: self._policy.rank(r) > min(ranks)) if ranks else None
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
+
     def _preempt(self, request: Request) -> None:
         """Take slot and blocks back. Its full blocks stay findable, so a resume is often a prefix hit."""
         request.num_lost = request.num_computed
@@ -348,40 +376,53 @@ class Scheduler:
         deltas = []
         for row, request in enumerate(self._launched.pop(plan.id)):
             request.inflight -= 1
+            if row in output.prompt_logprobs and request.finish is None:
+                deltas += prompt_news(request, output.prompt_logprobs[row])
             if plan.samples[row]:
                 sampled = output.tokens[row]
                 self._quarantine.passed(request)
                 request.pending -= 1 + plan.num_drafts[row]
                 request.num_computed -= 1 + plan.num_drafts[row] - len(sampled)
                 if request.finish is None:
-                    error = output.errors.get(row)
-                    deltas.append(
-                        self._finish(request, FinishReason.ERROR, error=error)
-                        if error is not None
-                        else self._append(request, sampled, output.logprobs.get(row))
-                    )
+                    error, found = output.errors.get(row), output.logprobs.get(row)
+                    if error is not None:
+                        deltas += self._end(request, FinishReason.ERROR, error=error)
+                    elif request.params.beam_width and found:
+                        deltas += self._report(request, found[0])
+                    else:
+                        deltas.append(self._append(request, sampled, found))
             if request.finish is not None and not request.inflight and request.slot >= 0:
                 self._release(request)
         return deltas
 
+    def _report(self, beam: Request, found: TokenLogprobs) -> list[TokenDelta]:
+        """A beam's part of a round; at the end of the search the news of those that are answered."""
+        deltas = []
+        for one, hypothesis in self._beams.report(beam, found, self.cache):
+            one.first_token = time.monotonic()
+            reason = FinishReason.STOP if hypothesis.stopped else FinishReason.LENGTH
+            delta = self._finish(one, reason, tokens=hypothesis.tokens)
+            if one.index < one.params.n:
+                self._counters.stats.generation_tokens += len(hypothesis.tokens)
+                deltas.append(delta)
+        return deltas
+
+    def _end(
+        self, request: Request, reason: FinishReason, *, error: str | None = None, refused: str | None = None
+    ) -> list[TokenDelta]:
+        """End a request before its time; beams end together, and only those that would be answered are told of."""
+        deltas = [self._finish(r, reason, error=error, refused=refused) for r in self._beams.together(request)]
+        return [delta for delta in deltas if delta.index < request.params.n]
+
     def _append(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None) -> TokenDelta:
-        tokens: list[int] = []
-        reason: FinishReason | None = None
-        for token in sampled:
-            request.tokens.append(token)
-            tokens.append(token)
-            if token in request.stop_ids:
-                reason = FinishReason.STOP
-                break
-            if request.num_output >= request.max_tokens:
-                reason = FinishReason.LENGTH
-                break
+        tokens, reason = append(request, sampled)
         if not request.first_token:
             request.first_token = time.monotonic()
         self._counters.stats.generation_tokens += len(tokens)
-        for hook in self._hooks:
-            hook.on_commit(request, tokens)
+        complete = [hook.on_commit(request, tokens) for hook in self._hooks]
         kept = None if logprobs is None else logprobs[: len(tokens)]
+        if any(complete) and reason is not FinishReason.STOP:
+            return self._finish(request, FinishReason.STOP, tokens=tokens, logprobs=kept, complete=True)
         if reason is not None:
             return self._finish(request, reason, tokens=tokens, logprobs=kept)
         return TokenDelta(request.id, request.index, tokens, kept, request.num_cached)
@@ -394,28 +435,17 @@ class Scheduler:
         tokens: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
+        complete: bool = False,
+        refused: str | None = None,
     ) -> TokenDelta:
         """The one place where a request ends. Its slot and blocks go now if no launched step holds them, else later."""
         request.finish = reason
-        last = tokens[-1] if tokens else None
         if request.slot < 0:
             self._waiting.discard()
             self._forget(request)
         elif not request.inflight:
             self._release(request)
-        times = RequestTimes(request.spec.arrival, request.first_scheduled, request.first_token, time.monotonic())
-        return TokenDelta(
-            request.id,
-            request.index,
-            tokens or [],
-            logprobs,
-            request.num_cached,
-            reason,
-            last if reason is FinishReason.STOP and last not in self._eos else None,
-            error,
-            times,
-            request.num_preemptions,
-        )
+        return last_news(request, self._eos, tokens or [], logprobs, error=error, complete=complete, refused=refused)
 
     def _release(self, request: Request) -> None:
         self._give_back(request)
@@ -430,6 +460,7 @@ class Scheduler:
         self._running.remove(request)
         self._free_slots.append(request.slot)
         self._freed.append(request.slot)
+        self._beams.moved(request)  # if it comes back, its slot is filled anyway
         request.slot = -1
 
     def _forget(self, request: Request) -> None:
@@ -437,6 +468,7 @@ class Scheduler:
             hook.on_release(request)
         if all(r.finish is not None and r.slot < 0 for r in self._alive.get(request.id, ())):
             self._alive.pop(request.id, None)
+            self._beams.close(request)
 
     # Small rules
 
@@ -459,10 +491,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise AssertionError if anything is held although no request is alive."""
-        self.cache.check()
-        if self._alive or self.cache.num_free != self.cache.num_blocks:
-            used = self.cache.pool.num_used
-            raise AssertionError(f"{used} blocks and {len(self._alive)} requests are left although nothing runs")
+        self.cache.check_empty(len(self._alive))
 
     def forget_past(self) -> None:
         """Drop cached contents and counters; nothing may be running."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.cache.cache import Growth
+from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, PlanDraft
 from octavo.core.request import Request
 from octavo.schedule.policy import Rank
@@ -40,13 +41,13 @@ class Step:
         if request.num_computed < request.num_prompt:
             self.prompts.add(request)
 
-    def add_new(self, request: Request, num_computed: int) -> None:
-        """Tell the worker of a request that took a slot, with the KV of so many positions there already."""
+    def add_new(self, request: Request, num_computed: int, params: SamplingParams) -> None:
+        """Tell the worker of a request that took a slot or fills it anew, with the KV of so many positions there."""
         row = NewRow(
             slot=request.slot,
             tokens=list(request.tokens),
             num_prompt=request.num_prompt,
-            params=request.params,
+            params=params,
             seed=request.seed,
             stop_ids=sorted(request.stop_ids),
             num_computed=num_computed,

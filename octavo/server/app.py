@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from octavo.config import ServerConfig
 from octavo.server import errors, schema
+from octavo.server.admission import Admission
+from octavo.server.anthropic.protocol import CountBody, MessagesBody
 from octavo.server.context import ServerContext
 from octavo.server.door import Door
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics.metrics import Metrics
 from octavo.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.openai.respond.protocol import ResponseBody
 from octavo.server.routes.inference import inference_routes
 from octavo.server.routes.status import status_routes
 from octavo.server.stream import CLIENT_CLOSED_REQUEST, ClientGoneError
@@ -31,11 +35,19 @@ def create_app(
     """An ASGI application that serves `frontend`. It does not own the engine: whoever made it closes it."""
     config = config or ServerConfig()
     name = (*config.served_model_name, frontend.info.name)[0]
+    metrics = metrics or Metrics(frontend.engine, name, log_requests=config.enable_log_requests)
     ctx = ServerContext(
         frontend=frontend,
         config=config,
-        metrics=metrics or Metrics(frontend.engine, name, log_requests=config.enable_log_requests),
+        metrics=metrics,
         lifecycle=lifecycle or Lifecycle(),
+        admission=Admission(
+            config.max_num_queued_reqs,
+            config.max_num_queued_tokens,
+            seats=frontend.info.max_num_seqs,
+            stats=frontend.engine.stats,
+            refused=metrics.requests.refused,
+        ),
     )
     app = FastAPI(
         title="Octavo",
@@ -45,15 +57,31 @@ def create_app(
         docs_url="/docs" if config.enable_docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if config.enable_docs else None,
-        middleware=[Middleware(Door, ctx=ctx)],
+        middleware=[*_cors(config), Middleware(Door, ctx=ctx)],
     )
     app.include_router(status_routes(ctx))
     app.include_router(inference_routes(ctx))
-    schema.install(app, [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody])
+    schema.install(app, [ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody])
     errors.install(app)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
     return app
+
+
+def _cors(config: ServerConfig) -> list[Middleware]:
+    """Lets pages of other sites call the server, where the settings name any."""
+    if not config.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    ]
 
 
 async def _gone(request: Request, exc: Exception) -> Response:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from octavo.config import ServerConfig
 from octavo.core.info import Health
+from octavo.server.admission import Admission
 from octavo.server.errors import UnknownModelError
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics.metrics import Metrics
@@ -22,6 +23,7 @@ class ServerContext:
     config: ServerConfig
     metrics: Metrics
     lifecycle: Lifecycle
+    admission: Admission
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -24,6 +24,7 @@ _TYPES = {
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    429: "TooManyRequestsError",
     500: "InternalServerError",
     503: "ServiceUnavailable",
 }
@@ -84,7 +85,7 @@ def as_api_error(exc: Exception, request_id: str = "") -> ApiError:
         case ModelNotFoundError():
             return ApiError(404, str(exc), param="model")
         case QueueFullError():
-            return ApiError(503, str(exc), headers={"Retry-After": str(exc.retry_after_s)})
+            return ApiError(429, str(exc), headers={"Retry-After": str(exc.retry_after_s)})
         case EngineDeadError():
             return ApiError(503, str(exc))
         case HTTPException():

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, OctavoError
 from octavo.server.app import create_app
+from octavo.server.keys import with_key_file
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics.log_line import log_stats
 from octavo.server.routes.home import curl_example
@@ -40,6 +41,11 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: C
         open_frontend: starts the engine when entered and closes it when left.
         announce: told where the server is, once it is ready.
     """
+    try:
+        config = with_key_file(config)
+    except OctavoError as exc:
+        print(f"octavo: {exc}", file=sys.stderr)
+        return 1
     level = getattr(logging, config.log_level.upper(), logging.INFO)
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     try:

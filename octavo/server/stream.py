@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.server.errors import as_api_error
+from octavo.server.errors import ApiError, as_api_error
 
 T = TypeVar("T")
 
@@ -33,11 +33,25 @@ class ClientGoneError(Exception):
 
 def event(chunk: msgspec.Struct) -> bytes:
     """One event that holds `chunk` as JSON on one line, whichever line breaks the reader believes in."""
-    data = _ENCODER.encode(chunk)
+    return b"data: " + _one_line(chunk) + b"\n\n"
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """One event with a name, as some protocols have it."""
+    return b"event: " + name.encode() + b"\ndata: " + _one_line(value) + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """What went wrong after a stream had begun."""
+    return b"data: " + error.body() + b"\n\n"
+
+
+def _one_line(value: Any) -> bytes:
+    data = _ENCODER.encode(value)
     if not data.isascii():
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
+    return data
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -73,7 +87,7 @@ async def _end(task: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """A response that streams `events` and ends with `[DONE]`.
+    """A response that streams `events` and ends with `closing`.
 
     Nothing is sent before the first event is there, so a request that fails up to that point is answered with a plain
     error response: its exception leaves `__call__`. A later failure becomes an error event. If the client leaves,
@@ -82,10 +96,18 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        closing: bytes = DONE,
+        on_error: Callable[[ApiError], bytes] = error_event,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._closing = closing
+        self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.get("state", {}).get("request_id", "")
@@ -103,6 +125,6 @@ class EventStream(Response):
                 async for data in events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except Exception as exc:
-                error = as_api_error(exc, request_id).body()
-                await send({"type": "http.response.body", "body": b"data: " + error + b"\n\n", "more_body": True})
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                error = self._on_error(as_api_error(exc, request_id))
+                await send({"type": "http.response.body", "body": error, "more_body": True})
+            await send({"type": "http.response.body", "body": self._closing, "more_body": False})

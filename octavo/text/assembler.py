@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from octavo.core.output import RequestOutput, RequestTimes, TokenDelta
+from octavo.core.output import Logprob, RequestOutput, RequestTimes, TokenDelta
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
-from octavo.text.choice import Choice
+from octavo.text.choice import Choice, no_text, readable
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -35,6 +35,11 @@ class RequestAssembler:
         self._preemptions: dict[int, int] = {}
         self._times: RequestTimes | None = None
         self._first_token = 0.0
+        # The first token of a prompt has none.
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self._tokenizer = tokenizer
 
     @property
     def finished(self) -> bool:
@@ -47,6 +52,10 @@ class RequestAssembler:
         if choice.finish is not None:
             return None
         self._note(delta)
+        if delta.prompt_logprobs is not None:
+            self._take_prompt(delta)
+            if not delta.tokens and delta.finish is None:
+                return None
         choice.push(delta)
         if choice.stopped_by_string and delta.finish is None:
             self.aborts = [choice.index]
@@ -63,9 +72,19 @@ class RequestAssembler:
             outputs=[choice.output(self.request.params.output_kind) for choice in choices],
             finished=finished,
             num_cached_tokens=self._num_cached,
+            prompt_logprobs=self._prompt_logprobs,
             times=self._final_times() if finished else None,
             num_preemptions=sum(self._preemptions.values()),
         )
+
+    def _take_prompt(self, delta: TokenDelta) -> None:
+        """All choices see the same prompt; that of the first is told."""
+        known = self._prompt_logprobs
+        if delta.index or known is None:
+            return
+        text = self._tokenizer.token_text if self.request.params.detokenize else no_text
+        for entry in delta.prompt_logprobs or ():
+            known.append(readable(self.request.tokens[len(known)], entry, text))
 
     def _note(self, delta: TokenDelta) -> None:
         if delta.index == 0:  # the others share its prompt, whether or not that came from the cache

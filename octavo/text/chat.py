@@ -38,6 +38,11 @@ class ChatTemplate:
         self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
         self._tokens = dict(tokenizer.named_tokens)
 
+    @property
+    def source(self) -> str:
+        """The Jinja source that serves requests with tools."""
+        return self._sources.get("tool_use") or self._sources.get("default", "")
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

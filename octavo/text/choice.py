@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from octavo.core.output import CompletionOutput, FinishReason, Logprob, TokenDelta, TokenLogprobs
 from octavo.core.params import OutputKind, SamplingParams
 from octavo.text.detokenizer import Detokenizer
@@ -43,7 +45,7 @@ class Choice:
         for place, token in enumerate(delta.tokens):
             if self.finish is not None:
                 return
-            ends_here = delta.finish is FinishReason.STOP and place == len(delta.tokens) - 1
+            ends_here = delta.finish is FinishReason.STOP and not delta.complete and place == len(delta.tokens) - 1
             self._take(token, delta.logprobs[place] if delta.logprobs else None)
             if not ends_here or self._params.include_stop_str_in_output:
                 self._add_text(token)
@@ -79,7 +81,8 @@ class Choice:
         self._tokens.append(token)
         if logprobs is not None:
             self._cumulative_logprob += logprobs.logprob
-            self._logprobs.append(self._readable(token, logprobs))
+            text = self._tokenizer.token_text if self._params.detokenize else no_text
+            self._logprobs.append(readable(token, logprobs, text))
 
     def _add_text(self, token: int) -> None:
         if self._detokenizer is None:
@@ -105,14 +108,15 @@ class Choice:
         self.finish = delta.finish
         self.stop_reason = delta.error if delta.finish is FinishReason.ERROR else delta.stop_reason
 
-    def _readable(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the most likely ones, best first."""
-        text = self._tokenizer.token_text if self._params.detokenize else _no_text
-        shown = {token: Logprob(logprobs.logprob, logprobs.rank, text(token))}
-        for rank, (other, value) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), 1):
-            shown.setdefault(other, Logprob(value, rank, text(other)))
-        return shown
+
+def readable(token: int, logprobs: TokenLogprobs, text: Callable[[int], str | None]) -> dict[int, Logprob]:
+    """The token itself first, then the most likely ones, best first."""
+    shown = {token: Logprob(logprobs.logprob, logprobs.rank, text(token))}
+    for rank, (other, value) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), 1):
+        shown.setdefault(other, Logprob(value, rank, text(other)))
+    return shown
 
 
-def _no_text(token: int) -> str | None:
+def no_text(token: int) -> str | None:
+    """For outputs that stay token ids."""
     return None

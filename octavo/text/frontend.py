@@ -7,11 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+from octavo.core.errors import InvalidRequestError
 from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput, TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.protocol import EngineClient
+from octavo.text.answers import AnswerFormats
 from octavo.text.assembler import RequestAssembler
 from octavo.text.chat import ChatTemplate, no_template_error
 from octavo.text.prepare import Preparer, Prompt, sampling_defaults, with_defaults
@@ -27,6 +29,7 @@ class Frontend:
     Args:
         chat: the model's chat template, if it has one.
         default_sampling: the content of generation_config.json, or fields of `SamplingParams`; other keys are ignored.
+        answers: how the model writes tool calls and reasoning; by default as its chat template shows it.
 
     Raises:
         ConfigError: a default is out of range.
@@ -40,11 +43,13 @@ class Frontend:
         *,
         chat: ChatTemplate | None = None,
         default_sampling: Mapping[str, Any] | None = None,
+        answers: AnswerFormats | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.info = info
         self.chat = chat
+        self.answers = answers or AnswerFormats.of(chat)
         self.preparer = Preparer(tokenizer, info)
         self.default_sampling = sampling_defaults(default_sampling or {})
 
@@ -98,7 +103,7 @@ class Frontend:
         fails ends with the finish reason "error" and the cause as its stop reason.
 
         Raises:
-            InvalidRequestError: the engine can never hold it; the message gives the numbers.
+            InvalidRequestError: the engine can't serve it: it is too long, or its grammar is none; with the reason.
             EngineDeadError: the engine has stopped.
         """
         assembler = RequestAssembler(request, self.tokenizer, prompt_text)
@@ -106,6 +111,8 @@ class Frontend:
         output: RequestOutput | None = None
         async with aclosing(stream) as deltas:
             async for delta in deltas:
+                if delta.refused is not None:
+                    raise InvalidRequestError(delta.error or "The request was refused.", param=delta.refused or None)
                 output = assembler.push(delta)
                 if assembler.finished:
                     break

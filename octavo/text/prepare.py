@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
-from octavo.core.errors import ConfigError, InvalidRequestError, context_error
+import msgspec
+
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError, context_error
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
@@ -45,7 +47,8 @@ _DEFAULTS = {
     "max_new_tokens": "max_tokens",
     "max_tokens": "max_tokens",
 }
-_MAY_BE_NONE = {"seed", "stop", "stop_token_ids", "max_tokens", "logprobs", "logit_bias"}
+_MAY_BE_NONE = {"seed", "stop", "stop_token_ids", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias"}
+_GRAMMAR = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class Preparer:
                 f"The {param} is empty; give at least one token.", param=param, value=[] if text is None else text
             )
         self._check_vocabulary(params)
+        params, options = self._split_options(self._with_bad_tokens(params))
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
             tokens=tokens,
@@ -104,8 +108,18 @@ class Preparer:
             namespace=f"{namespace}\x1f{salt}" if salt else namespace,
             priority=priority,
             arrival=arrival,
+            options=options,
         )
         return Prepared(request, text)
+
+    def _split_options(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, msgspec.Raw]]:
+        """What a feature of the engine sees to, apart from the rest; refused if the engine lacks the feature."""
+        form = params.structured_outputs
+        if form is None:
+            return params, {}
+        if _GRAMMAR not in self.info.features:
+            raise UnsupportedError("This engine has no structured output; leave it out.", param=form.param)
+        return params.replace(structured_outputs=None), {_GRAMMAR: msgspec.Raw(msgspec.msgpack.encode(form))}
 
     def _check_chars(self, text: str, param: str) -> None:
         """Refuses a text that can't fit, before time is spent on tokenising it."""
@@ -142,10 +156,35 @@ class Preparer:
                     value=token,
                 )
 
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        limit = self.info.max_logprobs
+        for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
+            count = getattr(params, name)
+            count = self.info.vocab_size if count == -1 else count
+            if count is not None and 0 <= limit < count:
+                raise InvalidRequestError(
+                    f"Requested {what} logprobs of {count}, which is greater than max allowed: {limit}",
+                    param=name,
+                    value=count,
+                )
+
+    def _with_bad_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Bad words as tokens: each as it stands, and as it is written after a space, where that is other tokens."""
+        if not params.bad_words:
+            return params
+        found: list[list[int]] = []
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):
+                tokens = self.tokenizer.encode(text, add_special_tokens=False)
+                if tokens and tokens not in found:
+                    found.append(tokens)
+        return params.replace(bad_token_ids=found)
+
     def _check_vocabulary(self, params: SamplingParams) -> None:
         size = self.info.vocab_size
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            for token in ids or ():
+        self._check_logprobs(params)
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token in getattr(params, name) or ():
                 if not 0 <= token < size:
                     raise InvalidRequestError(
                         f"token_id {token} in {name} is an out-of-vocab token id. Vocabulary size: {size}, so ids go "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,8 +30,12 @@ class WorkerHook:
     def before_forward(self, step: StepInput, payload: Any) -> None:
         """The batch is laid out; the model has not run."""
 
-    def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> None:
-        """Change the rows of logits [S, vocab] in place; row i belongs to `slots[i]`."""
+    def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> Mapping[int, str]:
+        """Change the rows of logits [S, vocab] in place; row i belongs to `slots[i]`.
+
+        Returns row -> why it can't be sampled, for requests that end here.
+        """
+        return {}
 
     def after_sample(self, step: StepInput, output: StepOutput) -> None:
         """The step's tokens are known."""

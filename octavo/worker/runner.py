@@ -5,6 +5,7 @@ No feature is named here: features come in through `WorkerHook`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from octavo.core.plan import StepPlan
 from octavo.models.model import Model
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
+from octavo.sampling.prompt_logprobs import prompt_logprobs
 from octavo.sampling.sampler import Sampler
 from octavo.worker.hooks import WorkerHook
 from octavo.worker.inputs import build_input
@@ -26,12 +28,26 @@ _BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this re
 
 
 @dataclass(slots=True)
+class PromptRow:
+    """A row that computes part of a prompt whose log-probabilities were asked for.
+
+    `start` is its first token's place in the batch, `following` [n] the prompt's tokens after each of its first n.
+    """
+
+    row: int
+    start: int
+    count: int
+    following: Tensor
+
+
+@dataclass(slots=True)
 class RunnerStep:
     """A step on its way: laid out, then computed, then sampled."""
 
     plan: StepPlan
     input: StepInput
     hidden: Tensor
+    prompts: list[PromptRow]
     output: StepOutput | None = None
 
     def result(self) -> StepOutput:
@@ -73,8 +89,9 @@ class Runner:
         for hook in self._hooks:
             hook.before_forward(step, plan.payload.get(hook.name))
         hidden = self._model.forward(self._model.embed(step), step)
+        prompts = self._prompt_rows(plan)
         self._slots.advance(torch.tensor(plan.slots), torch.tensor(plan.num_tokens))
-        return RunnerStep(plan, step, hidden)
+        return RunnerStep(plan, step, hidden, prompts)
 
     @torch.inference_mode()
     def sample(self, step: RunnerStep, payload: dict[str, Any]) -> None:
@@ -86,17 +103,34 @@ class Runner:
         if rows:
             slots = [plan.slots[row] for row in rows]
             logits = self._model.logits(step.hidden[step.input.logit_rows])
+            failed: dict[int, str] = {}
             for hook in self._hooks:
-                hook.apply(logits, slots, payload.get(hook.name))
+                failed.update(hook.apply(logits, slots, payload.get(hook.name)))
             sampled = self._sampler.sample(logits, self._slots.sample_rows(slots))
             self._slots.append(torch.tensor(slots), sampled.tokens)
             for row, token in zip(rows, sampled.tokens.tolist(), strict=True):
                 tokens[row] = [token]
             logprobs = {rows[i]: [entry] for i, entry in sampled.logprobs.items()}
-            errors = {rows[i]: _BAD_LOGITS for i in sampled.bad_rows}
-        step.output = StepOutput(tokens, logprobs, errors)
+            errors = {rows[i]: error for i, error in (dict.fromkeys(sampled.bad_rows, _BAD_LOGITS) | failed).items()}
+        prompted = {
+            one.row: prompt_logprobs(
+                step.hidden[one.start : one.start + len(one.following)], one.following, one.count, self._model.logits
+            )
+            for one in step.prompts
+        }
+        step.output = StepOutput(tokens, logprobs, errors, prompted)
         for hook in self._hooks:
             hook.after_sample(step.input, step.output)
+
+    def _prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
+        found = []
+        starts = [0, *itertools.accumulate(plan.num_tokens)]
+        for row, slot, count, following in self._slots.prompt_rows(plan):
+            first = int(self._slots.computed[slot]) + 1
+            found.append(
+                PromptRow(row, starts[row], count, self._slots.tokens[slot, first : first + following].clone())
+            )
+        return found
 
     def close(self) -> None:
         """Drop the KV cache; the model goes with the runner."""

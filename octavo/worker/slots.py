@@ -53,6 +53,22 @@ class Slots:
             rows.append(SampleRow(sampling.params, self.tokens[slot, :length], sampling.num_prompt))
         return rows
 
+    def prompt_rows(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
+        """Rows whose prompt is to be reported on: (row, slot, alternatives, prompt tokens that follow its tokens).
+
+        To be asked before `advance`.
+        """
+        found = []
+        for row, slot in enumerate(plan.slots):
+            sampling = self._sampling[slot]
+            if sampling is None or sampling.params.prompt_logprobs is None:
+                continue
+            start = int(self.computed[slot])
+            following = min(plan.num_tokens[row], sampling.num_prompt - 1 - start)
+            if following > 0:
+                found.append((row, slot, sampling.params.prompt_logprobs, following))
+        return found
+
     def advance(self, slots: Tensor, num_tokens: Tensor) -> None:
         """These slots [R] have had `num_tokens` [R] more positions computed."""
         self.computed.numpy()[slots.numpy()] += num_tokens.numpy()

@@ -97,6 +97,14 @@ class Metrics(Collector):
         for reason, count in self.requests.finished.items():
             success.add_metric([*values, reason], count)
         yield success
+        rejections = CounterMetricFamily(
+            prefix + "admission_rejections",
+            "Requests refused because the queue was full, by the limit they met.",
+            labels=[*self._labels, "reason"],
+        )
+        for reason, count in self.requests.refused.items():
+            rejections.add_metric([*values, reason], count)
+        yield rejections
         for name, (text, _) in HISTOGRAMS.items():
             family = HistogramMetricFamily(prefix + name, text, labels=list(self._labels))
             _add(family, values, self.requests.histograms[name])

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 
-from octavo.core.output import RequestOutput, RequestTimes
+from octavo.core.output import FinishReason, RequestOutput, RequestTimes
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
 from octavo.server.metrics.histogram import Histogram
@@ -45,7 +45,9 @@ class RequestMetrics:
 
     def __init__(self, *, log_requests: bool = False) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-        self.finished: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
+        self.refused: Counter[str] = Counter({"requests": 0, "tokens": 0})
+        """By the limit of the queue that they met."""
+        self.finished: Counter[str] = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
         self._log_level = logging.INFO if log_requests else logging.DEBUG
 
     def begin(self, request: GenerateRequest) -> RequestRecord:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.output import CompletionOutput, RequestOutput
-from octavo.core.params import SamplingParams
+from octavo.core.output import CompletionOutput
+from octavo.core.params import OutputKind, SamplingParams
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.openai.generation import Job, UsageCounter, collect, prepare, run
+from octavo.server.openai.generation import Job, UsageCounter, prepare, run
 from octavo.server.openai.logprobs import LogprobWriter
 from octavo.server.openai.messages import render
 from octavo.server.openai.protocol import ChatBody
@@ -28,81 +30,180 @@ from octavo.server.openai.responses import (
     ChatDelta,
     ChatMessage,
 )
+from octavo.server.openai.routing import Message, News, Routed
 from octavo.server.openai.sampling import chat_params
+from octavo.server.openai.tools import tool_use
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, event, until_disconnect
+from octavo.text.output_plan import OutputPlan
 
 
 async def chat_completions(ctx: ServerContext, request: Request) -> Response:
     """Answer one conversation, streamed or whole."""
     body = await parse_body(request, ChatBody, ctx.config.max_body_bytes)
-    reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(body, chat=True))
-    params = chat_params(ctx, body)
-    job = await _prepare(ctx, body, reply, params)
+    reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(body, chat=True, strict=ctx.config.strict_params))
+    chat = await prepare_chat(ctx, body, reply.id)
+    params = chat.job.request.params
     writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids))
     if body.streamed:
-        return EventStream(_stream(ctx, job, reply, writer))
-    outputs = await until_disconnect(request.receive, collect(ctx, [job]))
-    return json_response(_whole(job, outputs[0], reply, writer))
+        return EventStream(_stream(ctx, chat, reply, writer))
+    return json_response(await until_disconnect(request.receive, _whole(ctx, chat, reply, writer)))
 
 
-async def _prepare(ctx: ServerContext, body: ChatBody, reply: Reply, params: SamplingParams) -> Job:
+@dataclass(slots=True, frozen=True)
+class Chat:
+    """A conversation, ready for the engine, and how to read the answer."""
+
+    job: Job
+    plan: OutputPlan
+    show_reasoning: bool
+
+    def choices(self) -> list[Routed]:
+        return [Routed(self.plan, show_reasoning=self.show_reasoning) for _ in range(self.job.request.params.n)]
+
+
+async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> Chat:
+    """Check a chat request, write its prompt and plan its answer.
+
+    Raises:
+        InvalidRequestError: a field is not what it should be, or the conversation does not fit.
+    """
+    params = chat_params(ctx, body)
+    use = tool_use(body)
     text = await render(
         ctx,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        options=body.chat_template_kwargs,
+        options=_template_options(body),
         template=body.chat_template,
+        tools=use.offered if use else (),
     )
+    answers = ctx.frontend.answers
+    plan = OutputPlan(
+        format=answers.tools,
+        tools=use,
+        reasoning=answers.reasoning,
+        thinking=answers.reasoning is not None and text.rstrip().endswith(answers.reasoning.begin),
+        content=params.structured_outputs,
+    )
+    params = _planned(ctx, params, plan)
     # The template has written the special tokens.
     special = bool(body.add_special_tokens)
     try:
-        return await prepare(ctx, text, params, body, reply.id, add_special_tokens=special, param="messages")
+        job = await prepare(ctx, text, params, body, response_id, add_special_tokens=special, param="messages")
     except InvalidRequestError as exc:
         if exc.param == "max_tokens" and body.max_completion_tokens is not None:
             raise InvalidRequestError(exc.message, param="max_completion_tokens", value=exc.value) from None
         raise
+    return Chat(job, plan, body.include_reasoning is not False)
 
 
-def _whole(job: Job, output: RequestOutput, reply: Reply, writer: LogprobWriter) -> ChatCompletion:
-    counter = UsageCounter([job])
-    counter.add(0, output)
+def _template_options(body: ChatBody) -> dict[str, Any]:
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            options.setdefault("enable_thinking", False)
+    return options
+
+
+def _planned(ctx: ServerContext, params: SamplingParams, plan: OutputPlan) -> SamplingParams:
+    """The sampling that the plan needs: its grammar, its marks in the text, and pieces where tokens are told apart."""
+    tokenizer = ctx.frontend.tokenizer
+    special = {tokenizer.token_text(token) for token in tokenizer.special_ids}
+    shown = any(one in mark for mark in plan.marks() for one in special)
+    return params.replace(
+        structured_outputs=plan.form(tokenizer),
+        skip_special_tokens=params.skip_special_tokens and not shown,
+        output_kind=OutputKind.DELTA if plan.reasoning else params.output_kind,
+    )
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One choice as it adds up."""
+
+    message: Message = field(default_factory=Message)
+    output: CompletionOutput | None = None
+    finish: str | None = None
+
+    def add(self, choice: CompletionOutput, news: News) -> None:
+        self.message.add(news)
+        self.finish = news.finish
+        if self.output is None:
+            self.output = choice
+            return
+        self.output.token_ids += choice.token_ids
+        self.output.stop_reason = choice.stop_reason
+        if self.output.logprobs is not None:
+            self.output.logprobs += choice.logprobs or []
+
+
+async def _whole(ctx: ServerContext, chat: Chat, reply: Reply, writer: LogprobWriter) -> ChatCompletion:
+    counter = UsageCounter([chat.job])
+    routed = chat.choices()
+    answers = [_Answer() for _ in routed]
+    prompt = None
+    async with aclosing(run(ctx, [chat.job])) as outputs:
+        async for number, output in outputs:
+            counter.add(number, output)
+            prompt = output.prompt_logprobs
+            for choice in output.outputs:
+                answers[choice.index].add(choice, routed[choice.index].take(choice))
+    _count_reasoning(counter, chat, routed)
     return ChatCompletion(
         id=reply.id,
         created=reply.created,
         model=reply.model,
-        choices=[
-            ChatChoice(
-                choice.index,
-                ChatMessage("assistant", choice.text),
-                writer.chat(choice),
-                choice.finish_reason,
-                choice.stop_reason,
-                choice.token_ids if reply.return_token_ids else UNSET,
-            )
-            for choice in output.outputs
-        ],
+        choices=[_choice(index, answer, chat, reply, writer) for index, answer in enumerate(answers)],
         usage=counter.usage(),
-        prompt_token_ids=job.prompt_tokens if reply.return_token_ids else UNSET,
+        prompt_token_ids=chat.job.prompt_tokens if reply.return_token_ids else UNSET,
+        prompt_logprobs=writer.prompt(prompt),
         warnings=reply.warnings,
     )
 
 
-async def _stream(ctx: ServerContext, job: Job, reply: Reply, writer: LogprobWriter) -> AsyncGenerator[bytes, None]:
-    counter = UsageCounter([job])
-    choices = job.request.params.n
+def _choice(index: int, answer: _Answer, chat: Chat, reply: Reply, writer: LogprobWriter) -> ChatChoice:
+    message, output = answer.message, answer.output
+    assert output is not None
+    told = chat.plan.reasoning is not None and chat.show_reasoning
+    nothing = not message.content and (bool(message.calls) or bool(message.reasoning))
+    return ChatChoice(
+        index,
+        ChatMessage(
+            "assistant",
+            None if nothing else message.content,
+            reasoning=(message.reasoning or None) if told else UNSET,
+            tool_calls=message.calls or UNSET,
+        ),
+        writer.chat(output),
+        answer.finish,
+        output.stop_reason,
+        output.token_ids if reply.return_token_ids else UNSET,
+    )
+
+
+def _count_reasoning(counter: UsageCounter, chat: Chat, routed: list[Routed]) -> None:
+    if chat.plan.reasoning is not None:
+        counter.reasoning_tokens = sum(one.reasoning_tokens for one in routed)
+
+
+async def _stream(ctx: ServerContext, chat: Chat, reply: Reply, writer: LogprobWriter) -> AsyncGenerator[bytes, None]:
+    counter = UsageCounter([chat.job])
+    routed = chat.choices()
     finished = 0
-    opening = _opening(reply, counter, job)
-    async with aclosing(run(ctx, [job])) as outputs:
+    opening = _opening(reply, counter, chat.job)
+    async with aclosing(run(ctx, [chat.job])) as outputs:
         async for number, output in outputs:
             counter.add(number, output)
             events, opening = opening, []
             for choice in output.outputs:
                 finished += choice.finish_reason is not None
-                delta = _delta(choice, reply, writer)
+                delta = _delta(choice, routed[choice.index].take(choice), reply, writer)
+                _count_reasoning(counter, chat, routed)
                 if delta is not None:
-                    last = finished == choices and choice is output.outputs[-1]
+                    last = finished == len(routed) and choice is output.outputs[-1]
                     events.append(event(_chunk(reply, counter, delta, last=last)))
             if events:
                 yield b"".join(events)
@@ -137,18 +238,23 @@ def _opening(reply: Reply, counter: UsageCounter, job: Job) -> list[bytes]:
     ]
 
 
-def _delta(choice: CompletionOutput, reply: Reply, writer: LogprobWriter) -> ChatChunkChoice | None:
+def _delta(choice: CompletionOutput, news: News, reply: Reply, writer: LogprobWriter) -> ChatChunkChoice | None:
     """What is new of a choice, or None if it is nothing that a client can see."""
-    ends = choice.finish_reason is not None
+    ends = news.finish is not None
     ids = choice.token_ids if reply.return_token_ids else UNSET
     logprobs = writer.chat(choice) if choice.logprobs else None
-    if not (choice.text or ends or ids or logprobs):
+    said = news.content or news.reasoning or news.calls
+    if not (said or ends or ids or logprobs):
         return None
     return ChatChunkChoice(
         choice.index,
-        ChatDelta(content=choice.text) if choice.text or not ends else ChatDelta(),
+        ChatDelta(
+            content=news.content if news.content or not (ends or said) else UNSET,
+            reasoning=news.reasoning or UNSET,
+            tool_calls=news.calls or UNSET,
+        ),
         logprobs,
-        choice.finish_reason,
+        news.finish,
         choice.stop_reason if ends else UNSET,
         ids,
     )

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.output import CompletionOutput, RequestOutput
+from octavo.core.output import CompletionOutput, Logprob, RequestOutput
 from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.openai.generation import Job, UsageCounter, collect, prepare, run
-from octavo.server.openai.logprobs import LogprobWriter
+from octavo.server.openai.logprobs import EchoedPrompt, LogprobWriter
 from octavo.server.openai.protocol import CompletionBody
 from octavo.server.openai.reply import Reply
 from octavo.server.openai.responses import Completion, CompletionChoice
@@ -24,18 +25,20 @@ from octavo.server.openai.sampling import completion_params
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, event, until_disconnect
 
+PromptEntries = list[dict[int, Logprob] | None]
+
 
 async def completions(ctx: ServerContext, request: Request) -> Response:
     """Continue one prompt or several, streamed or whole. Choice j of prompt i has the index i * n + j."""
     body = await parse_body(request, CompletionBody, ctx.config.max_body_bytes)
-    reply = Reply.of(ctx, request, body, "cmpl-", check_extras(body, chat=False))
+    reply = Reply.of(ctx, request, body, "cmpl-", check_extras(body, chat=False, strict=ctx.config.strict_params))
     params = completion_params(ctx, body)
     jobs = await _prepare(ctx, body, reply, params)
     writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids))
     if body.streamed:
-        return EventStream(_stream(ctx, jobs, reply, writer))
+        return EventStream(_stream(ctx, jobs, reply, writer, body))
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))
-    return json_response(_whole(jobs, outputs, reply, writer))
+    return json_response(_whole(ctx, jobs, outputs, reply, writer, body))
 
 
 async def _prepare(ctx: ServerContext, body: CompletionBody, reply: Reply, params: SamplingParams) -> list[Job]:
@@ -59,14 +62,26 @@ async def _prepare(ctx: ServerContext, body: CompletionBody, reply: Reply, param
     return jobs
 
 
-def _whole(jobs: list[Job], outputs: list[RequestOutput], reply: Reply, writer: LogprobWriter) -> Completion:
+def _whole(
+    ctx: ServerContext,
+    jobs: list[Job],
+    outputs: list[RequestOutput],
+    reply: Reply,
+    writer: LogprobWriter,
+    body: CompletionBody,
+) -> Completion:
     counter = UsageCounter(jobs)
     choices = []
     for number, (job, output) in enumerate(zip(jobs, outputs, strict=True)):
         counter.add(number, output)
-        for choice in output.outputs:
-            index = number * job.request.params.n + choice.index
-            choices.append(_choice(choice, index, job, reply, writer, opens=True))
+        best = _best(output.outputs, body.answered) if body.choices > body.answered else output.outputs
+        for place, choice in enumerate(best):
+            if body.logprobs is None:
+                choice.logprobs = None
+            index = number * body.answered + place
+            echo = _echo(ctx, job, output) if body.echo else None
+            told = output.prompt_logprobs if body.prompt_logprobs is not None else None
+            choices.append(_choice(choice, index, job, reply, writer, opens=True, echo=echo, told=told))
     return Completion(
         id=reply.id,
         created=reply.created,
@@ -77,8 +92,13 @@ def _whole(jobs: list[Job], outputs: list[RequestOutput], reply: Reply, writer: 
     )
 
 
+def _best(choices: list[CompletionOutput], count: int) -> list[CompletionOutput]:
+    """Those with the highest cumulative log-probability, the best first."""
+    return sorted(choices, key=lambda choice: -(choice.cumulative_logprob or 0.0))[:count]
+
+
 async def _stream(
-    ctx: ServerContext, jobs: list[Job], reply: Reply, writer: LogprobWriter
+    ctx: ServerContext, jobs: list[Job], reply: Reply, writer: LogprobWriter, body: CompletionBody
 ) -> AsyncGenerator[bytes, None]:
     counter = UsageCounter(jobs)
     n = jobs[0].request.params.n
@@ -93,7 +113,9 @@ async def _stream(
                 if not _tells(choice, reply):
                     continue
                 index = number * n + choice.index
-                part = _choice(choice, index, jobs[number], reply, writer, opens=index not in opened)
+                opens = index not in opened
+                echo = _echo(ctx, jobs[number], output) if body.echo and opens else None
+                part = _choice(choice, index, jobs[number], reply, writer, opens=opens, echo=echo)
                 opened.add(index)
                 last = unfinished == 0 and choice is output.outputs[-1]
                 events.append(event(_chunk(reply, counter, [part], last=last)))
@@ -118,18 +140,44 @@ def _tells(choice: CompletionOutput, reply: Reply) -> bool:
     return bool(visible or (reply.return_token_ids and choice.token_ids))
 
 
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """The prompt, which comes before the first text of a choice."""
+
+    text: str
+    logprobs: EchoedPrompt
+
+
 def _choice(
-    choice: CompletionOutput, index: int, job: Job, reply: Reply, writer: LogprobWriter, *, opens: bool
+    choice: CompletionOutput,
+    index: int,
+    job: Job,
+    reply: Reply,
+    writer: LogprobWriter,
+    *,
+    opens: bool,
+    echo: _Echo | None = None,
+    told: PromptEntries | None = None,
 ) -> CompletionChoice:
+    before = echo.logprobs if echo else ()
     return CompletionChoice(
         index,
-        choice.text,
-        writer.completion(choice, index) if choice.logprobs is not None else None,
+        echo.text + choice.text if echo else choice.text,
+        writer.completion(choice, index, before) if choice.logprobs is not None else None,
         choice.finish_reason,
         choice.stop_reason if choice.finish_reason is not None else UNSET,
         choice.token_ids if reply.return_token_ids else UNSET,
         job.prompt_tokens if reply.return_token_ids and opens else UNSET,
+        writer.prompt(told),
     )
+
+
+def _echo(ctx: ServerContext, job: Job, output: RequestOutput) -> _Echo:
+    """The prompt as text, and its log-probabilities where they were made."""
+    text = job.text
+    if text is None:
+        text = ctx.frontend.tokenizer.decode(job.prompt_tokens)
+    return _Echo(text, list(zip(job.prompt_tokens, output.prompt_logprobs or (), strict=False)))
 
 
 def _chunk(reply: Reply, counter: UsageCounter, choices: list[CompletionChoice], *, last: bool) -> Completion:

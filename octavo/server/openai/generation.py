@@ -7,6 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
+from msgspec import UNSET
+
 from octavo.core.output import RequestOutput
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
@@ -14,7 +16,7 @@ from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import ApiError
 from octavo.server.merge import merge
 from octavo.server.openai.protocol import GenerationBody
-from octavo.server.openai.responses import CachedTokens, Usage
+from octavo.server.openai.responses import CachedTokens, CompletionTokens, Usage
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +73,7 @@ async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput
 
 
 async def _tracked(ctx: ServerContext, job: Job) -> AsyncGenerator[RequestOutput, None]:
+    ctx.admission.enter(job.request)
     record = ctx.metrics.requests.begin(job.request)
     active = ctx.lifecycle.active
     active.add(job.request.id)
@@ -79,11 +82,13 @@ async def _tracked(ctx: ServerContext, job: Job) -> AsyncGenerator[RequestOutput
         async with aclosing(outputs):
             async for output in outputs:
                 record.observe(output)
+                ctx.admission.begun(job.request)
                 if any(choice.finish_reason == "error" for choice in output.outputs):
                     raise ApiError(500, "The engine could not finish this request; send it again.")
                 yield output
     finally:
         active.discard(job.request.id)
+        ctx.admission.leave(job.request)
         record.end()
 
 
@@ -94,6 +99,8 @@ class UsageCounter:
         self._prompt = sum(len(job.prompt_tokens) for job in jobs)
         self._cached = [0] * len(jobs)
         self._completion = 0
+        self.reasoning_tokens: int | None = None
+        """Of the generated tokens; None where reasoning is not told apart."""
 
     def add(self, number: int, output: RequestOutput) -> None:
         """Count what is new in `output`: a DELTA, or the only output there is."""
@@ -102,4 +109,10 @@ class UsageCounter:
             self._completion += len(choice.token_ids)
 
     def usage(self) -> Usage:
-        return Usage(self._prompt, self._completion, self._prompt + self._completion, CachedTokens(sum(self._cached)))
+        return Usage(
+            self._prompt,
+            self._completion,
+            self._prompt + self._completion,
+            CachedTokens(sum(self._cached)),
+            UNSET if self.reasoning_tokens is None else CompletionTokens(self.reasoning_tokens),
+        )

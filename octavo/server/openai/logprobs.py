@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
 from octavo.core.output import CompletionOutput, Logprob
-from octavo.server.openai.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from octavo.server.openai.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from octavo.text.tokenizer import Tokenizer
+
+EchoedPrompt = Sequence[tuple[int, dict[int, Logprob] | None]]
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON can't say."""
@@ -27,22 +40,34 @@ class LogprobWriter:
             [self._token(token, entries) for token, entries in zip(choice.token_ids, choice.logprobs, strict=True)]
         )
 
-    def completion(self, choice: CompletionOutput, key: int) -> CompletionLogprobs | None:
-        """The form of text completions; offsets go on from the last call for the same `key`."""
+    def completion(self, choice: CompletionOutput, key: int, prompt: EchoedPrompt = ()) -> CompletionLogprobs | None:
+        """The form of text completions, after that of an echoed prompt; offsets go on from the last call for `key`."""
         if choice.logprobs is None:
             return None
         offset = self._offsets.get(key, 0)
         result = CompletionLogprobs([], [], [] if self._count else None, [])
-        for token, entries in zip(choice.token_ids, choice.logprobs, strict=True):
-            text = self._text(token, entries[token])
+        for token, entries in [*prompt, *zip(choice.token_ids, choice.logprobs, strict=True)]:
+            text = self._text(token, None if entries is None else entries[token])
             result.tokens.append(text)
-            result.token_logprobs.append(_finite(entries[token].logprob))
+            result.token_logprobs.append(None if entries is None else _finite(entries[token].logprob))
             result.text_offset.append(offset)
             offset += len(text)
             if result.top_logprobs is not None:
-                result.top_logprobs.append({self._text(i, e): _finite(e.logprob) for i, e in self._top(entries)})
+                top = self._top(entries or {})
+                result.top_logprobs.append({self._text(i, e): _finite(e.logprob) for i, e in top} if entries else None)
         self._offsets[key] = offset
         return result
+
+    def prompt(self, found: Sequence[dict[int, Logprob] | None] | None) -> PromptLogprobs | UnsetType:
+        """`prompt_logprobs` of an answer."""
+        if found is None:
+            return UNSET
+        return [
+            None
+            if entries is None
+            else {str(i): PromptLogprob(_finite(e.logprob), e.rank, e.decoded_token) for i, e in entries.items()}
+            for entries in found
+        ]
 
     def _token(self, token: int, entries: dict[int, Logprob]) -> TokenLogprob:
         chosen = entries[token]
@@ -52,10 +77,11 @@ class LogprobWriter:
     def _top(self, entries: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
         return sorted(entries.items(), key=lambda entry: -entry[1].logprob)[: self._count]
 
-    def _text(self, token: int, entry: Logprob) -> str:
+    def _text(self, token: int, entry: Logprob | None) -> str:
         if self._as_ids:
             return f"token_id:{token}"
-        return self._tokenizer.token_text(token) if entry.decoded_token is None else entry.decoded_token
+        known = None if entry is None else entry.decoded_token
+        return self._tokenizer.token_text(token) if known is None else known
 
     def _bytes(self, token: int) -> list[int]:
         return list(self._tokenizer.token_bytes(token))

@@ -10,6 +10,7 @@ from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedErro
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import Message
 from octavo.text.chat import ChatTemplate
+from octavo.text.tools.tool import Tool, explain_in_words
 
 LONG_TEXT = 16_384
 """Characters from which a conversation is written in a thread, so that other streams need not wait for it."""
@@ -23,12 +24,14 @@ async def render(
     continue_final_message: bool | None,
     options: dict[str, Any] | None,
     template: str | None = None,
+    tools: Sequence[Tool] = (),
 ) -> str:
     """The prompt that the chat template makes of `messages`; a long conversation is written in a thread.
 
     Args:
         options: further variables for the template.
         template: the request's own template.
+        tools: those that the model is told of; by the template, or in words if that knows none.
 
     Raises:
         InvalidRequestError: the flags contradict each other, a message is not complete, or the template refuses.
@@ -48,11 +51,15 @@ async def render(
                 f"chat_template_kwargs can't set {name}; set it in the request itself.", param="chat_template_kwargs"
             )
     plain = [template_message(number, message) for number, message in enumerate(messages)]
+    answers = ctx.frontend.answers
+    declared = [tool.declared() for tool in tools] if answers.template_tools else []
+    if not answers.template_tools and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in plain)):
+        plain = explain_in_words(plain, tools, answers.tools)
     generate = not goes_on if add_generation_prompt is None else add_generation_prompt
 
     def work() -> str:
         write = own.render if own else ctx.frontend.render_chat
-        return write(plain, add_generation_prompt=generate, continue_final_message=goes_on, **variables)
+        return write(plain, add_generation_prompt=generate, continue_final_message=goes_on, tools=declared, **variables)
 
     if sum(len(message["content"]) for message in plain) > LONG_TEXT:
         return await asyncio.to_thread(work)

@@ -22,6 +22,41 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+class ResponseFormat(BaseModel):
+    """OpenAI's way to ask for JSON: `{"type": "json_schema", "json_schema": {"name", "schema", "strict"}}`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """The output's form; exactly one of the first six."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class RepetitionRule(BaseModel):
+    """When an output counts as going in circles."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    max_pattern_size: Int
+    min_pattern_size: Int = 1
+    min_count: Int = 3
+
+
 class GenerationBody(BaseModel):
     """What chat and text completions have in common."""
 
@@ -60,6 +95,24 @@ class GenerationBody(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[Int] | None = None
+    repetition_detection: RepetitionRule | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | None = None
 
     @property
     def streamed(self) -> bool:
@@ -87,6 +140,26 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
+class FunctionBody(BaseModel):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(BaseModel):
+    """A tool; only functions are known."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: str
+    function: FunctionBody
+
+
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -98,6 +171,11 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -105,6 +183,17 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompts
     logprobs: Int | None = None
+    echo: bool | None = None
+    best_of: Int | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many are generated; with `best_of`, more than are answered."""
+        return max(self.answered, self.best_of or 0)
+
+    @property
+    def answered(self) -> int:
+        return 1 if self.n is None else self.n
 
 
 class TokenizeBody(BaseModel):

@@ -15,6 +15,12 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokens(msgspec.Struct, frozen=True):
+    """How the generated tokens were used."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens read and written for one HTTP request. Each prompt counts once, whatever `n`."""
 
@@ -22,6 +28,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokens | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -51,17 +58,50 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     """`logprobs` of a text completion choice; `text_offset` counts characters from the start of the output."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
+class ToolFunction(msgspec.Struct):
+    """The function that is called, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the assistant makes."""
+
+    id: str
+    function: ToolFunction
+    type: str = "function"
+
+
+class FunctionDelta(msgspec.Struct):
+    """What is new of a call: its name, once, and more of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(msgspec.Struct):
+    """What is new of a call; the first time with its id."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's turn."""
+    """The assistant's turn. `reasoning` is there for models that mark it."""
 
     role: str
-    content: str
+    content: str | None
     refusal: str | None = None
+    reasoning: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -75,6 +115,18 @@ class ChatChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One candidate at one place of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt: token id -> candidate, the token itself first. The first token has none."""
+
+
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """The whole response of `POST /v1/chat/completions`."""
 
@@ -85,6 +137,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 
@@ -93,6 +146,8 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -129,6 +184,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

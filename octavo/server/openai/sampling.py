@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.params import MAX_TOP_LOGPROBS, OutputKind, SamplingParams
+from octavo.core.params import OutputKind, RepetitionDetection, SamplingParams
 from octavo.server.body import require
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from octavo.server.openai.structured import output_form
 
 _DIRECT = (
     "presence_penalty",
@@ -24,6 +25,9 @@ _DIRECT = (
     "ignore_eos",
     "min_tokens",
     "logit_bias",
+    "prompt_logprobs",
+    "bad_words",
+    "allowed_token_ids",
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
@@ -40,7 +44,8 @@ def chat_params(ctx: ServerContext, body: ChatBody) -> SamplingParams:
     if body.max_completion_tokens is not None:
         limit = body.max_completion_tokens
         require(limit >= 1, "max_completion_tokens", limit, f"max_completion_tokens must be at least 1, got {limit}.")
-    return _params(ctx, body, limit, _chat_logprobs(body))
+    info = ctx.frontend.info
+    return _params(ctx, body, limit, _chat_logprobs(body, info.max_logprobs, info.vocab_size))
 
 
 def completion_params(ctx: ServerContext, body: CompletionBody) -> SamplingParams:
@@ -50,14 +55,31 @@ def completion_params(ctx: ServerContext, body: CompletionBody) -> SamplingParam
         InvalidRequestError: a value is out of range; `param` is the field's name in the request.
     """
     limit = body.max_tokens if "max_tokens" in body.model_fields_set else COMPLETION_MAX_TOKENS
-    return _params(ctx, body, limit, body.logprobs)
+    _check_best_of(body)
+    params = _params(ctx, body, limit, body.logprobs)
+    if body.choices > body.answered and params.logprobs is None:
+        params = params.replace(logprobs=0)  # by which the best are told
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params = params.replace(prompt_logprobs=body.logprobs)
+    return params
 
 
-def _chat_logprobs(body: ChatBody) -> int | None:
+def _check_best_of(body: CompletionBody) -> None:
+    best_of = body.best_of
+    if best_of is None:
+        return
+    n = body.answered
+    require(best_of >= n, "best_of", best_of, f"best_of must be at least n, which is {n}, got {best_of}.")
+    plain = best_of == n or not body.streamed
+    require(plain, "best_of", best_of, "best_of can't be streamed: the best is known only at the end.")
+
+
+def _chat_logprobs(body: ChatBody, most: int, vocab_size: int) -> int | None:
     top = body.top_logprobs
     if top is not None:
-        in_range = 0 <= top <= MAX_TOP_LOGPROBS
-        require(in_range, "top_logprobs", top, f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {top}.")
+        limit = most if most >= 0 else vocab_size
+        in_range = 0 <= (vocab_size if top == -1 else top) <= limit
+        require(in_range, "top_logprobs", top, f"top_logprobs must be in [0, {limit}], got {top}.")
         require(
             top == 0 or body.logprobs is True,
             "top_logprobs",
@@ -70,11 +92,15 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 def _params(ctx: ServerContext, body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     _check_limits(ctx, body)
     given: dict[str, Any] = {name: value for name in _DIRECT if (value := getattr(body, name)) is not None}
-    kind = OutputKind.DELTA if body.streamed else OutputKind.FINAL_ONLY
+    given["output_kind"] = OutputKind.DELTA if body.streamed else OutputKind.FINAL_ONLY
+    given["structured_outputs"] = output_form(body, ctx.config.max_schema_bytes)
     try:
-        return ctx.frontend.default_params(
-            **given, n=body.choices, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind
-        )
+        if body.use_beam_search:  # as many beams as answers
+            given |= {"beam_width": body.choices, "length_penalty": body.length_penalty, "temperature": 0.0}
+            given.setdefault("repetition_penalty", 1.0)  # the model's default is for sampling
+        if body.repetition_detection is not None:
+            given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
+        return ctx.frontend.default_params(**given, n=body.choices, max_tokens=max_tokens, logprobs=logprobs)
     except OverflowError:
         raise InvalidRequestError("A number in the request is too large.") from None
 
@@ -95,6 +121,15 @@ def _check_limits(ctx: ServerContext, body: GenerationBody) -> None:
         f"stop must have at most {config.max_stop_strings} strings, got {len(stops)}. Send fewer, or start the server "
         "with a larger --max-stop-strings.",
     )
+    if body.prompt_logprobs is not None and body.streamed:
+        raise InvalidRequestError(
+            "prompt_logprobs are not available when stream is true; ask for one of the two.",
+            param="prompt_logprobs",
+            value=body.prompt_logprobs,
+        )
+    lonely = body.length_penalty not in (None, 1.0) and not body.use_beam_search
+    text = "length_penalty needs use_beam_search; set it or leave it out."
+    require(not lonely, "length_penalty", body.length_penalty, text)
     if body.stream_options is not None and not body.streamed:
         raise InvalidRequestError(
             "stream_options is only allowed when stream is true; set stream or leave stream_options out.",

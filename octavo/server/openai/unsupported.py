@@ -8,38 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.core.errors import UnsupportedError
+from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.server.openai.protocol import GenerationBody
 
 _ABSENT: tuple[Any, ...] = (None,)
 
 _BOTH: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": _ABSENT,
-    "bad_words": (None, []),
-    "guided_choice": _ABSENT,
-    "guided_decoding_backend": _ABSENT,
-    "guided_grammar": _ABSENT,
-    "guided_json": _ABSENT,
-    "guided_json_object": (None, False),
-    "guided_regex": _ABSENT,
-    "guided_whitespace_pattern": _ABSENT,
     "kv_transfer_params": (None, {}),
-    "length_penalty": (None, 1),
     "logits_processors": (None, []),
     "logprob_token_ids": (None, []),
     "media_io_kwargs": (None, {}),
     "mm_processor_kwargs": (None, {}),
-    "prompt_logprobs": _ABSENT,
-    "repetition_detection": _ABSENT,
-    "response_format": (None, {"type": "text"}),
     "return_prompt_text": (None, False),
     "spaces_between_special_tokens": (None, True),
     "stream_interval": (None, 1),
-    "structured_outputs": _ABSENT,
     "thinking_token_budget": _ABSENT,
     "truncate_prompt_tokens": _ABSENT,
     "truncation_side": _ABSENT,
-    "use_beam_search": (None, False),
     "vllm_xargs": (None, {}),
 }
 _CHAT: dict[str, tuple[Any, ...]] = {
@@ -49,26 +34,22 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
     "prediction": _ABSENT,
-    "reasoning_effort": (None, "none"),
-    "include_reasoning": (None, True, False),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "verbosity": (None, "medium"),
     "web_search_options": _ABSENT,
 }
+_NEEDLESS = {"guided_decoding_backend": "there is one backend"}
 _COMPLETION: dict[str, tuple[Any, ...]] = {
-    "echo": (None, False),
     "prompt_embeds": _ABSENT,
     "suffix": (None, ""),
 }
 
 
-def check_extras(body: GenerationBody, *, chat: bool) -> list[str]:
-    """Warnings about fields that nobody knows.
+def check_extras(body: GenerationBody, *, chat: bool, strict: bool = False) -> list[str]:
+    """Warnings about fields that nobody knows, which are refused if `strict`.
 
     Raises:
+        InvalidRequestError: nobody knows a field, and that is not let pass.
         UnsupportedError: a known parameter asks for something that this version does not do.
     """
     known = _BOTH | (_CHAT if chat else _COMPLETION)
@@ -76,11 +57,14 @@ def check_extras(body: GenerationBody, *, chat: bool) -> list[str]:
     for name, value in body.extra.items():
         if name == "best_of":
             neutral = value is None or _same(value, body.choices)
-        elif name == "tools" and body.extra.get("tool_choice") == "none":
-            neutral = True
+        elif name in _NEEDLESS:
+            warnings.append(f"`{name}` was ignored: {_NEEDLESS[name]}.")
+            continue
         elif name in known:
             neutral = any(_same(value, one) for one in known[name])
         else:
+            if strict:
+                raise InvalidRequestError(f"{name} is not a parameter that this server knows.", param=name, value=value)
             warnings.append(f"The unknown field `{name}` was ignored.")
             continue
         if not neutral:

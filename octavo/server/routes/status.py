@@ -14,7 +14,7 @@ from octavo.version import __version__
 
 
 def status_routes(ctx: ServerContext) -> APIRouter:
-    """GET /health, /live, /ready, /ping, /version, /metrics and /."""
+    """GET /health, /live, /ready, /ping, /load, /version, /metrics and /."""
     router = APIRouter(tags=["status"])
 
     async def health(request: Request) -> Response:
@@ -26,6 +26,10 @@ def status_routes(ctx: ServerContext) -> APIRouter:
         if ctx.lifecycle.draining:
             return ApiError(503, "The server is shutting down and takes no new requests.").response()
         return _health(ctx, "ready")
+
+    async def load(request: Request) -> Response:
+        """How many sequences are being generated or wait."""
+        return json_response({"server_load": ctx.admission.load})
 
     async def version(request: Request) -> Response:
         """The server's version."""
@@ -43,6 +47,7 @@ def status_routes(ctx: ServerContext) -> APIRouter:
         router.add_api_route(path, health, methods=["GET"], name=path[1:])
     router.add_api_route("/ping", health, methods=["GET", "POST"], name="ping", include_in_schema=False)
     router.add_api_route("/ready", ready, methods=["GET"])
+    router.add_api_route("/load", load, methods=["GET"])
     router.add_api_route("/version", version, methods=["GET"])
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
     router.add_api_route("/", home, methods=["GET"], include_in_schema=False)

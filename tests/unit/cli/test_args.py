@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.cli import serve
-from octavo.cli.args import add_engine_settings, add_settings, engine_from, server_from, values
+from octavo.cli.args import add_engine_settings, add_settings, convert, engine_from, server_from, values
 from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.parser import OctavoParser
 from octavo.config import EngineConfig, ServerConfig
@@ -67,7 +67,8 @@ def test_shown_defaults_are_the_real_ones() -> None:
         real = getattr(ServerConfig() if section == "server" else getattr(EngineConfig(), section), field)
         if isinstance(real, bool) or real is None or real in ("", ()):
             continue
-        assert flag.read(flag.default) == real, flag.name
+        read = flag.read(flag.default)
+        assert (convert(flag, [read]) if flag.many else read) == real, flag.name
 
 
 def test_flags_reach_their_fields() -> None:

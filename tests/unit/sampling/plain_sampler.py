@@ -10,6 +10,11 @@ from octavo.core.params import SamplingParams
 
 def processed(logits: list[float], params: SamplingParams, stops: list[int], prompt: list[int], output: list[int]):
     logits = list(logits)
+    if params.allowed_token_ids is not None:
+        logits = [x if token in params.allowed_token_ids else -math.inf for token, x in enumerate(logits)]
+    for *beginning, last in params.bad_token_ids or []:
+        if not beginning or output[-len(beginning) :] == beginning:
+            logits[last] = -math.inf
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += max(-100.0, min(100.0, bias))
     if len(output) < params.min_tokens:

@@ -45,6 +45,8 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
         min_tokens=maybe(rng.randint(1, 8), 0),
         max_tokens=None,
         logprobs=maybe(rng.choice([0, 1, 5, 20]), None),
+        allowed_token_ids=rng.sample(range(vocab), vocab // 2) if rng.random() < 0.2 else None,
+        bad_token_ids=[[rng.randrange(vocab)], [7, rng.randrange(vocab)]] if rng.random() < 0.3 else None,
     )
 
 

@@ -68,19 +68,22 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"request_id": "x" * 200}, "request_id"),
     ({"model": 5}, "model"),
     ({"user": 5}, "user"),
-    ({"best_of": 3}, "best_of"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
     ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
     ({"guided_json": {}}, "guided_json"),
     ({"guided_regex": "a+"}, "guided_regex"),
     ({"guided_choice": ["a"]}, "guided_choice"),
     ({"guided_grammar": "x"}, "guided_grammar"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs"),
-    ({"bad_words": ["x"]}, "bad_words"),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-    ({"echo": True}, "echo"),
+    ({"use_beam_search": "yes"}, "use_beam_search"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"repetition_detection": {"max_pattern_size": 0}}, "repetition_detection"),
+    ({"repetition_detection": {}}, "repetition_detection.max_pattern_size"),
     ({"echo": 0}, "echo"),
     ({"best_of": True}, "best_of"),
     ({"length_penalty": True}, "length_penalty"),
@@ -103,6 +106,8 @@ CHAT_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 5000}, "max_completion_tokens"),
     ({"logprobs": 3}, "logprobs"),
+    ({"best_of": 3}, "best_of"),
+    ({"echo": True}, "echo"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -370,7 +375,7 @@ def test_a_dead_engine_and_a_full_queue(monkeypatch: pytest.MonkeyPatch, stream:
 
     monkeypatch.setattr(full.engine, "generate", refuse)
     answer = ask_now(full.app, CHAT, HELLO | {"stream": stream})
-    assert answer.status == 503
+    assert answer.status == 429
     assert answer.headers["retry-after"] == "7"
 
 

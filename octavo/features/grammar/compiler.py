@@ -1,0 +1,86 @@
+"""`Compiler`: grammars compiled in threads, so that the step loop waits for none, and kept for the next request."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.structured import StructuredOutputsParams
+from octavo.features.grammar.lower import lower
+
+if TYPE_CHECKING:
+    from octavo.text.tokenizer import Tokenizer
+
+MAX_KEPT = 256
+MAX_KEPT_BYTES = 16 << 20
+_THREADS = 2
+_MAX_REASON = 500
+
+
+class Compiler:
+    """Compiled grammars by the option they come from. `open` may be called from one thread only.
+
+    At most `MAX_KEPT` grammars, of at most `MAX_KEPT_BYTES` of source, are kept; the one unused for longest goes first.
+    What can't be compiled is kept, too: asking again costs nothing.
+    """
+
+    def __init__(
+        self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._load_tokenizer = load_tokenizer
+        self._eos = list(eos_token_ids)
+        self._kept: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
+        self._kept_bytes = 0
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-compile")
+        self._tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()
+
+    def open(self, option: msgspec.Raw) -> Future[LLMatcher]:
+        """The grammar at its beginning: copy it before use. The future fails with InvalidRequestError."""
+        key = bytes(option)
+        future = self._kept.get(key)
+        if future is None:
+            future = self._threads.submit(self._compile, key)
+            self._kept[key] = future
+            self._kept_bytes += len(key)
+            while len(self._kept) > MAX_KEPT or (self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
+                gone, _ = self._kept.popitem(last=False)
+                self._kept_bytes -= len(gone)
+        else:
+            self._kept.move_to_end(key)
+        return future
+
+    def _compile(self, key: bytes) -> LLMatcher:
+        params = msgspec.msgpack.decode(key, type=StructuredOutputsParams)
+        matcher = LLMatcher(self._with_tokenizer(), lower(params), log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise InvalidRequestError(_reason(params, matcher.get_error()), param=params.param)
+        return matcher
+
+    def _with_tokenizer(self) -> LLTokenizer:
+        """The tokenizer as llguidance wants it, made once, by whichever thread comes first."""
+        with self._lock:
+            if self._tokenizer is None:
+                source = self._load_tokenizer().backend.to_str()
+                eos = [token for token in self._eos if token < self.vocab_size]
+                self._tokenizer = LLTokenizer(source, n_vocab=self.vocab_size, eos_token=eos or None)
+            return self._tokenizer
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(verbose_errors=False)
+
+
+def _reason(params: StructuredOutputsParams, error: str) -> str:
+    names = {"json": "JSON schema", "json_object": "JSON schema", "regex": "regular expression"}
+    what = names.get(params.form, params.form.replace("_", " "))
+    text = error.strip()
+    return f"The {what} of {params.param} can't be used: {text[:_MAX_REASON]}{'...' if len(text) > _MAX_REASON else ''}"

@@ -1,0 +1,63 @@
+"""The answer to a message, as it streams: Anthropic's events, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import UNSET
+
+from octavo.server.openai.routing import News
+from octavo.server.stream import named_event
+
+
+class Blocks:
+    """Numbers the blocks of one answer, and opens and closes them as its news comes.
+
+    Attributes:
+        calls: whether there was a call.
+    """
+
+    def __init__(self) -> None:
+        self.calls = False
+        self._index = -1
+        self._kind = ""
+
+    def take(self, news: News) -> Iterator[bytes]:
+        if news.reasoning:
+            yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": news.reasoning})
+        if news.content:
+            yield from self._open("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": news.content})
+        for call in news.calls:
+            if call.id is not UNSET:
+                self.calls = True
+                name = call.function.name
+                block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": name, "input": {}}
+                yield from self._open(f"call {call.index}", block)
+            if call.function.arguments:
+                yield self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
+
+    def close(self) -> Iterator[bytes]:
+        """An answer without a word has one empty block of text."""
+        if self._index < 0:
+            yield from self._open("text", {"type": "text", "text": ""})
+        yield self._stop()
+
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        if kind == self._kind:
+            return
+        if self._index >= 0:
+            yield self._stop()
+        self._index += 1
+        self._kind = kind
+        yield named_event(
+            "content_block_start", {"type": "content_block_start", "index": self._index, "content_block": block}
+        )
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return named_event("content_block_delta", {"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _stop(self) -> bytes:
+        return named_event("content_block_stop", {"type": "content_block_stop", "index": self._index})

@@ -1,0 +1,188 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from octavo.core.output import CompletionOutput, RequestOutput
+from octavo.server.anthropic.events import Blocks
+from octavo.server.anthropic.protocol import CountBody, MessagesBody, as_chat
+from octavo.server.body import parse_body
+from octavo.server.context import ServerContext
+from octavo.server.errors import ApiError, as_api_error, json_response
+from octavo.server.openai.chat import Chat, prepare_chat
+from octavo.server.openai.generation import run
+from octavo.server.openai.routing import Message
+from octavo.server.openai.unsupported import check_extras
+from octavo.server.stream import ClientGoneError, EventStream, named_event, until_disconnect
+
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def messages(ctx: ServerContext, request: Request) -> Response:
+    """Answer a conversation, streamed or whole."""
+    return await _told(request, _messages(ctx, request))
+
+
+async def count_tokens(ctx: ServerContext, request: Request) -> Response:
+    """How many tokens the conversation has."""
+    return await _told(request, _count_tokens(ctx, request))
+
+
+async def _messages(ctx: ServerContext, request: Request) -> Response:
+    body = await parse_body(request, MessagesBody, ctx.config.max_body_bytes)
+    answer = _Answer(f"msg_{request.state.request_id}", ctx.check_model(body.model))
+    translated = as_chat(body)
+    warnings = check_extras(translated, chat=True, strict=ctx.config.strict_params)
+    chat = await prepare_chat(ctx, translated, answer.id)
+    if body.stream:
+        return EventStream(_stream(ctx, chat, answer), closing=b"", on_error=_error_event)
+    whole = await until_disconnect(request.receive, _whole(ctx, chat, answer))
+    return json_response(whole | ({"warnings": warnings} if warnings else {}))
+
+
+async def _count_tokens(ctx: ServerContext, request: Request) -> Response:
+    body = await parse_body(request, CountBody, ctx.config.max_body_bytes)
+    ctx.check_model(body.model)
+    chat = await prepare_chat(ctx, as_chat(body), "count")
+    return json_response({"input_tokens": len(chat.job.prompt_tokens)})
+
+
+@dataclass(slots=True, frozen=True)
+class _Answer:
+    """What is the same in every part of one answer."""
+
+    id: str
+    model: str
+
+    def message(self, content: list[dict[str, Any]], stop: dict[str, Any], usage: dict[str, int]) -> dict[str, Any]:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        return head | stop | {"usage": usage}
+
+
+async def _whole(ctx: ServerContext, chat: Chat, answer: _Answer) -> dict[str, Any]:
+    (routed,) = chat.choices()
+    message, told, tokens = Message(), _Told(), 0
+    async with aclosing(run(ctx, [chat.job])) as outputs:
+        async for _, output in outputs:
+            (choice,) = output.outputs
+            news = routed.take(choice)
+            message.add(news)
+            tokens += len(choice.token_ids)
+            told.note(output, choice, news.finish)
+    usage = _usage(chat, told.cached, tokens)
+    return answer.message(_content(message), told.stop(calls=bool(message.calls)), usage)
+
+
+async def _stream(ctx: ServerContext, chat: Chat, answer: _Answer) -> AsyncGenerator[bytes, None]:
+    (routed,) = chat.choices()
+    blocks, told, tokens = Blocks(), _Told(), 0
+    async with aclosing(run(ctx, [chat.job])) as outputs:
+        async for _, output in outputs:
+            (choice,) = output.outputs
+            first = not told.seen
+            news = routed.take(choice)
+            told.note(output, choice, news.finish)
+            tokens += len(choice.token_ids)
+            events = [_start(answer, chat, told)] if first else []
+            events += blocks.take(news)
+            if events:
+                yield b"".join(events)
+    end = {"type": "message_delta", "delta": told.stop(calls=blocks.calls), "usage": _usage(chat, told.cached, tokens)}
+    yield b"".join(
+        [*blocks.close(), named_event("message_delta", end), named_event("message_stop", {"type": "message_stop"})]
+    )
+
+
+def _start(answer: _Answer, chat: Chat, told: _Told) -> bytes:
+    opening = answer.message([], {"stop_reason": None, "stop_sequence": None}, _usage(chat, told.cached, 0))
+    return named_event("message_start", {"type": "message_start", "message": opening})
+
+
+class _Told:
+    """What the engine's outputs say of the end of the answer."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self.cached = 0
+        self._finish: str | None = None
+        self._reason: int | str | None = None
+
+    def note(self, output: RequestOutput, choice: CompletionOutput, finish: str | None) -> None:
+        self.seen = True
+        self.cached = max(self.cached, output.num_cached_tokens)
+        self._finish = finish or self._finish
+        self._reason = choice.stop_reason
+
+    def stop(self, *, calls: bool) -> dict[str, Any]:
+        if self._finish == "stop" and isinstance(self._reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._reason}
+        reason = "tool_use" if calls and self._finish == "stop" else _STOPS.get(self._finish or "", "end_turn")
+        return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _usage(chat: Chat, cached: int, tokens: int) -> dict[str, int]:
+    """Anthropic counts tokens read from the cache apart from the others."""
+    return {
+        "input_tokens": len(chat.job.prompt_tokens) - cached,
+        "output_tokens": tokens,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+def _content(message: Message) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.content or not message.calls:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.calls:
+        function = call.function
+        blocks.append({"type": "tool_use", "id": call.id, "name": function.name, "input": _input(function.arguments)})
+    return blocks
+
+
+def _input(arguments: str) -> Any:
+    """The arguments as an object; a call that was cut short has none that can be read."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
+
+
+async def _told(request: Request, work: Awaitable[Response]) -> Response:
+    """The response, with errors in Anthropic's form."""
+    try:
+        return await work
+    except (ClientDisconnect, ClientGoneError):
+        raise
+    except Exception as exc:
+        error = as_api_error(exc, request.state.request_id)
+        return Response(_error_body(error), error.status, error.headers, media_type="application/json")
+
+
+def _error_body(error: ApiError) -> bytes:
+    kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    told = {"type": kind, "message": error.message, "param": error.param, "code": error.status}
+    return msgspec.json.encode({"type": "error", "error": told})
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"event: error\ndata: " + _error_body(error) + b"\n\n"

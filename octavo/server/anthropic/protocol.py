@@ -1,0 +1,206 @@
+"""What Anthropic's clients send to `/v1/messages`, and its translation into a chat request.
+
+Reference: https://docs.anthropic.com/en/api/messages
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.server.openai.fields import Int
+from octavo.server.openai.protocol import ChatBody
+from octavo.server.validation import explain
+
+_IGNORED = frozenset(
+    {"metadata", "service_tier", "cache_control", "container", "inference_geo", "context_management", "speed", "betas"}
+)
+
+
+class Turn(BaseModel):
+    """A message; its content is text, or blocks."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessageTool(BaseModel):
+    """A tool; `input_schema` is the JSON schema of its input."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+
+class CountBody(BaseModel):
+    """`POST /v1/messages/count_tokens`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+
+class MessagesBody(CountBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: Int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+
+
+def as_chat(body: CountBody) -> ChatBody:
+    """The same request in the form of a chat completion.
+
+    Raises:
+        InvalidRequestError: a block or a choice is not of its form.
+        UnsupportedError: a block that this model can't read.
+    """
+    chat: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
+    if body.messages[-1].role == "assistant":  # the answer goes on from there
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    if body.tools:
+        chat["tools"] = [_tool(tool) for tool in body.tools]
+        chat |= _choice(body.tool_choice)
+    if (body.thinking or {}).get("type") == "disabled":
+        chat["reasoning_effort"] = "none"
+    form = (body.output_config or {}).get("format")
+    if form:
+        chat["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "output", "schema": form.get("schema")},
+        }
+    if isinstance(body, MessagesBody):
+        chat |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+        }
+    chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
+    try:
+        return ChatBody.model_validate(chat)
+    except ValidationError as exc:
+        raise explain(exc) from None
+
+
+def _messages(body: CountBody) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for number, turn in enumerate(body.messages):
+        where = f"messages.{number}.content"
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        elif turn.role == "assistant":
+            messages.append(_assistant(turn.content, where))
+        else:
+            messages += _user(turn.content, where, turn.role)
+    return messages
+
+
+def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant"}
+    texts, calls = [], []
+    for number, block in enumerate(blocks):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "tool_use", "id": str(name_id), "name": str(name), "input": dict(given)}:
+                function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+                calls.append({"id": name_id, "type": "function", "function": function})
+            case {"type": "thinking", "thinking": str(thought)}:
+                message["reasoning_content"] = thought
+            case {"type": "redacted_thinking"}:
+                pass
+            case _:
+                raise _unreadable(block, f"{where}.{number}")
+    if texts or not calls:
+        message["content"] = "\n".join(texts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(blocks: Sequence[dict[str, Any]], where: str, role: str) -> list[dict[str, Any]]:
+    """The results of tools, each a message of its own, and then what the user says."""
+    results, texts = [], []
+    for number, block in enumerate(blocks):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "tool_result", "tool_use_id": str(call)}:
+                content = _text(block.get("content") or "", f"{where}.{number}.content")
+                results.append({"role": "tool", "tool_call_id": call, "content": content})
+            case _:
+                raise _unreadable(block, f"{where}.{number}")
+    return results + ([{"role": role, "content": "\n".join(texts)}] if texts or not results else [])
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} must be a string or a list of blocks.", param=where, value=content)
+    texts = []
+    for number, block in enumerate(content):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise _unreadable(block, f"{where}.{number}")
+    return "\n".join(texts)
+
+
+def _unreadable(block: Any, where: str) -> InvalidRequestError:
+    kind = block.get("type") if isinstance(block, dict) else None
+    known = ("text", "tool_use", "tool_result", "thinking")
+    if isinstance(kind, str) and kind not in known:
+        return UnsupportedError(f"{where} is of type {kind!r}, which this model can't read.", param=where, value=kind)
+    return InvalidRequestError(f"{where} is not a complete block of type {', '.join(known)}.", param=where, value=kind)
+
+
+def _tool(tool: MessageTool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise UnsupportedError(
+            f"The tool {tool.name!r} is of type {tool.type!r}, which this server does not run; describe your own.",
+            param="tools",
+            value=tool.type,
+        )
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | {"strict": tool.strict}}
+
+
+def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
+    given = choice or {"type": "auto"}
+    parallel = {"parallel_tool_calls": not given.get("disable_parallel_tool_use", False)}
+    match given:
+        case {"type": "auto" | "none" as mode}:
+            return parallel | {"tool_choice": mode}
+        case {"type": "any"}:
+            return parallel | {"tool_choice": "required"}
+        case {"type": "tool", "name": str(name)}:
+            return parallel | {"tool_choice": {"type": "function", "function": {"name": name}}}
+    raise InvalidRequestError(
+        "tool_choice.type must be auto, any, none, or tool with a name.", param="tool_choice", value=choice
+    )

@@ -1,0 +1,67 @@
+"""The items of a conversation, as the Responses API has them, made into chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+
+_TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+
+
+def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages; calls join the assistant's words before them.
+
+    Raises:
+        InvalidRequestError: an item is not of its form.
+        UnsupportedError: an item of a type that this server does not know.
+    """
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        where = f"input.{number}"
+        match item:
+            case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(arguments)}:
+                function = {"name": name, "arguments": arguments}
+                _callers(messages).append({"id": call, "type": "function", "function": function})
+            case {"type": "function_call_output", "call_id": str(call), "output": output}:
+                content = _text(output, f"{where}.output")
+                messages.append({"role": "tool", "tool_call_id": call, "content": content})
+            case {"type": "reasoning"}:
+                pass
+            case {"role": str(role), "content": content} if item.get("type", "message") == "message":
+                messages.append({"role": role, "content": _text(content, f"{where}.content")})
+            case {"type": str(kind)} if kind not in ("message", "function_call", "function_call_output"):
+                raise UnsupportedError(f"{where} is of type {kind!r}, which this server does not know.", param=where)
+            case _:
+                raise InvalidRequestError(
+                    f"{where} must be a message with role and content, a function_call or its output.", param=where
+                )
+    return messages
+
+
+def _callers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The list of calls of the last message, which is made the assistant's."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    calls: list[dict[str, Any]] = messages[-1].setdefault("tool_calls", [])
+    return calls
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} must be a string or a list of parts.", param=where, value=content)
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXTS:
+            raise UnsupportedError(
+                f"{where}.{number} is of type {kind!r}, but this model reads only text.", param=f"{where}.{number}"
+            )
+        text = part.get("refusal") if kind == "refusal" else part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{where}.{number} must have a text.", param=f"{where}.{number}")
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,145 @@
+"""What clients send to `/v1/responses`, and its translation into a chat request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.server.body import require
+from octavo.server.openai.fields import Int
+from octavo.server.openai.protocol import ChatBody
+from octavo.server.openai.respond.items import messages_of
+from octavo.server.validation import explain
+
+Items = list[dict[str, Any]]
+
+_LOGPROBS = "message.output_text.logprobs"
+_IGNORED = frozenset(
+    {
+        "background",
+        "context_management",
+        "max_tool_calls",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+
+def _input(value: Any) -> str | Items:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return value
+    raise InvalidRequestError("input must be text, or a list of items, and not be empty.")
+
+
+_ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+Input = Annotated[
+    str | list[dict[str, Any]],
+    BeforeValidator(_input),
+    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _ITEMS]}),
+]
+
+
+class ResponseBody(BaseModel):
+    """`POST /v1/responses`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    input: Input
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    max_output_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    truncation: str | None = None
+    user: str | None = None
+
+    @property
+    def items(self) -> Items:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+
+def as_chat(body: ResponseBody, earlier: Items) -> ChatBody:
+    """The same request in the form of a chat completion.
+
+    Args:
+        earlier: what came before this request's input.
+
+    Raises:
+        InvalidRequestError: an item or a field is not of its form.
+        UnsupportedError: an item, a tool or an option that this server does not have.
+    """
+    require(
+        body.truncation in (None, "disabled"),
+        "truncation",
+        body.truncation,
+        "truncation must be 'disabled': nothing of a conversation is left out.",
+    )
+    require(
+        not (body.background and body.stream), "background", True, "A response in the background can't be streamed."
+    )
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    include = body.include or []
+    chat: dict[str, Any] = {
+        "model": body.model,
+        "messages": system + messages_of([*earlier, *body.items]),
+        "stream": True,  # whole responses are put together from the same pieces
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": (body.reasoning or {}).get("effort"),
+        "response_format": _format((body.text or {}).get("format")),
+    }
+    if body.tools:
+        chat |= {"tools": [_tool(tool) for tool in body.tools], "tool_choice": body.tool_choice}
+    if body.top_logprobs or _LOGPROBS in include:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
+    try:
+        return ChatBody.model_validate(chat)
+    except ValidationError as exc:
+        raise explain(exc) from None
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise UnsupportedError(
+            f"tools has one of type {tool.get('type')!r}; this server knows only functions.",
+            param="tools",
+            value=tool.get("type"),
+        )
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _format(form: Any) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    if not isinstance(form, dict):
+        raise InvalidRequestError("text.format must be an object.", param="text.format", value=form)
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}

@@ -1,0 +1,227 @@
+"""`/v1/responses`: make a response, stream it, make it in the background, and ask for it again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.body import parse_body, require
+from octavo.server.context import ServerContext
+from octavo.server.errors import ApiError, as_api_error, json_response
+from octavo.server.openai.chat import Chat, prepare_chat
+from octavo.server.openai.generation import run
+from octavo.server.openai.logprobs import LogprobWriter
+from octavo.server.openai.respond.output import COMPLETED, IN_PROGRESS, INCOMPLETE, Event, Output
+from octavo.server.openai.respond.protocol import Items, ResponseBody, as_chat
+from octavo.server.openai.respond.store import ResponseStore, Stored
+from octavo.server.openai.unsupported import check_extras
+from octavo.server.stream import EventStream, named_event, until_disconnect
+
+_FAILED, _CANCELLED = "failed", "cancelled"
+
+
+@dataclass(slots=True)
+class _Making:
+    """A response that is being made."""
+
+    chat: Chat
+    response: dict[str, Any]
+    input: Items
+    writer: LogprobWriter
+    output: Output = field(default_factory=Output)
+    cached: int = 0
+    tokens: int = 0
+    reasoning_tokens: int = 0
+    finish: str = ""
+
+
+class Responses:
+    """The routes of the Responses API, and what they remember."""
+
+    def __init__(self, ctx: ServerContext) -> None:
+        self._ctx = ctx
+        self._store = ResponseStore()
+
+    async def create(self, request: Request) -> Response:
+        """Answer the input, whole, streamed or in the background."""
+        body = await parse_body(request, ResponseBody, self._ctx.config.max_body_bytes)
+        making = await self._prepare(request, body)
+        keep = body.store is not False
+        if body.stream:
+            return EventStream(self._stream(making, keep), closing=b"", on_error=_error_event)
+        if body.background:
+            require(keep, "store", False, "A response in the background has to be stored.")
+            return self._begin(making)
+        await until_disconnect(request.receive, self._drive(making))
+        if keep:
+            self._keep(making)
+        return json_response(making.response)
+
+    def retrieve(self, name: str) -> Response:
+        """A response as it is now."""
+        return json_response(self._store.get(name).response)
+
+    def delete(self, name: str) -> Response:
+        """Forget a response; if it is being made, that ends."""
+        self._store.delete(name)
+        return json_response({"id": name, "object": "response", "deleted": True})
+
+    def input_items(self, name: str) -> Response:
+        """What a response answered."""
+        items = [item | {"id": item.get("id", f"item_{n}")} for n, item in enumerate(self._store.get(name).input)]
+        ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
+        return json_response({"object": "list", "data": items, "has_more": False, **ends})
+
+    async def cancel(self, name: str) -> Response:
+        """End a response that is made in the background."""
+        stored = self._store.get(name)
+        if stored.task is None:
+            raise ApiError(400, "Only a response that is made in the background can be cancelled.", param="response_id")
+        stored.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await stored.task
+        if stored.response["status"] in ("queued", IN_PROGRESS):  # it had not begun
+            stored.response["status"] = _CANCELLED
+        return json_response(stored.response)
+
+    async def _prepare(self, request: Request, body: ResponseBody) -> _Making:
+        ctx = self._ctx
+        model = ctx.check_model(body.model)
+        earlier: Items = []
+        if body.previous_response_id is not None:
+            before = self._store.get(body.previous_response_id, "previous_response_id")
+            busy = before.response["status"] in ("queued", IN_PROGRESS)
+            require(not busy, "previous_response_id", body.previous_response_id, "That response is not finished yet.")
+            earlier = before.input + before.response["output"]
+        translated = as_chat(body, earlier)
+        warnings = check_extras(translated, chat=True, strict=ctx.config.strict_params)
+        chat = await prepare_chat(ctx, translated, f"resp_{request.state.request_id}")
+        params = chat.job.request.params
+        response: dict[str, Any] = {
+            "id": f"resp_{request.state.request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": IN_PROGRESS,
+            "background": bool(body.background),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            "store": body.store is not False,
+            "temperature": params.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+        if warnings:
+            response["warnings"] = warnings
+        writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=False)
+        return _Making(chat, response, earlier + body.items, writer)
+
+    async def _events(self, making: _Making) -> AsyncIterator[list[Event]]:
+        """The events of the output, in groups as they come; at the end the response is complete."""
+        (routed,) = making.chat.choices()
+        async with aclosing(run(self._ctx, [making.chat.job])) as outputs:
+            async for _, output in outputs:
+                (choice,) = output.outputs
+                news = routed.take(choice)
+                making.cached = max(making.cached, output.num_cached_tokens)
+                making.tokens += len(choice.token_ids)
+                making.finish = news.finish or making.finish
+                yield list(making.output.take(news, making.writer.chat(choice) if choice.logprobs else None))
+        making.reasoning_tokens = routed.reasoning_tokens
+        cut = making.finish == "length"
+        yield list(making.output.close(INCOMPLETE if cut else COMPLETED))
+        _complete(making, INCOMPLETE if cut else COMPLETED)
+
+    async def _drive(self, making: _Making) -> None:
+        async for _ in self._events(making):
+            pass
+
+    async def _stream(self, making: _Making, keep: bool) -> AsyncGenerator[bytes, None]:
+        number = 0
+
+        def told(event: Event) -> bytes:
+            nonlocal number
+            number += 1
+            return named_event(event["type"], event | {"sequence_number": number - 1})
+
+        opening = [{"type": f"response.{kind}", "response": dict(making.response)} for kind in ("created", IN_PROGRESS)]
+        async for events in self._events(making):
+            events, opening = opening + events, []
+            if events:
+                yield b"".join(map(told, events))
+        if keep:
+            self._keep(making)
+        yield told({"type": f"response.{making.response['status']}", "response": making.response})
+
+    def _begin(self, making: _Making) -> Response:
+        stored = Stored(making.response, making.input)
+        making.response["status"] = "queued"
+        first = json_response(making.response)
+        stored.task = asyncio.create_task(self._work(making, stored))
+        self._store.put(stored)
+        return first
+
+    async def _work(self, making: _Making, stored: Stored) -> None:
+        """Make a response in the background; the server waits for it when it shuts down."""
+        with self._ctx.lifecycle.serving():
+            making.response["status"] = IN_PROGRESS
+            try:
+                await self._drive(making)
+            except asyncio.CancelledError:
+                list(making.output.close(INCOMPLETE))
+                _complete(making, _CANCELLED)
+                raise
+            except Exception as exc:
+                error = as_api_error(exc, making.response["id"])
+                making.response["error"] = {"code": "server_error", "message": error.message}
+                _complete(making, _FAILED)
+            finally:
+                with contextlib.suppress(ApiError):
+                    self._store.get(making.response["id"])
+                    self._store.put(stored)
+
+    def _keep(self, making: _Making) -> None:
+        self._store.put(Stored(making.response, making.input))
+
+
+def _complete(making: _Making, status: str) -> None:
+    response, prompt = making.response, len(making.chat.job.prompt_tokens)
+    response["status"] = status
+    response["completed_at"] = int(time.time())
+    response["output"] = making.output.items
+    response["usage"] = {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": making.cached},
+        "output_tokens": making.tokens,
+        "output_tokens_details": {"reasoning_tokens": making.reasoning_tokens},
+        "total_tokens": prompt + making.tokens,
+    }
+    if status == INCOMPLETE:
+        response["incomplete_details"] = {"reason": "max_output_tokens"}
+
+
+def _error_event(error: ApiError) -> bytes:
+    told = {"type": "error", "code": str(error.status), "message": error.message, "param": error.param}
+    return named_event("error", told | {"sequence_number": 0})

@@ -1,0 +1,68 @@
+"""`ResponseStore`: responses that clients may ask for again. In memory, bounded, gone with the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from octavo.server.errors import ApiError
+
+MAX_KEPT = 4096
+MAX_KEPT_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Stored:
+    """A response and what it answered. `task` makes it, while it is being made in the background."""
+
+    response: dict[str, Any]
+    input: list[dict[str, Any]]
+    task: asyncio.Task[None] | None = None
+    size: int = 0
+
+
+class ResponseStore:
+    """Keeps the newest; the oldest go when there are too many, or they are too large together."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._size = 0
+
+    def put(self, stored: Stored) -> None:
+        """Keep a response, or its newer state."""
+        name = stored.response["id"]
+        self._drop(name)
+        stored.size = len(msgspec.json.encode([stored.response, stored.input]))
+        self._kept[name] = stored
+        self._size += stored.size
+        while len(self._kept) > MAX_KEPT or (self._size > MAX_KEPT_BYTES and len(self._kept) > 1):
+            self._drop(next(iter(self._kept)))
+
+    def get(self, name: str, param: str = "response_id") -> Stored:
+        """
+        Raises:
+            ApiError: 404, it was never kept or is no longer.
+        """
+        stored = self._kept.get(name)
+        if stored is None:
+            raise ApiError(404, f"There is no response {name!r} here, or it is no longer kept.", param=param)
+        return stored
+
+    def delete(self, name: str) -> None:
+        """
+        Raises:
+            ApiError: 404, it was never kept or is no longer.
+        """
+        stored = self.get(name)
+        if stored.task is not None:
+            stored.task.cancel()
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        gone = self._kept.pop(name, None)
+        if gone is not None:
+            self._size -= gone.size

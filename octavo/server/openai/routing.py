@@ -1,0 +1,93 @@
+"""The text of an answer, sorted into the fields of an assistant's message."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from msgspec import UNSET
+
+from octavo.core.output import CompletionOutput
+from octavo.server.openai.responses import FunctionDelta, ToolCall, ToolCallDelta, ToolFunction
+from octavo.text.output_plan import OutputPlan
+
+
+@dataclass(slots=True)
+class News:
+    """What is new of one choice. `finish` is OpenAI's reason, set at the end."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCallDelta] = field(default_factory=list)
+    finish: str | None = None
+
+
+class Routed:
+    """One choice: takes what the engine says of it, in pieces or whole.
+
+    Attributes:
+        reasoning_tokens: how many of its tokens were reasoning; exact if it comes in pieces.
+    """
+
+    def __init__(self, plan: OutputPlan, *, show_reasoning: bool) -> None:
+        self.reasoning_tokens = 0
+        self._plan = plan
+        self._router = plan.router()
+        self._show = show_reasoning
+        self._ids: list[str] = []
+        self._calls = 0
+
+    def take(self, choice: CompletionOutput) -> News:
+        thinking = self._router.in_reasoning
+        news = News()
+        pieces = self._router.push(choice.text)
+        if choice.finish_reason is not None:
+            pieces += self._router.flush()
+        if thinking or self._router.in_reasoning:
+            self.reasoning_tokens += len(choice.token_ids)
+        calls: dict[int, ToolCallDelta] = {}
+        for piece in pieces:
+            if piece.kind == "content":
+                news.content += piece.text
+            elif piece.kind == "reasoning":
+                news.reasoning += piece.text if self._show else ""
+            elif piece.name is not None:
+                calls[piece.call] = self._open(piece.call, piece.name)
+            else:
+                known = calls.setdefault(piece.call, ToolCallDelta(piece.call, FunctionDelta()))
+                known.function.arguments += piece.text
+        news.calls = list(calls.values())
+        if choice.finish_reason is not None:
+            news.finish = self._finish(choice.finish_reason)
+        return news
+
+    def _open(self, call: int, name: str) -> ToolCallDelta:
+        self._calls += 1
+        return ToolCallDelta(call, FunctionDelta(name=name), new_call_id(self._plan.format.id_length), "function")
+
+    def _finish(self, reason: str) -> str:
+        """Calls that the model chose to make are a reason of their own; a call that was asked for is not."""
+        named = self._plan.tools is not None and self._plan.tools.mode == "named"
+        return "tool_calls" if reason == "stop" and self._calls and not named else reason
+
+
+@dataclass(slots=True)
+class Message:
+    """One choice as it adds up."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, news: News) -> None:
+        self.content += news.content
+        self.reasoning += news.reasoning
+        for call in news.calls:
+            if call.id is not UNSET:
+                self.calls.append(ToolCall(call.id, ToolFunction(str(call.function.name), "")))
+            self.calls[-1].function.arguments += call.function.arguments
+
+
+def new_call_id(length: int = 0) -> str:
+    """An id for a tool call: `call_` and 24 characters, or `length` letters and digits."""
+    return secrets.token_hex(length)[:length] if length else f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,132 @@
+"""The grammar of an answer takes what a router reads, and nothing that it could misread."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
+from toy_tokenizers import byte_level
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.structured import StructuredOutputsParams
+from octavo.features.grammar.lower import lower
+from octavo.text.output_plan import OutputPlan
+from octavo.text.reasoning import MISTRAL_THINK, THINK
+from octavo.text.tokenizer import Tokenizer
+from octavo.text.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
+from octavo.text.tools.tool import Tool, ToolUse
+
+WEATHER = Tool(
+    name="weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+CLOCK = Tool(name="clock")
+CITY, BAD = '{"city": "Rome"}', '{"town": "Rome"}'
+
+
+def make(*special: str) -> tuple[Tokenizer, LLTokenizer]:
+    backend = byte_level()
+    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
+    return Tokenizer(backend), LLTokenizer(backend.to_str(), eos_token=[2])
+
+
+PLAIN = make()
+MARKED = make("[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def use(mode: Any, *, parallel: bool = True, tools: tuple[Tool, ...] = (WEATHER, CLOCK)) -> ToolUse:
+    return ToolUse(offered=tools, callable=tools, mode=mode, parallel=parallel)
+
+
+def takes(text: str, kind: tuple[Tokenizer, LLTokenizer] = PLAIN, **plan: Any) -> bool:
+    tokenizer, grammar_tokenizer = kind
+    form = OutputPlan(**{"format": HERMES, **plan}).form(tokenizer)
+    assert form is not None
+    matcher = LLMatcher(grammar_tokenizer, lower(form), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and (matcher.is_accepting() or matcher.is_stopped())
+
+
+def calls(form: ToolFormat, *made: tuple[str, str]) -> str:
+    return form.group_open + form.separator.join(form.write(*one) for one in made) + form.group_close
+
+
+@pytest.mark.parametrize("kind", [PLAIN, MARKED], ids=["text marks", "special tokens"])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+def test_calls_in_every_format(form: ToolFormat, kind: tuple[Tokenizer, LLTokenizer]) -> None:
+    one, two = calls(form, ("weather", CITY)), calls(form, ("weather", CITY), ("clock", "{}"))
+    for mode in ("auto", "required"):
+        assert takes(one, kind, format=form, tools=use(mode))
+        assert takes(two, kind, format=form, tools=use(mode))
+        assert not takes(two, kind, format=form, tools=use(mode, parallel=False))
+        assert not takes(calls(form, ("weather", BAD)), kind, format=form, tools=use(mode))
+        assert not takes(calls(form, ("whether", CITY)), kind, format=form, tools=use(mode))
+        assert takes("Just words.", kind, format=form, tools=use(mode)) == (mode == "auto")
+        assert takes("", kind, format=form, tools=use(mode)) == (mode == "auto")
+    named = use("named", tools=(WEATHER,))
+    assert takes(one, kind, format=form, tools=named)
+    assert not takes(two, kind, format=form, tools=named)
+    if form.trigger:
+        assert takes("Let me see.\n" + one, kind, format=form, tools=use("auto"))
+        assert not takes(one + " and more words", kind, format=form, tools=use("auto"))
+        assert not takes(f"words {form.trigger} words", kind, format=form, tools=use("auto"))
+
+
+@pytest.mark.parametrize("kind", [PLAIN, MARKED], ids=["text marks", "special tokens"])
+def test_reasoning_comes_first(kind: tuple[Tokenizer, LLTokenizer]) -> None:
+    call = calls(HERMES, ("clock", "{}"))
+    plan: dict[str, Any] = {"tools": use("required"), "reasoning": THINK}
+    assert takes("<think>\nhm, {</think>\n\n" + call, kind, **plan)
+    assert takes(call, kind, **plan)
+    assert not takes("<think>hm" + call, kind, **plan)
+    assert takes("\nhm</think>" + call, kind, **plan, thinking=True)
+    assert not takes(call, kind, **plan, thinking=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        ({"json": {"type": "boolean"}}, "true", "yes"),
+        ({"regex": "[0-9]+"}, "12", "x"),
+        ({"choice": ["a", "b"]}, "b", "c"),
+        ({"grammar": 'root ::= "x" [0-9]'}, "x1", "x"),
+        ({"json_object": True}, "{}", "[]"),
+    ],
+)
+def test_content_has_its_form_within_the_frame(form: dict[str, Any], good: str, bad: str) -> None:
+    content = StructuredOutputsParams(**form)
+    assert takes(f"<think>why</think>\n{good}", reasoning=THINK, content=content)
+    assert takes(good, reasoning=MISTRAL_THINK, content=content)
+    assert not takes(f"<think>why</think>{bad}", reasoning=THINK, content=content)
+    plan: dict[str, Any] = {"tools": use("auto"), "content": content}
+    assert takes(good, **plan)
+    assert takes(calls(HERMES, ("clock", "{}")), **plan)
+    assert not takes(bad, **plan)
+    with pytest.raises(InvalidRequestError, match="llama3_json"):
+        OutputPlan(format=LLAMA3, **plan).form(PLAIN[0])
+
+
+def test_strict_schemas_are_enforced_whole_or_refused() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {}, "uniqueItems": True}}}
+    for strict in (False, True):
+        tool = Tool(name="f", parameters=schema, strict=strict)
+        form = OutputPlan(format=MISTRAL, tools=use("auto", tools=(tool,))).form(PLAIN[0])
+        assert form is not None
+        matcher = LLMatcher(PLAIN[1], lower(form), log_level=0)
+        assert matcher.is_error() == strict
+
+
+def test_nothing_declared_is_nothing_masked() -> None:
+    assert OutputPlan(format=HERMES, reasoning=THINK).form(PLAIN[0]) is None
+    content = StructuredOutputsParams(regex="a")
+    assert OutputPlan(format=HERMES, content=content).form(PLAIN[0]) is content
+    assert json.loads(lower(content))["grammars"]

@@ -1,0 +1,271 @@
+"""A grammar's way through the engine: compiled aside, masked each step, refused or ended alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from toy_tokenizers import byte_level
+
+from octavo.cache.cache import KVCache
+from octavo.core.errors import InvalidRequestError
+from octavo.core.output import FinishReason, StepOutput, TokenDelta
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.core.structured import StructuredOutputsParams
+from octavo.engine.loop import EngineLoop
+from octavo.features import FeatureContext, build_features
+from octavo.features.grammar import compiler as compiler_module
+from octavo.features.grammar.compiler import Compiler
+from octavo.features.grammar.engine import GrammarEngine, Masks
+from octavo.features.grammar.worker import GrammarWorker, unpack_forbidden
+from octavo.schedule.policy import make_policy
+from octavo.schedule.scheduler import Limits, Scheduler
+from octavo.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(byte_level(), named_tokens={"eos_token": "</s>"})
+EOS = 2
+VOCAB = TOKENIZER.vocab_size + 5  # a model's head is often larger than its vocabulary
+
+
+def option(**form: Any) -> dict[str, msgspec.Raw]:
+    return {"grammar": msgspec.Raw(msgspec.msgpack.encode(StructuredOutputsParams(**form)))}
+
+
+class RandomStep:
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.output: StepOutput | None = None
+
+    def result(self) -> StepOutput:
+        assert self.output is not None
+        return self.output
+
+
+class RandomDevice:
+    """Samples any token that the worker half leaves possible, evenly: the worst model there is."""
+
+    def __init__(self, seed: int) -> None:
+        self.worker = GrammarWorker("grammar")
+        self.random = random.Random(seed)
+        self.masked_rows = 0
+
+    def forward(self, plan: Any) -> RandomStep:
+        return RandomStep(plan)
+
+    def sample(self, step: RandomStep, payload: dict[str, Any]) -> None:
+        plan = step.plan
+        rows = [row for row, samples in enumerate(plan.samples) if samples]
+        logits = torch.zeros(len(rows), VOCAB)
+        failed = self.worker.apply(logits, [plan.slots[row] for row in rows], payload.get("grammar"))
+        tokens: list[list[int]] = [[] for _ in plan.slots]
+        for place, row in enumerate(rows):
+            possible = torch.nonzero(logits[place] == 0).squeeze(-1).tolist()
+            self.masked_rows += len(possible) < VOCAB
+            tokens[row] = [self.random.choice(possible)] if possible else [0]
+        step.output = StepOutput(tokens, errors={rows[place]: error for place, error in failed.items()})
+
+    def close(self) -> None:
+        pass
+
+
+class House:
+    def __init__(self, *, depth: int = 0, seed: int = 0, compiler: Compiler | None = None) -> None:
+        self.compiler = compiler or Compiler(lambda: TOKENIZER, VOCAB, (EOS,))
+        self.hook = GrammarEngine("grammar", self.compiler)
+        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512, max_ahead=depth + 1)
+        self.scheduler = Scheduler(KVCache(512, 4), limits, make_policy("fcfs"), eos_token_ids=[EOS], hooks=[self.hook])
+        self.device = RandomDevice(seed)
+        self.loop = EngineLoop(self.scheduler, self.device, depth)
+        self.deltas: list[TokenDelta] = []
+
+    def ask(self, name: str, options: dict[str, msgspec.Raw], **params: Any) -> None:
+        sampling = SamplingParams(**{"max_tokens": 200, **params})
+        self.loop.add(GenerateRequest(id=name, tokens=[5, 6, 7], params=sampling, options=options))
+
+    def run(self) -> House:
+        while self.loop.busy:
+            self.deltas += self.loop.step()
+        self.loop.check_idle()
+        return self
+
+    def text(self, name: str, index: int = 0) -> str:
+        tokens = [t for d in self.deltas if (d.id, d.index) == (name, index) for t in d.tokens]
+        return TOKENIZER.decode(tokens)
+
+    def end(self, name: str, index: int = 0) -> TokenDelta:
+        (end,) = [d for d in self.deltas if (d.id, d.index) == (name, index) and d.finish is not None]
+        return end
+
+
+ITEM = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"enum": ["a", "b"]}}, "required": ["n", "s"]}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_even_random_logits_give_the_form(depth: int) -> None:
+    house = House(depth=depth, seed=depth)
+    closed = ITEM | {"additionalProperties": False}
+    for i in range(12):
+        house.ask(f"json{i}", option(json=closed), n=1 + i % 2)
+        house.ask(f"free{i}", {}, max_tokens=5, ignore_eos=True)
+        house.ask(f"choice{i}", option(choice=["north", "south", "südwest"]))
+    house.run()
+    for i in range(12):
+        for index in range(1 + i % 2):
+            end = house.end(f"json{i}", index)
+            if end.finish is FinishReason.STOP:
+                value = json.loads(house.text(f"json{i}", index))
+                assert set(value) == {"n", "s"}
+            else:
+                assert end.finish is FinishReason.LENGTH
+        assert house.text(f"choice{i}") in ("north", "south", "südwest")
+        assert house.end(f"choice{i}").complete
+        assert house.end(f"free{i}").finish is FinishReason.LENGTH
+
+
+def test_an_output_ends_as_soon_as_nothing_can_follow() -> None:
+    """No step is spent on an end-of-sequence token, so it needs none and `min_tokens` can't forbid it."""
+    house = House()
+    house.ask("a", option(choice=["x"]), min_tokens=5, ignore_eos=True)
+    house.run()
+    assert house.text("a") == "x"
+    end = house.end("a")
+    assert (end.finish, end.complete, end.stop_reason) == (FinishReason.STOP, True, None)
+
+
+def test_an_output_that_could_go_on_ends_with_the_models_own_end() -> None:
+    house = House(seed=3)
+    house.ask("a", option(regex="[ab]+"), max_tokens=150)
+    house.run()
+    end = house.end("a")
+    assert (end.finish, end.complete) == (FinishReason.STOP, False)
+    assert set(house.text("a")) <= set("ab")
+
+
+def test_nobody_waits_for_a_grammar_that_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def slow() -> Tokenizer:
+        gate.wait()
+        return TOKENIZER
+
+    house = House(compiler=Compiler(slow, VOCAB, (EOS,)))
+    house.ask("slow", option(choice=["x"]))
+    house.ask("free", {}, max_tokens=3, ignore_eos=True)
+    while not any(d.id == "free" and d.finish for d in house.deltas):
+        house.deltas += house.loop.step()
+    assert not any(d.id == "slow" for d in house.deltas)
+    assert house.loop.busy
+    assert house.loop.step() == []
+    assert house.loop.starved
+    gate.set()
+    assert house.run().text("slow") == "x"
+
+
+@pytest.mark.parametrize(
+    ("form", "word"),
+    [
+        ({"json": {"type": "nope"}}, "nope"),
+        ({"json": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}}, "not"),
+        ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+        ({"json": "{"}, "JSON"),
+        ({"regex": "(a|b"}, "unclosed"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": "start: foo"}, "foo"),
+        ({"structural_tag": {"format": {"type": "regex", "pattern": "("}}}, "structural tag"),
+    ],
+)
+def test_a_bad_form_fails_its_own_request_only(form: dict[str, Any], word: str) -> None:
+    house = House()
+    house.ask("good", option(choice=["x"]))
+    house.ask("bad", option(**form, param="field"), n=2)
+    house.ask("after", option(choice=["y"]))
+    house.run()
+    assert (house.text("good"), house.text("after")) == ("x", "y")
+    for index in (0, 1):
+        end = house.end("bad", index)
+        assert (end.finish, end.refused, end.tokens) == (FinishReason.ERROR, "field", [])
+        assert end.error is not None
+        assert word in end.error
+        assert len(end.error) < 700
+
+
+def test_an_abort_while_compiling_leaves_nothing() -> None:
+    gate = threading.Event()
+
+    def slow() -> Tokenizer:
+        gate.wait()
+        return TOKENIZER
+
+    house = House(compiler=Compiler(slow, VOCAB, (EOS,)))
+    house.ask("a", option(choice=["x"]))
+    assert house.loop.step() == []
+    house.deltas += house.loop.abort("a")
+    gate.set()
+    assert house.run().end("a").finish is FinishReason.ABORT
+    assert house.hook._guides == {}
+
+
+def test_grammars_are_compiled_once_and_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_KEPT", 2)
+    compiler = Compiler(lambda: TOKENIZER, VOCAB, (EOS,))
+    one, two, three = (option(choice=[word])["grammar"] for word in ("one", "two", "three"))
+    first = compiler.open(one)
+    assert compiler.open(one) is first
+    second = compiler.open(two)
+    assert compiler.open(one) is first
+    compiler.open(three)
+    assert compiler.open(one) is first
+    assert compiler.open(two) is not second
+
+
+def test_a_matcher_in_trouble_ends_its_request_with_the_reason() -> None:
+    house = House()
+    house.ask("a", option(regex="[a-c]{1,50}"), max_tokens=50)
+    while not any(d.tokens for d in house.deltas):
+        house.deltas += house.loop.step()
+    (guide,) = house.hook._guides.values()
+    assert guide.matcher is not None
+    assert guide.mask is not None
+    guide.mask.result()
+    guide.matcher.consume_token(TOKENIZER.encode("z")[0])  # not of the grammar: the matcher is in error from here on
+    house.run()
+    end = house.end("a")
+    assert end.finish is FinishReason.ERROR
+    assert "grammar" in str(end.error)
+
+
+def test_masks_are_applied_as_bit_by_bit() -> None:
+    torch.manual_seed(0)
+    words = -(-VOCAB // 32)
+    bits = bytearray(torch.randint(0, 256, (2 * words * 4,), dtype=torch.uint8).tolist())
+    slow = torch.tensor([[not bits[row * words * 4 + t // 8] >> (t % 8) & 1 for t in range(VOCAB)] for row in range(2)])
+    assert torch.equal(unpack_forbidden(bits, 2, VOCAB, torch.device("cpu")), slow)
+    logits = torch.randn(3, VOCAB)
+    before = logits.clone()
+    worker = GrammarWorker("grammar")
+    assert worker.apply(logits, [7, 4, 9], Masks([9, 7], bits, {7: "why"})) == {0: "why"}
+    assert torch.equal(logits[1], before[1])
+    assert torch.equal(logits[2], before[2].masked_fill(slow[0], float("-inf")))
+    assert torch.equal(logits[0], before[0].masked_fill(slow[1], float("-inf")))
+    both = before[:2].clone()
+    worker.apply(both, [1, 2], Masks([1, 2], bits, {}))
+    assert torch.equal(both, before[:2].masked_fill(slow, float("-inf")))
+
+
+def test_the_table_builds_it() -> None:
+    context = FeatureContext(vocab_size=VOCAB, eos_token_ids=(EOS,), load_tokenizer=lambda: TOKENIZER)
+    assert "grammar" in [feature.name for feature in build_features(context)]
+
+
+def test_exactly_one_form() -> None:
+    for wrong in ({}, {"regex": "a", "choice": ["b"]}, {"regex": ""}, {"choice": []}, {"choice": ["a", ""]}):
+        with pytest.raises(InvalidRequestError) as caught:
+            StructuredOutputsParams(**wrong)
+        assert caught.value.param == "structured_outputs"

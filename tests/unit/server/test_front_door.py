@@ -1,0 +1,104 @@
+"""Who and what is let in: keys from a file, other sites' pages, full queues, unknown fields."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from server_kit import HELLO, Visitor, ask, ask_now, eventually, get_now, make_house, saying
+
+from octavo.config import ServerConfig
+from octavo.core.errors import ConfigError
+from octavo.server.keys import with_key_file
+
+CHAT = "/v1/chat/completions"
+
+
+def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nalpha\n\n  beta  \n")
+    config = with_key_file(ServerConfig(api_keys=("one",), api_key_file=str(path)))
+    assert config.api_keys == ("one", "alpha", "beta")
+    app = make_house(saying("x"), config).app
+    for key, status in (("one", 200), ("beta", 200), ("# ours", 401), ("gamma", 401)):
+        assert ask_now(app, CHAT, HELLO, headers={"authorization": f"Bearer {key}"}).status == status
+        assert ask_now(app, CHAT, HELLO, headers={"x-api-key": key}).status == status
+
+
+def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("# nothing\n")
+    for name in ("empty", "absent"):
+        with pytest.raises(ConfigError, match=name):
+            with_key_file(ServerConfig(api_key_file=str(tmp_path / name)))
+
+
+def preflight(app: object, origin: str) -> dict[str, str]:
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    return ask_now(app, CHAT, method="OPTIONS", headers=asked).headers  # type: ignore[arg-type]
+
+
+def test_pages_of_other_sites_may_do_nothing_unless_named() -> None:
+    assert "access-control-allow-origin" not in preflight(make_house(saying("x")).app, "https://a.example")
+    app = make_house(saying("x"), ServerConfig(allowed_origins=("https://a.example",), api_keys=("k",))).app
+    assert preflight(app, "https://a.example")["access-control-allow-origin"] == "https://a.example"
+    assert "access-control-allow-origin" not in preflight(app, "https://b.example")
+    answer = ask_now(app, CHAT, HELLO, headers={"origin": "https://a.example", "authorization": "Bearer k"})
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    refused = ask_now(app, CHAT, HELLO, headers={"origin": "https://a.example"})
+    assert refused.status == 401
+    assert refused.headers["access-control-allow-origin"] == "https://a.example"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_says_when_to_come_back(stream: bool) -> None:
+    async def visit() -> None:
+        gate = asyncio.Event()
+        config = ServerConfig(max_num_queued_reqs=1)
+        house = make_house(saying("x"), config, pace=gate.wait, max_num_seqs=2)
+        body = HELLO | {"stream": stream}
+        first = [Visitor(house.app, CHAT, body) for _ in range(3)]
+        await eventually(lambda: len(house.engine.running) == 3)
+        assert (await ask(house.app, "/load", method="GET")).json() == {"server_load": 3}
+        answer = await ask(house.app, CHAT, body)
+        assert answer.status == 429
+        assert answer.error()["type"] == "TooManyRequestsError"
+        assert "--max-num-queued-reqs is 1" in answer.error()["message"]
+        assert int(answer.headers["retry-after"]) >= 1
+        metrics = (await ask(house.app, "/metrics", method="GET")).body.decode()
+        assert re.search(r'octavo:admission_rejections_total\{[^}]*reason="requests"\} 1.0', metrics)
+        gate.set()
+        for visitor in first:
+            assert (await visitor.whole()).status == 200
+        assert (await ask(house.app, CHAT, body)).status == 200
+        assert (await ask(house.app, "/load", method="GET")).json() == {"server_load": 0}
+
+    asyncio.run(visit())
+
+
+def test_waiting_tokens_are_bounded_but_one_request_always_fits() -> None:
+    async def visit() -> None:
+        gate = asyncio.Event()
+        house = make_house(saying("x"), ServerConfig(max_num_queued_tokens=20), pace=gate.wait)
+        long = {"prompt": "x" * 50}
+        first = Visitor(house.app, "/v1/completions", long)
+        await eventually(lambda: len(house.engine.running) == 1)
+        refused = await ask(house.app, "/v1/completions", long)
+        assert refused.status == 429
+        assert "--max-num-queued-tokens is 20" in refused.error()["message"]
+        gate.set()
+        assert (await first.whole()).status == 200
+        assert (await ask(house.app, "/v1/completions", long)).status == 200
+
+    asyncio.run(visit())
+
+
+def test_unknown_fields_are_refused_if_asked_to() -> None:
+    body = HELLO | {"temprature": 1}
+    assert ask_now(make_house(saying("x")).app, CHAT, body).json()["warnings"]
+    strict = make_house(saying("x"), ServerConfig(strict_params=True)).app
+    assert ask_now(strict, CHAT, body).error()["param"] == "temprature"
+    assert ask_now(strict, "/v1/completions", {"prompt": "a", "foo": None}).error()["param"] == "foo"
+    assert ask_now(strict, CHAT, HELLO).status == 200
+    assert get_now(strict, "/load").status == 200

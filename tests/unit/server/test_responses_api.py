@@ -1,0 +1,239 @@
+"""The Responses API: input items, output items, their events, and responses asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from server_kit import TOKENIZER, VOCAB_SIZE, Answer, ask, ask_now, eventually, saying
+from test_tools import CALL, CLOCK_CALL, THINKING, WITH_TOOLS
+
+from octavo.config import ServerConfig
+from octavo.engine.fake import FakeEngine, fake_info
+from octavo.server.app import create_app
+from octavo.text.chat import ChatTemplate
+from octavo.text.frontend import Frontend
+
+PATH = "/v1/responses"
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CLOCK = {"type": "function", "name": "clock"}
+
+
+class Place:
+    def __init__(self, text: str, template: str = WITH_TOOLS, pace: Any = None) -> None:
+        info = fake_info(name="toy", vocab_size=VOCAB_SIZE, features=["grammar"])
+        self.engine = FakeEngine(saying(text), info=info, pace=pace)
+        frontend = Frontend(self.engine, TOKENIZER, info, chat=ChatTemplate(template, TOKENIZER))
+        self.app = create_app(frontend, ServerConfig())
+
+    def ask(self, given: Any = "Hello", **fields: Any) -> Answer:
+        return ask_now(self.app, PATH, {"input": given} | fields)
+
+    def both(self, given: Any = "Hello", **fields: Any) -> dict[str, Any]:
+        """The response, which must be the same streamed and whole."""
+        answer = self.ask(given, **fields)
+        assert answer.status == 200, answer.body
+        whole: dict[str, Any] = answer.json()
+        streamed = followed(self.ask(given, **fields, stream=True).body.decode())
+        assert plain(streamed) == plain(whole)
+        return whole
+
+    @property
+    def prompt(self) -> str:
+        return TOKENIZER.decode(self.engine.requests[-1].tokens, skip_special_tokens=False)
+
+
+def plain(response: dict[str, Any]) -> dict[str, Any]:
+    """Without what no two responses share."""
+    assert response["id"].startswith("resp_")
+    items = [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in response["output"]]
+    return response | {"id": "", "created_at": 0, "completed_at": 0, "output": items}
+
+
+def followed(text: str) -> dict[str, Any]:
+    """The last event's response; asserts that the events before it tell the same, in order."""
+    assert "[DONE]" not in text
+    events = []
+    for frame in text.removesuffix("\n\n").split("\n\n"):
+        name, data = frame.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    items: list[dict[str, Any]] = []
+    for event in events[2:-1]:
+        kind = event["type"]
+        if kind == "response.output_item.added":
+            assert event["output_index"] == len(items)
+            items.append(event["item"])
+            continue
+        assert event["output_index"] == len(items) - 1
+        item = items[-1]
+        if kind == "response.content_part.added":
+            item["content"].append(event["part"])
+        elif kind.endswith("_text.delta"):
+            item["content"][0]["text"] += event["delta"]
+            item["content"][0].get("logprobs", []).extend(event.get("logprobs", []))
+        elif kind.endswith("_text.done"):
+            assert event["text"] == item["content"][0]["text"]
+        elif kind == "response.function_call_arguments.delta":
+            item["arguments"] += event["delta"]
+        elif kind == "response.function_call_arguments.done":
+            assert event["arguments"] == item["arguments"]
+        elif kind == "response.output_item.done":
+            assert event["item"] == item | {"status": event["item"]["status"]}
+            items[-1] = event["item"]
+    last: dict[str, Any] = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{last['status']}"
+    assert last["output"] == items
+    return last
+
+
+def said(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
+
+
+def test_a_response() -> None:
+    place = Place("Hi there.")
+    response = place.both(instructions="Be kind.", metadata={"a": "b"})
+    assert said(response) == "Hi there."
+    assert (response["object"], response["status"], response["model"]) == ("response", "completed", "toy")
+    assert place.prompt == "[system]Be kind.\n[user]Hello\n[assistant]"
+    usage = response["usage"]
+    assert usage["output_tokens"] == len("Hi there.") + 1
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert response["metadata"] == {"a": "b"}
+
+
+def test_cut_short_and_empty() -> None:
+    response = Place("Hi there.").both(max_output_tokens=2)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (said(response), response["output"][0]["status"]) == ("Hi", "incomplete")
+    assert said(Place("").both()) == ""
+
+
+def test_calls_and_reasoning_are_items() -> None:
+    response = Place("hm</think>So:\n" + CALL + "\n" + CLOCK_CALL, THINKING).both(tools=[TOOL, CLOCK])
+    kinds = [item["type"] for item in response["output"]]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    call = response["output"][2]
+    assert (call["name"], call["arguments"], call["status"]) == ("weather", '{"city": "Paris"}', "completed")
+    assert call["call_id"].startswith("call_")
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == len("hm</think>")
+
+
+def test_items_become_a_conversation() -> None:
+    calls = "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments.city }}){% endfor %}"
+    place = Place("x", "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + calls + "{% endfor %}{{ tools or '' }}")
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "look", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+    ]
+    assert place.ask(items).status == 200
+    assert place.prompt == "[system]Be kind.[user]a\nb[assistant]look(weather Rome)[tool]rain"
+
+
+def test_a_conversation_goes_on_from_a_response() -> None:
+    place = Place("Fine.")
+    first = place.ask("How are you?").json()
+    second = place.ask("And now?", previous_response_id=first["id"]).json()
+    assert place.prompt == "[user]How are you?\n[assistant]Fine.\n[user]And now?\n[assistant]"
+    place.ask("So?", previous_response_id=second["id"])
+    assert place.prompt.count("Fine.") == 2
+    items = ask_now(place.app, f"{PATH}/{second['id']}/input_items", method="GET").json()["data"]
+    assert [item["type"] for item in items] == ["message", "message", "message"]
+
+
+def test_responses_can_be_asked_for_and_forgotten() -> None:
+    place = Place("x")
+    kept, free = place.ask().json(), place.ask(store=False).json()
+    path = f"{PATH}/{kept['id']}"
+    assert ask_now(place.app, path, method="GET").json() == kept
+    assert ask_now(place.app, f"{PATH}/{free['id']}", method="GET").status == 404
+    assert ask_now(place.app, f"{path}/cancel").error()["param"] == "response_id"
+    assert ask_now(place.app, path, method="DELETE").json() == {"id": kept["id"], "object": "response", "deleted": True}
+    assert ask_now(place.app, path, method="GET").status == 404
+    gone = place.ask(previous_response_id=kept["id"])
+    assert (gone.status, gone.error()["param"]) == (404, "previous_response_id")
+
+
+def test_in_the_background() -> None:
+    async def visit() -> None:
+        gate = asyncio.Event()
+        place = Place("Done.", pace=gate.wait)
+        first = (await ask(place.app, PATH, {"input": "Hello", "background": True})).json()
+        assert first["status"] == "queued"
+        await eventually(lambda: bool(place.engine.running))
+        path = f"{PATH}/{first['id']}"
+        assert (await ask(place.app, path, method="GET")).json()["status"] == "in_progress"
+        early = await ask(place.app, PATH, {"input": "x", "previous_response_id": first["id"]})
+        assert early.error()["param"] == "previous_response_id"
+        gate.set()
+        await eventually(lambda: not place.engine.running)
+        done = (await ask(place.app, path, method="GET")).json()
+        assert (done["status"], said(done)) == ("completed", "Done.")
+
+    asyncio.run(visit())
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_background_can_be_cancelled(begun: bool) -> None:
+    async def visit() -> None:
+        gate = asyncio.Event()
+        place = Place("Done.", pace=gate.wait)
+        first = (await ask(place.app, PATH, {"input": "Hello", "background": True})).json()
+        if begun:
+            await eventually(lambda: bool(place.engine.running))
+        cancelled = (await ask(place.app, f"{PATH}/{first['id']}/cancel")).json()
+        assert cancelled["status"] == "cancelled"
+        await eventually(lambda: not place.engine.running)
+        assert (await ask(place.app, f"{PATH}/{first['id']}", method="GET")).json()["status"] == "cancelled"
+
+    asyncio.run(visit())
+
+
+def test_a_form_of_output_and_logprobs() -> None:
+    place = Place("{}")
+    form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}}
+    response = place.both(text=form, top_logprobs=2)
+    assert "grammar" in place.engine.requests[-1].options
+    (part,) = response["output"][0]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]).startswith("{}")
+    assert response["text"] == form
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "message"}]}, "input.0"),
+        ({"input": [{"type": "web_search_call"}]}, "input.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.function.name"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"background": True, "store": False}, "store"),
+        ({"max_output_tokens": 0}, "max_completion_tokens"),
+        ({"temperature": 7}, "temperature"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format.type"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+    answer = ask_now(Place("x").app, PATH, {"input": "Hello"} | fields)
+    assert answer.status == 400
+    assert answer.error()["param"] == param
