@@ -113,7 +113,7 @@ class CausalLM(nn.Module):
         super().__init__()
         model = b.at("model")
         self.spec = spec
-        self.residual_dtype = b.residual_dtype
+        self.residual_dtype = b.residual_dtype(spec.hidden_size)
         self.embedding = model.embedding("embed_tokens", spec.vocab_size, spec.hidden_size)
         self.rope = b.rope(spec.rope)
         self.layers = nn.ModuleList(

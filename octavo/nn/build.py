@@ -19,6 +19,9 @@ from octavo.nn.rope_spec import RopeSpec
 from octavo.nn.shard import Heads, Shard
 
 
+_WIDE = 2048
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """A place in the model under construction, and the choices that hold everywhere in it.
@@ -34,11 +37,12 @@ class Build:
     scheme: type[Unquantised] = Unquantised
     path: str = ""
 
-    @property
-    def residual_dtype(self) -> torch.dtype:
-        """What the residual stream is kept in. On a CPU float32: it costs little there, and most of the rounding error
-        of a bfloat16 model is made in its sums."""
-        return torch.float32 if self.device.type == "cpu" else self.dtype
+    def residual_dtype(self, hidden_size: int) -> torch.dtype:
+        """What the residual stream is kept in. Most of the rounding error of a bfloat16 model is made in its sums, and
+        small models change their answers by it. So it is float32, but on a GPU for wide models, which stand it better
+        and whose norms it would slow by half."""
+        wide = self.device.type != "cpu" and hidden_size > _WIDE
+        return self.dtype if wide else torch.float32
 
     def at(self, *names: str | int) -> Build:
         """The same choices further down: `b.at("layers", 3)` stands at `path.layers.3`."""

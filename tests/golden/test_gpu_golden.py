@@ -37,3 +37,20 @@ def test_smollm2_in_float32_gives_the_golden_tokens(smollm2_files: ModelFiles, e
     loop.check_idle()
     loop.close()
     assert [outputs[str(i)] for i in range(len(chats))] == [chat["tokens"] for chat in chats]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_smollm2_in_bfloat16_still_knows_the_capital_of_france(smollm2_files: ModelFiles) -> None:
+    """A residual stream in bfloat16 is enough to lose it."""
+    chat = json.loads(GOLDEN.read_text())["chats"][0]
+    config = EngineConfig.of(dtype="bfloat16", device="cuda", max_num_seqs=4, memory_bytes=1 << 26, max_model_len=256)
+    loop, _ = build_core(config, smollm2_files)
+    params = SamplingParams(temperature=0, max_tokens=len(chat["tokens"]))
+    loop.add(GenerateRequest(id="chat", tokens=chat["prompt_token_ids"], params=params))
+    tokens: list[int] = []
+    while loop.busy:
+        for delta in loop.step():
+            tokens += delta.tokens
+    loop.close()
+    assert tokens == chat["tokens"]

@@ -58,6 +58,18 @@ def test_add_rms_norm(generator, dtype):
     assert_close(normed, plain_norm(x + residual, weight))
 
 
+def test_add_rms_norm_to_a_float32_residual(generator):
+    x = torch.randn(4, 96, generator=generator).to(torch.float16)
+    residual, weight = torch.randn(4, 96, generator=generator), torch.randn(96, generator=generator).to(torch.float16)
+    there, kept = x.to(DEVICE, copy=True), residual.to(DEVICE, copy=True)
+    normed, total = triton_norm.add_rms_norm(there, kept, weight.to(DEVICE), 1e-5)
+    assert torch.equal(there.cpu(), x)
+    assert torch.equal(kept.cpu(), residual)
+    assert torch.equal(total.cpu(), x.float() + residual)
+    assert normed.dtype == torch.float16
+    assert_close(normed, plain_norm(x.float() + residual, weight))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [48, 2500])
 def test_silu_mul(generator, dtype, size):

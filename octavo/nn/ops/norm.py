@@ -35,7 +35,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Returns:
         (rms_norm(x + residual), x + residual), the sum in the residual's dtype.
     """
-    if x.is_cuda and x.dtype == residual.dtype and x.is_contiguous() and residual.is_contiguous():
+    if x.is_cuda and x.is_contiguous() and residual.is_contiguous():
         from octavo.nn.ops import triton_norm
 
         return triton_norm.add_rms_norm(x, residual, weight, eps)

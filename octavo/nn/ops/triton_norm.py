@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 @triton.jit
-def _norm_kernel(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
-    """The sum replaces x where there is something to add. The norm is taken of the sum as it is stored."""
+def _norm_kernel(x, residual, total, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """The norm is taken of x, or of the sum as it is stored."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     valid = i < SIZE
     value = tl.load(x + row + i, mask=valid, other=0.0)
     if ADD:
         value = (value.to(tl.float32) + tl.load(residual + row + i, mask=valid, other=0.0).to(tl.float32)).to(
-            x.dtype.element_ty
+            total.dtype.element_ty
         )
-        tl.store(x + row + i, value, mask=valid)
+        tl.store(total + row + i, value, mask=valid)
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     scaled = wide * inverse * tl.load(weight + i, mask=valid, other=0.0).to(tl.float32)
@@ -29,21 +29,22 @@ def _norm_kernel(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.co
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H] contiguous."""
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    _launch(x, x, weight, out, eps, add=False)
+    _launch(x, x, x, weight, out, eps, add=False)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and residual of one dtype, contiguous."""
+    """x and residual contiguous; the sum replaces x if they have one dtype."""
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    _launch(x, residual, weight, out, eps, add=True)
-    return out, x
+    total = x if x.dtype == residual.dtype else torch.empty_like(residual)
+    _launch(x, residual, total, weight, out, eps, add=True)
+    return out, total
 
 
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool) -> None:
+def _launch(x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool) -> None:
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
     rows = x.numel() // size
     if rows:
         warps = max(1, min(16, block // 512))
-        _norm_kernel[(rows,)](x, residual, weight, out, eps, SIZE=size, BLOCK=block, ADD=add, num_warps=warps)
+        _norm_kernel[(rows,)](x, residual, total, weight, out, eps, SIZE=size, BLOCK=block, ADD=add, num_warps=warps)
