@@ -18,7 +18,6 @@ from octavo.nn.rope import Rope
 from octavo.nn.rope_spec import RopeSpec
 from octavo.nn.shard import Heads, Shard
 
-
 _WIDE = 2048
 
 
