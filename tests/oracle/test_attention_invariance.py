@@ -96,7 +96,7 @@ def test_a_decode_step_allocates_no_copy_of_the_context(scattered):
     tables = (tables.view(count, rows).T if scattered else tables.view(rows, count)).contiguous()
     for backend in (TorchAttention(), native()):
         cache = torch.randn(backend.cache_shape(spec, rows * count, block_size)).bfloat16()
-        step = ragged._step([(length - 3, 1, table.tolist()) for table in tables], [0] * rows)
+        step = ragged._step([(length - 3, 1, table.tolist()) for table in tables], [0] * rows, torch.device("cpu"))
         step.attn = backend.prepare(step, block_size)
         q = torch.randn(rows, spec.num_heads, spec.head_dim).bfloat16()
         backend.attend(q, cache, step, spec)
