@@ -20,7 +20,7 @@ from octavo.models.model import Model
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.resident import ResidentSampler, Row, Sampled, is_plain
-from octavo.worker.hooks import WorkerHook
+from octavo.worker.hooks import WorkerHook, apply_hooks, follows_steps
 from octavo.worker.resident.graphs import DecodeGraphs
 from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
 
@@ -29,7 +29,10 @@ _BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this re
 
 @dataclass(slots=True)
 class ResidentStep:
-    """A step on its way. `hidden` [S, H] are the states of the tokens that get logits, `slots` [S] their slots."""
+    """A step on its way. `hidden` [S, H] are the states of the tokens that get logits, `slots` [S] their slots.
+
+    `failed` says of some of those S why hooks end their requests.
+    """
 
     plan: StepPlan
     input: StepInput | None
@@ -38,6 +41,7 @@ class ResidentStep:
     rows: list[Row]
     bucket: int = 0
     sampled: Sampled | None = None
+    failed: dict[int, str] = field(default_factory=dict)
     hooks: Sequence[WorkerHook] = field(default=())
 
     def result(self) -> StepOutput:
@@ -51,6 +55,7 @@ class ResidentStep:
                 tokens[row] = [max(token, 0)]
                 if token < 0:
                     errors[row] = _BAD_LOGITS
+            errors |= {where[i]: error for i, error in self.failed.items()}
             found = self.sampled.logprobs_of()
             logprobs = {where[i]: [entry] for i, entry in found.items() if where[i] not in errors}
         output = StepOutput(tokens, logprobs, errors)
@@ -87,8 +92,11 @@ class ResidentRunner:
 
     @torch.inference_mode()
     def capture(self, max_rows: int) -> None:
-        """Record the graphs of decoding. Features take part launch by launch, so with any there are no graphs."""
-        if not self._hooks:
+        """Record the graphs of decoding. With a feature that follows each step there are none.
+
+        One that only changes logits has the forward pass of its steps replayed, and their sampling launched.
+        """
+        if not any(follows_steps(hook) for hook in self._hooks):
             self.graphs = DecodeGraphs(self._model, self._attention, self._slots, self._sampler, self._block_size)
             self.graphs.capture(max_rows)
 
@@ -125,14 +133,13 @@ class ResidentRunner:
     def sample(self, step: ResidentStep, payload: dict[str, Any]) -> None:
         if not step.rows:
             return
-        if step.bucket and self.graphs is not None and all(is_plain(row.params) for row in step.rows):
+        if step.bucket and self.graphs is not None and not payload and all(is_plain(row.params) for row in step.rows):
             sampled = self.graphs.sample(step.bucket)
             step.sampled = Sampled(Download(sampled[: len(step.rows)]), [])
             return
         logits = self._model.logits(step.hidden)
         order = [row.slot for row in step.rows]
-        for hook in self._hooks:
-            hook.apply(logits, order, payload.get(hook.name))
+        step.failed = apply_hooks(self._hooks, logits, order, payload)
         tokens, logprobs = self._sampler.sample(logits, step.slots, step.rows)
         self._slots.append(step.slots, tokens)
         step.sampled = Sampled(Download(tokens), logprobs)
