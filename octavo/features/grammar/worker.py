@@ -35,4 +35,4 @@ class GrammarWorker(WorkerHook):
 def unpack_forbidden(bits: bytearray, rows: int, vocab_size: int, device: torch.device) -> Tensor:
     """bool [rows, vocab_size], true where the bit is not set."""
     packed = torch.frombuffer(bits, dtype=torch.uint8).view(rows, -1, 1).to(device, non_blocking=True)
-    return ((packed & _BITS.to(device)) == 0).view(rows, -1)[:, :vocab_size]
+    return ((packed & _BITS.to(device, non_blocking=True)) == 0).view(rows, -1)[:, :vocab_size]
