@@ -12,6 +12,8 @@ from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
 from octavo.device.transfer import Download, upload
+from octavo.sampling.resident_bans import forbid
+from octavo.sampling.resident_logprobs import Columns, columns_of, entries_of
 from octavo.sampling.state import PreparedParams
 from octavo.sampling.triton_draw import choose_kernel, count_kernel, draw_kernel, filter_kernel, penalty_kernel
 
@@ -19,11 +21,9 @@ NUM_PARAMS = 16
 _DRAW_BLOCK = 4096
 _FILTER_BLOCK = 4096
 _COUNT_BLOCK = 1024
-_SPARE = 40
 
-
-Logprobs = list[tuple[list[int], list[Download]]]
-"""Groups of rows that ask for equally many alternatives, and the four columns of their `TokenLogprobs`."""
+Logprobs = list[tuple[list[int], Columns]]
+"""Groups of rows that ask for equally many alternatives, and theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,9 @@ class Sampled:
 
     def logprobs_of(self) -> dict[int, TokenLogprobs]:
         """Index of the row -> its log-probabilities, for the rows that asked."""
-        found = {}
-        for rows, parts in self.logprobs:
-            columns = [part.wait().tolist() for part in parts]
-            found.update({row: TokenLogprobs(*entry) for row, *entry in zip(rows, *columns, strict=True)})
+        found: dict[int, TokenLogprobs] = {}
+        for rows, columns in self.logprobs:
+            found.update(zip(rows, entries_of(columns), strict=True))
         return found
 
 
@@ -92,6 +91,7 @@ def packed_params(params: PreparedParams, num_prompt: int) -> np.ndarray:
 def is_plain(params: PreparedParams) -> bool:
     """Whether the draw alone decides: nothing changes the logits, cuts them off or reports on them."""
     changes = len(params.bias_ids) or params.min_tokens or _penalised(params)
+    changes = changes or params.allowed_ids is not None or params.bad_words
     return not changes and params.logprobs is None and (params.greedy or not params.filtered)
 
 
@@ -140,6 +140,7 @@ class ResidentSampler:
         if all(is_plain(row.params) for row in rows):
             return self.draw(logits, slots), []
         work = logits.to(torch.float32, copy=True)
+        forbid(work, self._table.tokens, rows)
         self._bias_and_ban(work, rows)
         self._penalise(work, slots, rows)
         if any(row.params.filtered and not row.params.greedy for row in rows):
@@ -192,7 +193,7 @@ def _penalised(params: PreparedParams) -> bool:
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> Logprobs:
-    """Under the raw logits, as `logprobs.py`; ties that reach over 40 tokens past the last wanted one may be cut."""
+    """Under the raw logits, for the rows that ask."""
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         if row.params.logprobs is not None:
@@ -200,19 +201,6 @@ def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> Logprobs:
     made = []
     for count, chosen in groups.items():
         index = upload(np.asarray(chosen), logits.device)
-        raw = logits.index_select(0, index).float()
-        picked = tokens.index_select(0, index).clamp(min=0).long()[:, None]
-        logprobs = raw.log_softmax(-1)
-        ranks = (raw > raw.gather(-1, picked)).sum(-1) + 1
-        ids = _most_likely(raw, count)
-        parts = [logprobs.gather(-1, picked).squeeze(-1), ranks, ids, logprobs.gather(-1, ids)]
-        made.append((chosen, [Download(part) for part in parts]))
+        picked = tokens.index_select(0, index).clamp(min=0)
+        made.append((chosen, columns_of(logits.index_select(0, index), picked, count)))
     return made
-
-
-def _most_likely(logits: Tensor, count: int) -> Tensor:
-    """[n, count] ids, best first, ties by the lower id."""
-    values, ids = logits.topk(min(count + _SPARE, logits.shape[-1]), dim=-1)
-    ids, order = ids.sort(dim=-1)
-    _, again = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return ids.gather(-1, again)[:, :count]

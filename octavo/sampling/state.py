@@ -28,7 +28,7 @@ class PreparedParams:
         banned_ids: [s] int64, tokens not sampled before `min_tokens`.
         logprobs, prompt_logprobs: alternatives to report, -1 for all; None reports nothing.
         allowed_ids: [a] int64, the only tokens that may be sampled; None for all.
-        bad_words: sequences of tokens that the output may not contain.
+        bad_words: sequences of tokens that the output may not contain, all of them in the vocabulary.
     """
 
     greedy: bool
@@ -85,7 +85,7 @@ class PreparedParams:
             allowed_ids=None
             if params.allowed_token_ids is None
             else torch.tensor([token for token in params.allowed_token_ids if 0 <= token < vocab_size]),
-            bad_words=params.bad_token_ids or [],
+            bad_words=[word for word in params.bad_token_ids or [] if all(0 <= token < vocab_size for token in word)],
         )
 
 

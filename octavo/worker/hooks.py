@@ -16,7 +16,8 @@ from octavo.nn.step import StepInput
 class WorkerHook:
     """The worker half of a feature. It keeps its own state by slot and never sees the runner.
 
-    `payload` is what the engine half put under `name` for this step; None if it put nothing.
+    `payload` is what the engine half put under `name` for this step; None if it put nothing. A hook takes part in what
+    it overrides: one that overrides neither `before_forward` nor `after_sample` leaves recorded decoding as it is.
     """
 
     name: str = ""
@@ -31,7 +32,7 @@ class WorkerHook:
         """The batch is laid out; the model has not run."""
 
     def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> Mapping[int, str]:
-        """Change the rows of logits [S, vocab] in place; row i belongs to `slots[i]`.
+        """Change the rows of logits [S, vocab] in place; row i belongs to `slots[i]`. Only called with a payload.
 
         Returns row -> why it can't be sampled, for requests that end here.
         """
@@ -39,3 +40,20 @@ class WorkerHook:
 
     def after_sample(self, step: StepInput, output: StepOutput) -> None:
         """The step's tokens are known."""
+
+
+def follows_steps(hook: WorkerHook) -> bool:
+    """Whether it must be told of each step's batch, and not only change logits when there is a payload for it."""
+    kind = type(hook)
+    return kind.before_forward is not WorkerHook.before_forward or kind.after_sample is not WorkerHook.after_sample
+
+
+def apply_hooks(
+    hooks: Sequence[WorkerHook], logits: Tensor, slots: Sequence[int], payload: Mapping[str, Any]
+) -> dict[int, str]:
+    """`WorkerHook.apply` of each hook that has a payload; all their errors by row."""
+    failed: dict[int, str] = {}
+    for hook in hooks:
+        if payload.get(hook.name) is not None:
+            failed.update(hook.apply(logits, slots, payload[hook.name]))
+    return failed

@@ -20,7 +20,7 @@ from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.prompt_logprobs import prompt_logprobs
 from octavo.sampling.sampler import Sampler
-from octavo.worker.hooks import WorkerHook
+from octavo.worker.hooks import WorkerHook, apply_hooks
 from octavo.worker.inputs import build_input
 from octavo.worker.slots import Slots
 
@@ -103,9 +103,7 @@ class Runner:
         if rows:
             slots = [plan.slots[row] for row in rows]
             logits = self._model.logits(step.hidden[step.input.logit_rows])
-            failed: dict[int, str] = {}
-            for hook in self._hooks:
-                failed.update(hook.apply(logits, slots, payload.get(hook.name)))
+            failed = apply_hooks(self._hooks, logits, slots, payload)
             sampled = self._sampler.sample(logits, self._slots.sample_rows(slots))
             self._slots.append(torch.tensor(slots), sampled.tokens)
             for row, token in zip(rows, sampled.tokens.tolist(), strict=True):

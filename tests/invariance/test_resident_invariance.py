@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, on few and short requests
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,22 @@ import torch
 
 pytest.importorskip("triton")
 
+from torch import Tensor
+
 from octavo.build import build_core
 from octavo.config import EngineConfig
+from octavo.core.output import TokenDelta, TokenLogprobs
 from octavo.core.params import SamplingParams
-from octavo.core.request import GenerateRequest
+from octavo.core.request import GenerateRequest, Request
 from octavo.device.cpu import CpuDevice
+from octavo.features import Feature
 from octavo.hub.files import ModelFiles
+from octavo.schedule.hooks import EngineHook
+from octavo.worker.hooks import WorkerHook
+from octavo.worker.resident import graphs
+from octavo.worker.resident.graphs import DecodeGraphs
+from octavo.worker.resident.runner import ResidentRunner
+from octavo.worker.worker import Worker
 
 GPU = torch.cuda.is_available()
 VOCAB = 131
@@ -93,32 +104,43 @@ def drawn() -> list[GenerateRequest]:
 
 
 def run(asked: list[GenerateRequest], **settings: Any) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for delta in deltas(asked, **settings):
+        assert delta.error is None, delta.error
+        tokens.setdefault(delta.id, []).extend(delta.tokens)
+        if delta.logprobs is not None:
+            assert all(len(entry.top_ids) == 2 for entry in delta.logprobs)
+    return tokens
+
+
+def deltas(asked: list[GenerateRequest], **settings: Any) -> list[TokenDelta]:
     files = ModelFiles(name="tiny", path=Path("tiny"), format="safetensors", weights=(), config=CONFIG)
     config = EngineConfig.of(
         **{"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 21, "seed": 11, "threads": 1, **settings}
     )
     loop, _ = build_core(config, files)
-    tokens: dict[str, list[int]] = {}
+    news: list[TokenDelta] = []
     waiting = list(asked)
     while waiting or loop.busy:
         for request in waiting[:2]:
             loop.add(request)
         del waiting[:2]
-        for delta in loop.step():
-            assert delta.error is None, delta.error
-            tokens.setdefault(delta.id, []).extend(delta.tokens)
-            if delta.logprobs is not None:
-                assert all(len(entry.top_ids) == 2 for entry in delta.logprobs)
+        news += loop.step()
     loop.check_idle()
     loop.close()
-    return tokens
+    return news
 
 
 def resident(asked: list[GenerateRequest], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dict[str, list[int]]:
+    return run(asked, **behind(monkeypatch), **settings)
+
+
+def behind(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings under which the resident runner computes."""
     if GPU:
-        return run(asked, device="cuda", **settings)
+        return {"device": "cuda"}
     monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
-    return run(asked, attention_backend="triton", **settings)
+    return {"attention_backend": "triton"}
 
 
 @cache
@@ -139,3 +161,164 @@ def test_drawn_tokens_depend_on_the_request_alone(monkeypatch):
         alone |= resident([request], monkeypatch, async_scheduling=False)
     assert {name: together[name] for name in alone} == alone
     assert len({tuple(tokens) for tokens in together.values()}) == 3
+
+
+class Odd(EngineHook):
+    """For requests named so, only odd tokens; for those named to fail, an error at the third token."""
+
+    name = "odd"
+
+    def __init__(self) -> None:
+        self._failing = 0
+
+    def before_sample(self, plan: Any, rows: Sequence[Request]) -> dict[int, str] | None:
+        wanted = {}
+        for slot, samples, request in zip(plan.slots, plan.samples, rows, strict=True):
+            if samples and request.spec.id in ("odd", "fail"):
+                self._failing += request.spec.id == "fail"
+                ended = request.spec.id == "fail" and self._failing >= 3
+                wanted[slot] = "Its third token failed." if ended else ""
+        return wanted or None
+
+
+class OddWorker(WorkerHook):
+    name = "odd"
+
+    def apply(self, logits: Tensor, slots: Sequence[int], payload: dict[int, str]) -> Mapping[int, str]:
+        rows = [slots.index(slot) for slot in payload]
+        for row in rows:
+            logits[row, ::2] = float("-inf")
+        return {row: payload[slots[row]] for row in rows if payload[slots[row]]}
+
+
+class Following(OddWorker):
+    """One that must be told of every step."""
+
+    told = 0
+
+    def after_sample(self, step: Any, output: Any) -> None:
+        type(self).told += 1
+
+
+def special() -> list[GenerateRequest]:
+    """All that changes or reports on logits beside the sampling parameters of `requests`."""
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "odd": {},
+        "fail": {},
+        "allowed": {"allowed_token_ids": [7, 9, 30, 31, 77], "bad_token_ids": [[30]]},
+        "bad": {"bad_token_ids": BAD},
+        "prompt": {"prompt_logprobs": 3},
+        "all": {"prompt_logprobs": -1, "allowed_token_ids": [40, 41, 42, 43], "logprobs": 1, "frequency_penalty": 1.0},
+    }
+    rng = random.Random(8)
+    return [
+        GenerateRequest(
+            id=name,
+            tokens=[rng.randrange(4, VOCAB) for _ in range(20)],
+            params=SamplingParams(max_tokens=6, min_tokens=6, temperature=0, **each),
+        )
+        for name, each in settings.items()
+    ]
+
+
+BAD = [[1, VOCAB + 5], [5]]
+
+
+def summary(
+    news: list[TokenDelta],
+) -> dict[str, tuple[list[int], str | None, list[TokenLogprobs], list[TokenLogprobs]]]:
+    """Request -> tokens, error, their log-probabilities, and its prompt's."""
+    found: dict[str, tuple[list[int], str | None, list[TokenLogprobs], list[TokenLogprobs]]] = {}
+    for delta in news:
+        tokens, error, logprobs, prompt = found.get(delta.id, ([], None, [], []))
+        found[delta.id] = (
+            tokens + delta.tokens,
+            delta.error or error,
+            logprobs + (delta.logprobs or []),
+            prompt + (delta.prompt_logprobs or []),
+        )
+    return found
+
+
+def check_close(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
+    assert [(entry.rank, entry.top_ids) for entry in found] == [(entry.rank, entry.top_ids) for entry in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
+
+
+def with_feature(monkeypatch: pytest.MonkeyPatch, worker: WorkerHook) -> None:
+    monkeypatch.setattr("octavo.build.build_features", lambda _: [Feature(name="odd", engine=Odd(), worker=worker)])
+
+
+@pytest.mark.parametrize("name", ["overlap", "chunked prefill", "no overlap"])
+def test_bans_features_and_reports_are_those_of_the_cpu(name, monkeypatch):
+    with_feature(monkeypatch, OddWorker())
+    free = summary(deltas(special()[4:5], device="cpu", attention_backend="torch"))["bad"][0]
+    across = [special()[4].tokens[-1], free[0]]  # begins in the prompt, so it may come
+    monkeypatch.setattr(f"{__name__}.BAD", [across, free[0:2], [9, 9, *free[1:3]], free[2:5], free[5:6], [3, VOCAB]])
+    expected = summary(deltas(special(), device="cpu", attention_backend="torch"))
+    assert expected["bad"][0][0] == free[0]
+    assert expected["bad"][0][1] != free[1]
+    assert set(expected["allowed"][0]) <= {7, 9, 31, 77}
+    assert all(token % 2 for token in expected["odd"][0])
+    assert expected["fail"][1] == "Its third token failed."
+    assert len(expected["prompt"][3]) == len(expected["all"][3]) == 19
+    found = summary(deltas(special(), **behind(monkeypatch), **FEATURES[name]))
+    assert {key: each[:2] for key, each in found.items()} == {key: each[:2] for key, each in expected.items()}
+    for key in expected:
+        check_close(found[key][2], expected[key][2])
+        check_close(found[key][3], expected[key][3])
+
+
+class Unrecorded(DecodeGraphs):
+    """Graphs that compute anew what they would replay, and count how often."""
+
+    replayed: dict[str, int]
+
+    def capture(self, max_rows: int) -> None:
+        self._reserve(max_rows)
+        for size in self._sizes:
+            self._graphs[size] = graphs._Size(Again(self, "forward", size), Again(self, "sample", size))
+
+
+class Again:
+    def __init__(self, owner: Unrecorded, what: str, size: int) -> None:
+        self._owner, self._what, self._size = owner, what, size
+
+    def replay(self) -> None:
+        Unrecorded.replayed[self._what] += 1
+        getattr(self._owner, f"_{self._what}")(self._size)
+
+
+@pytest.mark.skipif(GPU, reason="on a GPU all other tests replay graphs")
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_feature_that_only_changes_logits_leaves_the_graphs(follows, monkeypatch):
+    """Its own steps replay the forward pass, all others the sampling too."""
+    make = Worker.make_runner
+
+    def recorded(self: Worker, **settings: Any) -> Any:
+        runner = make(self, **settings)
+        if isinstance(runner, ResidentRunner):
+            runner.capture(settings["num_slots"])
+        return runner
+
+    Unrecorded.replayed = {"forward": 0, "sample": 0}
+    Following.told = 0
+    with_feature(monkeypatch, Following() if follows else OddWorker())
+    lengths = {"plain": 14, "odd": 5, "fail": 5}
+    asked = [
+        GenerateRequest(id=name, tokens=[8, 9, 10], params=SamplingParams(max_tokens=length, temperature=0))
+        for name, length in lengths.items()
+    ]
+    expected = summary(deltas(asked, device="cpu", attention_backend="torch", max_num_seqs=4))
+    monkeypatch.setattr(Worker, "make_runner", recorded)
+    monkeypatch.setattr("octavo.worker.resident.runner.DecodeGraphs", Unrecorded)
+    found = summary(deltas(asked, **behind(monkeypatch), max_num_seqs=4))
+    assert {key: each[:2] for key, each in found.items()} == {key: each[:2] for key, each in expected.items()}
+    if follows:
+        assert Unrecorded.replayed == {"forward": 0, "sample": 0}
+        assert Following.told > 10
+    else:
+        assert Unrecorded.replayed["forward"] > Unrecorded.replayed["sample"] > 3

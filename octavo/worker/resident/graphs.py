@@ -67,14 +67,7 @@ class DecodeGraphs:
     def capture(self, max_rows: int) -> None:
         """Record all sizes, the largest first, so that the others find their memory in its pool."""
         began = time.perf_counter()
-        device = self._slots.device
-        self._sizes = sizes(max_rows)
-        largest = self._sizes[-1]
-        self._rows = torch.full((largest,), self._slots.num_slots, dtype=torch.int32, device=device)
-        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        self._buffers = empty_step(largest, largest, device)
-        self._sampled = torch.empty(largest, dtype=torch.int32, device=device)
-        self._hidden = self._computed(largest).clone()
+        self._reserve(max_rows)
         pool = torch.cuda.graph_pool_handle()
         with _no_collection():
             for size in reversed(self._sizes):
@@ -88,6 +81,17 @@ class DecodeGraphs:
                     self._sample(size)
                 self._graphs[size] = graphs
         log.info("captured decoding at %d batch sizes in %.1f s", len(self._sizes), time.perf_counter() - began)
+
+    def _reserve(self, max_rows: int) -> None:
+        """The buffers of the largest size."""
+        device = self._slots.device
+        self._sizes = sizes(max_rows)
+        largest = self._sizes[-1]
+        self._rows = torch.full((largest,), self._slots.num_slots, dtype=torch.int32, device=device)
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._buffers = empty_step(largest, largest, device)
+        self._sampled = torch.empty(largest, dtype=torch.int32, device=device)
+        self._hidden = self._computed(largest).clone()
 
     def bucket(self, rows: int) -> int:
         """The recorded size for so many rows; 0 if there is none."""

@@ -13,6 +13,7 @@ from octavo.core.plan import NewRow, StepPlan
 from octavo.device.transfer import upload, upload_parts
 from octavo.nn.step import StepInput
 from octavo.sampling.resident import NUM_PARAMS, ParamTable, Row, packed_params
+from octavo.sampling.resident_logprobs import PromptRow
 from octavo.sampling.state import PreparedParams
 from octavo.worker.resident.triton_rows import advance_kernel, append_kernel, extend_kernel, fill_kernel, layout_kernel
 
@@ -96,6 +97,22 @@ class ResidentSlots:
                     raise AssertionError(f"slot {slot} is sampled but empty")
                 rows.append(Row(slot, held.params, held.num_prompt, int(self._computed[slot]) + count))
         return rows
+
+    def prompt_rows(self, plan: StepPlan, hidden: Tensor) -> list[PromptRow]:
+        """Rows whose prompt is to be reported on; called before `note`. `hidden` [T, H] are the batch's states."""
+        found = []
+        start = 0
+        for row, (slot, count) in enumerate(zip(plan.slots, plan.num_tokens, strict=True)):
+            held = self._held[slot]
+            asked = None if held is None else held.params.prompt_logprobs
+            if held is not None and asked is not None:
+                first = int(self._computed[slot])
+                known = min(count, held.num_prompt - 1 - first)
+                if known > 0:
+                    following = self.tokens[slot, first + 1 : first + 1 + known]
+                    found.append(PromptRow(row, asked, hidden[start : start + known], following))
+            start += count
+        return found
 
     def note(self, plan: StepPlan) -> None:
         """The plan was launched: mirror what it computes."""

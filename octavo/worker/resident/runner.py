@@ -20,7 +20,8 @@ from octavo.models.model import Model
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.resident import ResidentSampler, Row, Sampled, is_plain
-from octavo.worker.hooks import WorkerHook
+from octavo.sampling.resident_logprobs import Columns, PromptRow, entries_of, prompt_columns
+from octavo.worker.hooks import WorkerHook, apply_hooks, follows_steps
 from octavo.worker.resident.graphs import DecodeGraphs
 from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
 
@@ -29,7 +30,10 @@ _BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this re
 
 @dataclass(slots=True)
 class ResidentStep:
-    """A step on its way. `hidden` [S, H] are the states of the tokens that get logits, `slots` [S] their slots."""
+    """A step on its way. `hidden` [S, H] are the states of the tokens that get logits, `slots` [S] their slots.
+
+    `failed` says of some of those S why hooks end their requests; `prompted` holds log-probabilities by row.
+    """
 
     plan: StepPlan
     input: StepInput | None
@@ -38,6 +42,9 @@ class ResidentStep:
     rows: list[Row]
     bucket: int = 0
     sampled: Sampled | None = None
+    prompts: list[PromptRow] = field(default_factory=list)
+    prompted: dict[int, list[Columns]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
     hooks: Sequence[WorkerHook] = field(default=())
 
     def result(self) -> StepOutput:
@@ -51,9 +58,11 @@ class ResidentStep:
                 tokens[row] = [max(token, 0)]
                 if token < 0:
                     errors[row] = _BAD_LOGITS
+            errors |= {where[i]: error for i, error in self.failed.items()}
             found = self.sampled.logprobs_of()
             logprobs = {where[i]: [entry] for i, entry in found.items() if where[i] not in errors}
-        output = StepOutput(tokens, logprobs, errors)
+        prompted = {row: [one for part in parts for one in entries_of(part)] for row, parts in self.prompted.items()}
+        output = StepOutput(tokens, logprobs, errors, prompted)
         for hook in self.hooks:
             if self.input is not None:
                 hook.after_sample(self.input, output)
@@ -87,8 +96,11 @@ class ResidentRunner:
 
     @torch.inference_mode()
     def capture(self, max_rows: int) -> None:
-        """Record the graphs of decoding. Features take part launch by launch, so with any there are no graphs."""
-        if not self._hooks:
+        """Record the graphs of decoding. With a feature that follows each step there are none.
+
+        One that only changes logits has the forward pass of its steps replayed, and their sampling launched.
+        """
+        if not any(follows_steps(hook) for hook in self._hooks):
             self.graphs = DecodeGraphs(self._model, self._attention, self._slots, self._sampler, self._block_size)
             self.graphs.capture(max_rows)
 
@@ -123,16 +135,18 @@ class ResidentRunner:
 
     @torch.inference_mode()
     def sample(self, step: ResidentStep, payload: dict[str, Any]) -> None:
+        for prompt in step.prompts:
+            step.prompted[prompt.row] = prompt_columns(prompt, self._model.logits)
+        step.prompts = []
         if not step.rows:
             return
-        if step.bucket and self.graphs is not None and all(is_plain(row.params) for row in step.rows):
+        if step.bucket and self.graphs is not None and not payload and all(is_plain(row.params) for row in step.rows):
             sampled = self.graphs.sample(step.bucket)
             step.sampled = Sampled(Download(sampled[: len(step.rows)]), [])
             return
         logits = self._model.logits(step.hidden)
         order = [row.slot for row in step.rows]
-        for hook in self._hooks:
-            hook.apply(logits, order, payload.get(hook.name))
+        step.failed = apply_hooks(self._hooks, logits, order, payload)
         tokens, logprobs = self._sampler.sample(logits, step.slots, step.rows)
         self._slots.append(step.slots, tokens)
         step.sampled = Sampled(Download(tokens), logprobs)
@@ -157,13 +171,15 @@ class ResidentRunner:
             query_lens=plan.num_tokens,
         )
         slots.lay_out(batch, step, self._block_size)
-        slots.note(plan)
         step.attn = self._attention.prepare(step, self._block_size)
         for hook in self._hooks:
             hook.before_forward(step, plan.payload.get(hook.name))
-        hidden = self._model.forward(self._model.embed(step), step).index_select(0, logit_rows)
+        hidden = self._model.forward(self._model.embed(step), step)
         slots.advance(batch)
-        return ResidentStep(plan, step, hidden, sample_slots, rows, hooks=self._hooks)
+        prompts = slots.prompt_rows(plan, hidden)
+        slots.note(plan)
+        last = hidden.index_select(0, logit_rows)
+        return ResidentStep(plan, step, last, sample_slots, rows, prompts=prompts, hooks=self._hooks)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for source, destination in copies:
@@ -173,16 +189,17 @@ class ResidentRunner:
 
 def _trial(counts: list[int]) -> StepPlan:
     """A step of so many tokens a row, all in block 0, in which every way of sampling has a part."""
+    bans = {"bad_token_ids": [[2], [0, 3]], "allowed_token_ids": [0, 1, 2]}
     ways: list[dict[str, Any]] = [
-        {"temperature": 0, "logprobs": 1, "repetition_penalty": 1.1, "logit_bias": {0: 1.0}},
-        {"temperature": 1, "top_k": 2, "top_p": 0.9, "min_p": 0.1, "frequency_penalty": 0.1},
+        {"temperature": 0, "logprobs": 1, "prompt_logprobs": 1, "repetition_penalty": 1.1, "logit_bias": {0: 1.0}},
+        {"temperature": 1, "top_k": 2, "top_p": 0.9, "min_p": 0.1, "frequency_penalty": 0.1, **bans},
     ]
     new = [
         NewRow(
             slot=slot,
             tokens=[0] * count,
             num_prompt=count,
-            params=SamplingParams(min_tokens=1, **ways[slot % 2]),
+            params=SamplingParams(min_tokens=1, **ways[slot % len(ways)]),
             seed=0,
             stop_ids=[1],
             num_computed=0,

@@ -62,7 +62,7 @@ class RandomDevice:
         plan = step.plan
         rows = [row for row, samples in enumerate(plan.samples) if samples]
         logits = torch.zeros(len(rows), VOCAB)
-        failed = self.worker.apply(logits, [plan.slots[row] for row in rows], payload.get("grammar"))
+        failed = self.worker.apply(logits, [plan.slots[row] for row in rows], payload["grammar"]) if payload else {}
         tokens: list[list[int]] = [[] for _ in plan.slots]
         for place, row in enumerate(rows):
             possible = torch.nonzero(logits[place] == 0).squeeze(-1).tolist()

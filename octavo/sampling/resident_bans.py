@@ -1,0 +1,66 @@
+"""`bans.py` on a device that runs behind the host: whether a bad word has begun is only known there, so it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from octavo.device.transfer import upload
+
+if TYPE_CHECKING:
+    from octavo.sampling.resident import Row
+
+
+def forbid(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
+    """In place, for the rows that ask for it.
+
+    Args:
+        logits: [S, V] float32, contiguous.
+        tokens: [slots, max_model_len] int32, contiguous, each slot's tokens.
+        rows: S of them.
+    """
+    _allow(logits, rows)
+    _end_bad_words(logits, tokens, rows)
+
+
+def _allow(logits: Tensor, rows: Sequence[Row]) -> None:
+    flat, vocab = logits.view(-1), logits.shape[1]
+    chosen = [(i, row.params.allowed_ids) for i, row in enumerate(rows) if row.params.allowed_ids is not None]
+    if chosen:
+        index = upload(np.concatenate([ids.numpy() + i * vocab for i, ids in chosen]), logits.device)
+        kept = flat.index_select(0, index)
+        logits.index_fill_(0, upload(np.asarray([i for i, _ in chosen]), logits.device), float("-inf"))
+        flat.index_copy_(0, index, kept)
+
+
+def _end_bad_words(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
+    """Minus infinity for the last token of each word whose beginning the output ends with."""
+    flat, vocab = logits.view(-1), logits.shape[1]
+    words = [
+        (i, row, word)
+        for i, row in enumerate(rows)
+        for word in row.params.bad_words
+        if row.num_tokens - row.num_prompt >= len(word) - 1
+    ]
+    if not words:
+        return
+    lasts = np.asarray([i * vocab + word[-1] for i, _, word in words])
+    longest = max(len(word) for *_, word in words) - 1
+    if longest == 0:
+        flat.index_fill_(0, upload(lasts, logits.device), float("-inf"))
+        return
+    wanted = np.full((len(words), longest), -1, dtype=np.int64)
+    places = np.zeros((len(words), longest), dtype=np.int64)
+    for j, (_, row, word) in enumerate(words):
+        count = len(word) - 1
+        wanted[j, :count] = word[:-1]
+        places[j, :count] = row.slot * tokens.stride(0) + row.num_tokens - count + np.arange(count)
+    expected = upload(wanted, logits.device)
+    seen = tokens.view(-1)[upload(places, logits.device)]
+    ends = ((seen == expected) | (expected < 0)).all(1)
+    begun = logits.new_zeros(len(words)).masked_fill_(ends, float("-inf"))
+    # Added, not set: two words may share their last token, and the one that has not begun must not undo the other.
+    flat.index_add_(0, upload(lasts, logits.device), begun)
