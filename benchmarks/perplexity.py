@@ -52,6 +52,7 @@ def log_probabilities(worker: Worker, tokens: list[int]) -> Tensor:
 def load(model: str, settings: dict[str, str]) -> Worker:
     config = EngineConfig.of(model=model, **settings)
     worker = Worker(config.model, config.device, resolve(model), config.cache)
+    worker.prepare_kernels()
     worker.load()
     worker.make_runner(num_blocks=CONTEXT // BLOCK, num_slots=1, max_model_len=CONTEXT, max_step_tokens=CONTEXT)
     return worker

@@ -39,6 +39,8 @@ def build_core(
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
     worker = Worker(config.model, config.device, files, config.cache)
+    timer.begin("kernels")
+    worker.prepare_kernels()
     timer.begin("weights")
     worker.load()
     timer.begin("kv cache")

@@ -54,19 +54,22 @@ class Worker:
         self.model: Model | None = None
         self.weight_bytes = 0
 
-    def load(self) -> None:
-        """Build the model and pull its weights."""
+    def prepare_kernels(self) -> None:
+        """Choose what computes; on a CPU this compiles the kernels if this machine never did."""
         layer = AttentionSpec(
             self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, scale=self.spec.head_dim**-0.5
         )
-        torch_device = self.device.torch_device
-        request = BackendRequest(torch_device, self.dtype, layer, self._block_size, self._settings.cpu_isa)
+        device, isa = self.device.torch_device, self._settings.cpu_isa
+        request = BackendRequest(device, self.dtype, layer, self._block_size, isa)
         self.attention: AttentionBackend = select(self._settings.attention_backend, request)
+
+    def load(self) -> None:
+        """Build the model and pull its weights."""
         native = isinstance(self.attention, NativeAttention)
         model = build_model(
             self._files.config,
             dtype=self.dtype,
-            device=torch_device,
+            device=self.device.torch_device,
             attention=self.attention,
             scheme=self._scheme(native=native),
         )
