@@ -35,7 +35,7 @@ def compiled(model: CausalLM, attention: AttentionBackend, activation_bytes: int
     """The model as a native program where that is possible, else as it is. Its weights must be loaded."""
     if not isinstance(attention, NativeAttention):
         return model
-    reason = reason_against(model)
+    reason = reason_against(model.spec)
     if reason is None:
         return NativeDecoder(model, attention.pool, activation_bytes)
     log.warning("the model runs layer by layer in torch instead of as one native program: %s", reason)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.native_weights import LayerWeights, Matrix, layer_weights, matrix_of, norm_of, table_of
-from octavo.native.library import Dtype, Epilogue, Step
+from octavo.models.spec import DecoderSpec
+from octavo.native.bindings import Dtype, Epilogue, Step
 from octavo.native.program import LOGITS, RESIDUAL, Pool, Program, ProgramBuilder, row_bytes
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import DTYPES
@@ -22,9 +23,8 @@ from octavo.nn.quant.panels import PANEL
 from octavo.nn.step import StepInput
 
 
-def reason_against(model: CausalLM) -> str | None:
-    """Why the kernels can't run this model; None if they can."""
-    spec = model.spec
+def reason_against(spec: DecoderSpec) -> str | None:
+    """Why the kernels can't run a model of this shape; None if they can."""
     for what, size in (("hidden_size", spec.hidden_size), ("intermediate_size", spec.intermediate_size)):
         if size % PANEL:
             return f"{what} must be a multiple of {PANEL}, not {size}"
@@ -89,10 +89,17 @@ class NativeDecoder:
     @property
     def weight_form(self) -> str:
         """How the matrices are stored, in words."""
-        found = {m.dtype for layer in self._layers for m in layer.matrices} | {self._head.dtype}
-        names = " and ".join(WEIGHT_NAMES[dtype] for dtype in sorted(found))
-        packed = {Dtype.INT4, Dtype.INT8} & found
-        return f"{names}, multiplied with int{8 * self._planes} activations" if packed else names
+        names = " and ".join(WEIGHT_NAMES[dtype] for dtype in sorted(self._stored))
+        return f"{names}, multiplied with int{8 * self._planes} activations" if self.has_integers else names
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether some matrices are stored as integers."""
+        return bool({Dtype.INT4, Dtype.INT8} & self._stored)
+
+    @property
+    def _stored(self) -> set[Dtype]:
+        return {m.dtype for layer in self._layers for m in layer.matrices} | {self._head.dtype}
 
     @property
     def nbytes(self) -> int:

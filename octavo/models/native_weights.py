@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.models.decoder import DecoderLayer
-from octavo.native.library import Dtype
+from octavo.native.bindings import Dtype
 from octavo.nn.attention.native import DTYPES
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear

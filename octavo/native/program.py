@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.native.library import EXTERNALS, Dtype, Epilogue, Kind, Op, Step, open_library
+from octavo.native.bindings import EXTERNALS, Dtype, Epilogue, Kind, Op, Step, open_library
 
 RESIDUAL, LOGITS = range(EXTERNALS)
 """The buffers that the caller owns: the residual stream [T, hidden] float32, and the head's output [T, vocab]."""
@@ -27,13 +27,13 @@ class Pool:
     """A team of compute threads, asleep while no program runs."""
 
     def __init__(self, threads: int, isa: str = "auto") -> None:
-        self.library = open_library(isa)
+        self.kernels = open_library(isa)
         self.threads = threads
-        self.handle = self.library.octavo_pool_create(threads)
+        self.handle = self.kernels.octavo_pool_create(threads)
 
     def __del__(self) -> None:
         if handle := getattr(self, "handle", None):
-            self.library.octavo_pool_destroy(handle)
+            self.kernels.octavo_pool_destroy(handle)
 
 
 @dataclass(slots=True)
@@ -126,9 +126,7 @@ class ProgramBuilder:
             dtype,
             source,
             output,
-            heads=heads[0],
-            kv_heads=heads[1],
-            head_dim=heads[2],
+            **_heads(heads),
             rotary_dim=rotary_dim,
             weight=cos_sin,
             second=norms[0],
@@ -156,9 +154,7 @@ class ProgramBuilder:
                 dtype,
                 source,
                 output,
-                heads=heads[0],
-                kv_heads=heads[1],
-                head_dim=heads[2],
+                **_heads(heads),
                 scale=scale,
                 window=window,
                 soft_cap=soft_cap,
@@ -173,6 +169,10 @@ class ProgramBuilder:
         self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, planes=self.planes, **fields))
 
 
+def _heads(shape: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
+
+
 class Program:
     """What a builder collected, on a pool. Not to be run by two threads at once."""
 
@@ -180,8 +180,8 @@ class Program:
         self._pool = pool
         array = (Op * len(ops))(*ops)
         sizes = (ctypes.c_int64 * len(widths))(*widths)
-        self._handle = pool.library.octavo_program_create(pool.handle, array, len(ops), sizes, len(widths))
-        self._run = pool.library.octavo_program_run
+        self._handle = pool.kernels.octavo_program_create(pool.handle, array, len(ops), sizes, len(widths))
+        self._run = pool.kernels.octavo_program_run
 
     def run(self, first: int, last: int, step: Step) -> None:
         """Operations [first, last). Raises MemoryError if there is none for the buffers of so many tokens."""
@@ -190,4 +190,4 @@ class Program:
 
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
-            self._pool.library.octavo_program_destroy(handle)
+            self._pool.kernels.octavo_program_destroy(handle)

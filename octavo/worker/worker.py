@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig
+from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.weights import load_weights, wanted_bytes
 from octavo.models.model import Model, compiled
-from octavo.models.native import NativeDecoder
+from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.registry import build_model, spec_of
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest
@@ -62,16 +63,20 @@ class Worker:
         device, isa = self.device.torch_device, self._settings.cpu_isa
         request = BackendRequest(device, self.dtype, layer, self._block_size, isa)
         self.attention: AttentionBackend = select(self._settings.attention_backend, request)
+        if isa != "auto" and not isinstance(self.attention, NativeAttention):
+            raise ConfigError(
+                f"--cpu-isa {isa} chooses among Octavo's CPU kernels, but attention runs in {self.attention.name!r} "
+                "here (--attention-backend native says what stops the kernels). Leave it out."
+            )
 
     def load(self) -> None:
         """Build the model and pull its weights."""
-        native = isinstance(self.attention, NativeAttention)
         model = build_model(
             self._files.config,
             dtype=self.dtype,
             device=self.device.torch_device,
             attention=self.attention,
-            scheme=self._scheme(native=native),
+            scheme=self._scheme(),
         )
         self.device.check_fits(wanted_bytes(model), self._utilization)
         report = load_weights(model, open_checkpoint(self._files, self._config.load_format, self._config.seed))
@@ -81,10 +86,19 @@ class Worker:
             self.weight_bytes = self.model.nbytes
             # What is left to torch is small, and its threads would fight the program's for the cores.
             torch.set_num_threads(1)
+        if self._config.activation_dtype == "int8" and not self._multiplies_integers:
+            raise ConfigError(
+                "--activation-dtype int8 is for weights that stay integers (a quantised GGUF on a CPU, without "
+                f"--dtype); these are {self.weight_form}. Leave it out."
+            )
 
-    def _scheme(self, *, native: bool) -> type[Unquantised]:
+    @property
+    def _multiplies_integers(self) -> bool:
+        return isinstance(self.model, NativeDecoder) and self.model.has_integers
+
+    def _scheme(self) -> type[Unquantised]:
         """How linear layers keep their weights. Quantised ones stay so where that is fast and no dtype is asked for."""
-        if native:
+        if isinstance(self.attention, NativeAttention) and reason_against(self.spec) is None:
             return BlockQuantised if self._config.dtype == "auto" else Unquantised
         return OneDNN if self.device.torch_device.type == "cpu" and packing_works(self.dtype) else Unquantised
 

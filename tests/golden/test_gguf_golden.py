@@ -14,6 +14,8 @@ from paged import PagedRunner
 from tiny import load_model, make_checkpoint, model_files
 from torch import Tensor
 
+from octavo.build import build_core
+from octavo.config import EngineConfig
 from octavo.hub.files import ModelFiles
 from octavo.hub.gguf_config import model_config
 from octavo.hub.gguf_file import read_gguf
@@ -140,3 +142,17 @@ def test_a_native_model_follows_when_its_caches_are_bound_anew(tmp_path: Path) -
         written = [not torch.isnan(layer.cache).all() for layer in model.attention_layers]
         assert all(written)
     assert torch.equal(*logits)
+
+
+def test_quantised_weights_are_converted_where_the_program_can_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine computes its first request while it is built."""
+    native_pool()
+    monkeypatch.setattr("octavo.models.native.PANEL", 48)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q8_0])
+    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    _, info = build_core(EngineConfig.of(memory_bytes=1 << 22, threads=1), files)
+    assert "layer by layer in torch" in caplog.text
+    assert "integers" not in info.weights

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.native.bindings import Dtype, Epilogue, Step
 from octavo.native.build import NativeBuildError, load_library
 from octavo.native.isa import LEVELS, usable
-from octavo.native.library import Dtype, Epilogue, Step
 from octavo.native.program import Pool, Program, ProgramBuilder, row_bytes
 from octavo.nn.ops.rope import apply_rope
 from octavo.nn.quant.blocks import alike, dequantised

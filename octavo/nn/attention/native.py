@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.native.library import Dtype, Step
+from octavo.native.bindings import Dtype, Step
 from octavo.native.program import Pool, Program, ProgramBuilder
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.quant.panels import PANEL

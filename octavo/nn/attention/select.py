@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from octavo.core.errors import ConfigError
+from octavo.native.bindings import open_library
 from octavo.native.build import NativeBuildError
-from octavo.native.library import open_library
 from octavo.native.program import Pool
 from octavo.nn.attention import native
 from octavo.nn.attention.base import AttentionBackend, BackendFactory, BackendRequest

@@ -1,0 +1,39 @@
+"""Settings of the CPU kernels are refused where they would do nothing; models that the kernels can't run still run."""
+
+from __future__ import annotations
+
+import pytest
+from test_invariance import CONFIG, files
+
+from octavo.build import build_core
+from octavo.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.hub.files import ModelFiles
+
+SMALL = {"load_format": "dummy", "memory_bytes": 1 << 22, "threads": 1}
+
+
+def shaped(**changes: int) -> ModelFiles:
+    made = files()
+    return ModelFiles(name="tiny", path=made.path, format=made.format, weights=(), config={**CONFIG, **changes})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"activation_dtype": "int8"}, "--activation-dtype int8 is for weights that stay integers"),
+        ({"activation_dtype": "int8", "dtype": "float32"}, "these are float32. Leave it out"),
+        ({"cpu_isa": "portable", "attention_backend": "torch"}, "--cpu-isa portable .* runs in 'torch'"),
+        ({"cpu_isa": "portable", "block_size": 8}, "--cpu-isa portable .* runs in 'torch'"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_would_do_nothing_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build_core(EngineConfig.of(**SMALL, **settings), files())
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 72, "head_dim": 16}, {"intermediate_size": 100}], ids=str)
+def test_a_shape_that_the_program_does_not_take_runs_layer_by_layer(changes, caplog):
+    build_core(EngineConfig.of(**SMALL), shaped(**changes))
+    assert "layer by layer in torch" in caplog.text
