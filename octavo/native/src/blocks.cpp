@@ -65,7 +65,7 @@ struct Panels {
     const char* soon;  // the records that this thread most likely takes next
 
     // Fetches as much of the next panels as a block of these is.
-    void fetch(int block) const {
+    __attribute__((always_inline)) void fetch(int block) const {
         const int64_t bytes = P * scale_stride;
         for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(soon + block * bytes + line, 0, 2);
     }
