@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from octavo.native.bindings import Dtype, Epilogue, Step
 from octavo.native.build import NativeBuildError, load_library
 from octavo.native.isa import LEVELS, usable
-from octavo.native.program import Pool, Program, ProgramBuilder, row_bytes
+from octavo.native.program import BLOCK, Pool, Program, ProgramBuilder, row_bytes
 from octavo.nn.ops.rope import apply_rope
 from octavo.nn.quant.blocks import alike, dequantised
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
@@ -118,11 +118,12 @@ def quantised(pool: Pool, x: Tensor, planes: int) -> Tensor:
 
 def read(rows: Tensor, columns: int, planes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Integers [T, K], then scales, scaled sums and sums [T, K / 32], in float64."""
-    values = rows[:, : columns * planes].contiguous().view(torch.int8).double().unflatten(1, (planes, columns))
-    integers = values[:, 0] if planes == 1 else values[:, 0] * 256 + values[:, 1]
-    scales, scaled_sums, sums = rows[:, columns * planes :].contiguous().unflatten(1, (3, -1)).unbind(1)
-    floats = (part.contiguous().view(torch.float32).double() for part in (scales, scaled_sums))
-    return integers, *floats, sums.contiguous().view(torch.int32).double()
+    blocks = rows[:, : row_bytes(Dtype.INT8, columns, planes)].unflatten(1, (columns // BLOCK, -1))
+    values = blocks[..., : BLOCK * planes].contiguous().view(torch.int8).double().unflatten(2, (planes, BLOCK))
+    integers = (values[:, :, 0] if planes == 1 else values[:, :, 0] * 256 + values[:, :, 1]).flatten(1)
+    scales, scaled_sums, sums = blocks[..., BLOCK * planes :].unflatten(2, (3, 4)).unbind(2)
+    floats = (part.contiguous().view(torch.float32)[..., 0].double() for part in (scales, scaled_sums))
+    return integers, *floats, sums.contiguous().view(torch.int32)[..., 0].double()
 
 
 @pytest.mark.parametrize("planes", [1, 2])

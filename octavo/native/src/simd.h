@@ -138,6 +138,16 @@ inline float horizontal_sum(Vec v) {
     return x[0];
 }
 
+inline int32_t horizontal_sum(Int v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < W; i++) sum += v[i];
+    return sum;
+#endif
+}
+
 // acc + sum over the word's elements of a * b, in the accumulator's lanes.
 template <class T>
 inline Vec multiply_add(Vec acc, Word a, Word b);
