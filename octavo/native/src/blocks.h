@@ -30,6 +30,11 @@ struct ActivationBlock {
     int32_t sum;
 };
 
+// Size of a row of them.
+inline int64_t activation_bytes(const OctavoOp& op) {
+    return op.columns / kBlock * (int64_t)(op.planes == 2 ? sizeof(ActivationBlock<2>) : sizeof(ActivationBlock<1>));
+}
+
 // One row of float32, quantised: each block by its largest magnitude.
 void quantise_row(const float* x, int columns, int planes, void* row);
 
