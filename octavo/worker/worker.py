@@ -19,6 +19,7 @@ from octavo.models.model import Model, compiled
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.registry import build_model, spec_of
 from octavo.models.spec import DecoderSpec
+from octavo.native.argmax import NativeArgmax
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.select import select
@@ -138,8 +139,11 @@ class Worker:
         max_blocks = math.ceil(max_model_len / self._block_size)
         if self.device.resident:
             return self._make_resident(num_slots, max_model_len, max_blocks, max_step_tokens, hooks)
-        slots = Slots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, device)
-        return Runner(self.model, self.attention, slots, Sampler(), self._block_size, hooks)
+        slots = Slots(num_slots, max_model_len, max_blocks, self.spec.vocab_size)
+        sampler = (
+            Sampler(NativeArgmax(self.attention.pool)) if isinstance(self.attention, NativeAttention) else Sampler()
+        )
+        return Runner(self.model, self.attention, slots, sampler, self._block_size, hooks)
 
     def _make_resident(
         self,
