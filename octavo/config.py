@@ -167,6 +167,10 @@ class ServerConfig:
         max_schema_bytes: a schema or grammar of one request.
         enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
         trust_request_chat_template: let requests bring their own chat template.
+        jobs_dir: where uploaded files and batches are kept; None takes jobs/ in the user's folder for Octavo's data.
+        max_file_bytes: the largest upload.
+        max_batch_lines: requests in one batch.
+        batch_concurrency: requests of batches that run at once; None takes as many as the engine's sequences.
     """
 
     host: str = "127.0.0.1"
@@ -196,5 +200,9 @@ class ServerConfig:
     enable_force_include_usage: bool = False
     enable_log_requests: bool = False
     trust_request_chat_template: bool = False
+    jobs_dir: str | None = None
+    max_file_bytes: int = 200 * 1024 * 1024
+    max_batch_lines: int = 50_000
+    batch_concurrency: int | None = None
     root_path: str = ""
     log_level: str = "info"

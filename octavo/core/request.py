@@ -13,6 +13,9 @@ from octavo.core.params import SamplingParams
 if TYPE_CHECKING:
     from octavo.cache.cache import BlockTable
 
+BACKGROUND = 1 << 30
+"""Requests of this `priority` or a higher one run, under every policy, in the room that the others leave."""
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a front end asks of an engine core; never changed after it was made.
@@ -22,7 +25,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         tokens: the prompt's token ids, at least one.
         params: how to sample; `params.max_tokens` is resolved (not None) by the time it gets here.
         namespace: requests share KV cache only within one namespace (an adapter's name, a tenant's salt).
-        priority: lower runs earlier, under the priority policy.
+        priority: lower runs earlier, under the priority policy; from `BACKGROUND` on, under all.
         arrival: `time.monotonic()` when the request reached the front end.
         options: feature name -> that feature's own struct, encoded; core passes it on unread.
     """

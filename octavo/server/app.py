@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from octavo.config import ServerConfig
+from octavo.hub.cache import data_dir
 from octavo.server import errors, schema
 from octavo.server.admission import Admission
 from octavo.server.anthropic.protocol import CountBody, MessagesBody
+from octavo.server.batch.execute import Executor
+from octavo.server.batch.routes import BatchBody, batch_routes
+from octavo.server.batch.service import BatchService
 from octavo.server.context import ServerContext
 from octavo.server.door import Door
 from octavo.server.lifecycle import Lifecycle
@@ -24,6 +33,16 @@ from octavo.server.stream import CLIENT_CLOSED_REQUEST, ClientGoneError
 from octavo.text.frontend import Frontend
 from octavo.version import __version__
 
+INFERENCE_BODIES: list[type[BaseModel]] = [
+    ChatBody,
+    CompletionBody,
+    ResponseBody,
+    MessagesBody,
+    CountBody,
+    TokenizeBody,
+    DetokenizeBody,
+]
+
 
 def create_app(
     frontend: Frontend,
@@ -34,21 +53,7 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application that serves `frontend`. It does not own the engine: whoever made it closes it."""
     config = config or ServerConfig()
-    name = (*config.served_model_name, frontend.info.name)[0]
-    metrics = metrics or Metrics(frontend.engine, name, log_requests=config.enable_log_requests)
-    ctx = ServerContext(
-        frontend=frontend,
-        config=config,
-        metrics=metrics,
-        lifecycle=lifecycle or Lifecycle(),
-        admission=Admission(
-            config.max_num_queued_reqs,
-            config.max_num_queued_tokens,
-            seats=frontend.info.max_num_seqs,
-            stats=frontend.engine.stats,
-            refused=metrics.requests.refused,
-        ),
-    )
+    ctx = make_context(frontend, config, metrics, lifecycle)
     app = FastAPI(
         title="Octavo",
         version=__version__,
@@ -61,11 +66,55 @@ def create_app(
     )
     app.include_router(status_routes(ctx))
     app.include_router(inference_routes(ctx))
-    schema.install(app, [ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody])
+    batches = _batch_service(ctx)
+    app.state.batches = batches
+    app.include_router(batch_routes(ctx, batches))
+    schema.install(app, [*INFERENCE_BODIES, BatchBody])
     errors.install(app)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
     return app
+
+
+def make_context(
+    frontend: Frontend, config: ServerConfig, metrics: Metrics | None = None, lifecycle: Lifecycle | None = None
+) -> ServerContext:
+    """What the routes share; parts that are not given are made."""
+    name = (*config.served_model_name, frontend.info.name)[0]
+    metrics = metrics or Metrics(frontend.engine, name, log_requests=config.enable_log_requests)
+    return ServerContext(
+        frontend=frontend,
+        config=config,
+        metrics=metrics,
+        lifecycle=lifecycle or Lifecycle(),
+        admission=Admission(
+            config.max_num_queued_reqs,
+            config.max_num_queued_tokens,
+            seats=frontend.info.max_num_seqs,
+            stats=frontend.engine.stats,
+            refused=metrics.requests.refused,
+        ),
+    )
+
+
+def background_executor(ctx: ServerContext) -> Executor:
+    """Runs the lines of batches through the routes, in the room that other requests leave."""
+    router = inference_routes(replace(ctx, background=True))
+    found = [route for route in router.routes if isinstance(route, APIRoute) and "POST" in (route.methods or ())]
+    return Executor({route.path: route.endpoint for route in found if not route.param_convertors})
+
+
+def _batch_service(ctx: ServerContext) -> BatchService:
+    config = ctx.config
+    service = BatchService(
+        Path(config.jobs_dir).expanduser() if config.jobs_dir else data_dir() / "jobs",
+        background_executor(ctx),
+        concurrency=config.batch_concurrency or ctx.frontend.info.max_num_seqs,
+        max_lines=config.max_batch_lines,
+        max_line_bytes=config.max_body_bytes,
+    )
+    ctx.metrics.batches = service
+    return service
 
 
 def _cors(config: ServerConfig) -> list[Middleware]:

@@ -22,11 +22,13 @@ _TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "TooManyRequestsError",
     500: "InternalServerError",
     503: "ServiceUnavailable",
+    507: "InsufficientStorage",
 }
 
 

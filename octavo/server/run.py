@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, OctavoError
 from octavo.server.app import create_app
+from octavo.server.batch.service import BatchService
 from octavo.server.keys import with_key_file
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics.log_line import log_stats
@@ -107,16 +108,21 @@ async def serve(
     with sock or bind(config) as bound:
         server = _Server(_uvicorn_config(app, config))
         serving = asyncio.create_task(server.serve(sockets=[bound]))
+        batches: BatchService = app.state.batches
         stats = asyncio.create_task(log_stats(frontend.engine.stats, config.log_stats_interval_s))
         try:
             await _until(serving, server.ready)
+            await batches.start()
             announce(_ready_line(frontend, config, bound))
             await _until(serving, stop.first)
+            lifecycle.drain()
+            await batches.stop()
             await _drain(frontend, lifecycle, config, stop)
             server.should_exit = True
             server.force_exit = stop.second.is_set()
             await serving
         finally:
+            await batches.stop()
             stats.cancel()
             serving.cancel()
             await asyncio.wait([stats, serving])
@@ -215,7 +221,6 @@ async def _until(serving: asyncio.Task[None], event: asyncio.Event) -> None:
 
 
 async def _drain(frontend: Frontend, lifecycle: Lifecycle, config: ServerConfig, stop: Stop) -> None:
-    lifecycle.drain()
     if lifecycle.inflight:
         logger.info(
             "Stopping: %d requests in flight have %.0f s to finish; a second signal ends them now.",

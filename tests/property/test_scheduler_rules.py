@@ -8,7 +8,7 @@ from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import FinishReason
 from octavo.core.params import SamplingParams
-from octavo.core.request import GenerateRequest
+from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
 from octavo.schedule.hooks import EngineHook
@@ -335,3 +335,20 @@ def test_waste_is_counted():
     stats = engine.scheduler.stats()
     assert stats.mean_waste == pytest.approx(3 / 8)
     assert stats.kv_slots_allocated == 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_background_work_makes_way_under_every_policy(policy, depth):
+    engine = Engine(depth=depth, policy=policy, seqs=2)
+    for name, prompt in (("back1", 1), ("back2", 2), ("back3", 3)):
+        engine.ask(name, [prompt] * 5, max_tokens=12, priority=BACKGROUND, ignore_eos=True)
+    for _ in range(4):
+        engine.deltas += engine.loop.step()
+    engine.ask("first", [4] * 5, max_tokens=12, ignore_eos=True)
+    engine.ask("second", [5] * 5, max_tokens=12, ignore_eos=True)
+    engine.run()
+    ends = {d.id: d.num_preemptions for d in engine.deltas if d.finish}
+    assert list(ends) == ["first", "second", "back1", "back2", "back3"]
+    assert ends == {"first": 0, "second": 0, "back1": 1, "back2": 1, "back3": 0}
+    assert engine.output("back1") == toy_generate([1] * 5, 12, stop_ids=())

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from octavo.core.output import RequestOutput
 from octavo.core.params import SamplingParams
-from octavo.core.request import GenerateRequest
+from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import ApiError
 from octavo.server.merge import merge
@@ -50,7 +50,7 @@ async def prepare(
         prompt,
         params,
         request_id=engine_id(response_id),
-        priority=body.priority or 0,
+        priority=BACKGROUND if ctx.background else body.priority or 0,
         namespace=body.cache_salt or "",
         add_special_tokens=add_special_tokens,
         param=param,
