@@ -116,8 +116,8 @@ MODEL = (
     Flag(
         "pooler-config",
         "model.pooler_config",
-        'how vectors are made, as JSON: {"pooling_type": "MEAN", "normalize": true}',
-        "the model's",
+        'how vectors are made, over what the model says, as JSON: {"pooling_type": "MEAN", "normalize": true}',
+        "{}",
         units.json_object,
         metavar="JSON",
         aliases=("override-pooler-config",),
