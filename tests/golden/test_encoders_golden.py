@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import toy_tokenizers
 import torch
+import toy_tokenizers
 import transformers
 
 from octavo import LLM

@@ -127,7 +127,7 @@ def test_vectors_are_cut_only_where_the_model_was_trained_for_it() -> None:
 
 
 def test_a_model_is_asked_only_for_what_it_can() -> None:
-    with pytest.raises(InvalidRequestError, match="makes no embeddings.*--runner pooling"):
+    with pytest.raises(InvalidRequestError, match=r"makes no embeddings.*--runner pooling"):
         preparer(None, tasks=["generate"]).params()
     with pytest.raises(InvalidRequestError, match="no classification head"):
         preparer().params("classify")
