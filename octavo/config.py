@@ -33,6 +33,10 @@ class ModelConfig:
             a stated dtype): "int16" is as exact as bfloat16, "int8" computes prompts up to twice as fast.
         load_format: "auto" by the files found; "dummy" fills random weights.
         max_model_len: None takes the model's, shortened to what the KV cache holds.
+        runner: "generate" text, or only "pooling", that is vectors; "auto" by the checkpoint.
+        convert: what a pooling runner makes of the model: "embed" vectors; "auto" by the checkpoint.
+        pooler_config: how vectors are made, over what the checkpoint says: `pooling_type` (MEAN, CLS, LAST),
+            `normalize`, `is_matryoshka`, `matryoshka_dimensions`.
         max_logprobs: the largest `logprobs` of a request; -1 for no limit.
     """
 
@@ -43,6 +47,9 @@ class ModelConfig:
     activation_dtype: Literal["int16", "int8"] = "int16"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     max_model_len: int | None = None
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    convert: Literal["auto", "none", "embed"] = "auto"
+    pooler_config: dict[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
     seed: int = 0
 
@@ -164,6 +171,7 @@ class ServerConfig:
         max_num_queued_reqs, max_num_queued_tokens: what may wait for the engine before requests are refused.
         strict_params: refuse fields that nobody knows, instead of naming them in `warnings`.
         max_prompts: prompts in one request to /v1/completions.
+        max_inputs: inputs in one request for embeddings, documents in one rerank.
         max_schema_bytes: a schema or grammar of one request.
         enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
         trust_request_chat_template: let requests bring their own chat template.
@@ -192,6 +200,7 @@ class ServerConfig:
     max_stop_strings: int = 4
     max_n: int = 64
     max_prompts: int = 1024
+    max_inputs: int = 2048
     max_schema_bytes: int = 1024 * 1024
     stall_after_s: float = 120.0
     shutdown_timeout_s: float = 30.0

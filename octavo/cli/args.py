@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octavo.cli import units
 from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, Flag, flags_of
 from octavo.cli.parser import OctavoParser, nearest
 from octavo.cli.unsupported import FLAGS
@@ -132,6 +133,8 @@ def read_value(flag: Flag, raw: Any, where: str) -> Any:
 
 
 def _read_one(flag: Flag, raw: Any, where: str) -> Any:
+    if isinstance(raw, dict) and flag.read is units.json_object:
+        return raw
     if isinstance(raw, (dict, list, bool)) or raw is None:
         raise ConfigError(f"{where}: must be one value, not {raw!r}")
     try:

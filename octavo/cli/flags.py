@@ -100,6 +100,29 @@ MODEL = (
         metavar="TOKENS",
     ),
     Flag(
+        "runner",
+        "model.runner",
+        "generate text, or only make vectors (pooling); auto by the checkpoint",
+        "auto",
+        choices=("auto", "generate", "pooling"),
+    ),
+    Flag(
+        "convert",
+        "model.convert",
+        "embed makes an embedding model of one that generates, as --runner pooling does",
+        "auto",
+        choices=("auto", "none", "embed"),
+    ),
+    Flag(
+        "pooler-config",
+        "model.pooler_config",
+        'how vectors are made, over what the model says, as JSON: {"pooling_type": "MEAN", "normalize": true}',
+        "{}",
+        units.json_object,
+        metavar="JSON",
+        aliases=("override-pooler-config",),
+    ),
+    Flag(
         "max-logprobs",
         "model.max_logprobs",
         "largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit",
@@ -301,6 +324,7 @@ SERVER = (
         env="OCTAVO_MAX_N_SEQUENCES",
     ),
     Flag("max-prompts", "server.max_prompts", "prompts in one completions request", "1024", units.count, metavar="N"),
+    Flag("max-inputs", "server.max_inputs", "inputs in one embeddings request", "2048", units.count, metavar="N"),
     Flag(
         "max-schema-bytes",
         "server.max_schema_bytes",

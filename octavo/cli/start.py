@@ -52,15 +52,18 @@ def memory_rows(info: ModelInfo) -> list[tuple[str, str]]:
         ("model", f"{info.name} ({info.architecture}), {info.dtype} on {info.device}"),
         *((part.replace("kv_cache", "KV cache"), show_bytes(size)) for part, size in info.memory.items()),
         *([("weights are", info.weights)] if info.weights else []),
-        (
-            "KV cache holds",
-            f"{info.kv_tokens:,} tokens ({info.num_blocks:,} blocks of {info.block_size}, "
-            f"{show_bytes(info.kv_bytes_per_token)} a token)",
-        ),
+        *_cache_rows(info),
         ("longest request", f"{context}; {together} of that length fit at once" if together > 1 else context),
         ("in one step", f"{info.max_num_seqs} sequences and {info.max_num_batched_tokens:,} tokens at most"),
         *([("started in", started)] if started else []),
     ]
+
+
+def _cache_rows(info: ModelInfo) -> list[tuple[str, str]]:
+    if not info.num_blocks:
+        return []
+    size = f"{info.num_blocks:,} blocks of {info.block_size}, {show_bytes(info.kv_bytes_per_token)} a token"
+    return [("KV cache holds", f"{info.kv_tokens:,} tokens ({size})")]
 
 
 def print_memory(info: ModelInfo) -> None:

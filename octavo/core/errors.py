@@ -64,7 +64,7 @@ def context_error(
     Args:
         num_prompt: tokens of the prompt, or words such as "at least 9000" where they were not all counted.
         max_tokens: tokens asked for; None when the prompt alone is too long.
-        field: where the prompt came from: "messages" or "prompt".
+        field: where the prompt came from: "messages", "prompt" or "input".
     """
     limit = f"This model's maximum context length is {max_model_len} tokens. However,"
     if max_tokens is None or isinstance(num_prompt, str):

@@ -251,7 +251,8 @@ def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -
         host = "127.0.0.1"
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     model = (*config.served_model_name, frontend.info.name)[0]
-    curl = curl_example(url + config.root_path, model, needs_key=bool(config.api_keys))
+    generates = "generate" in frontend.info.tasks
+    curl = curl_example(url + config.root_path, model, needs_key=bool(config.api_keys), generates=generates)
     return f"The server is ready at {url} and serves {model}. Try it:\n  {curl}"
 
 

@@ -14,6 +14,7 @@ from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
+from octavo.models.load.renamed import with_root
 from octavo.models.load.weights import load_weights, wanted_bytes
 from octavo.models.model import Model, compiled
 from octavo.models.native import NativeDecoder, reason_against
@@ -80,7 +81,8 @@ class Worker:
             scheme=self._scheme(),
         )
         self.device.check_fits(wanted_bytes(model), self._utilization)
-        report = load_weights(model, open_checkpoint(self._files, self._config.load_format, self._config.seed))
+        checkpoint = open_checkpoint(self._files, self._config.load_format, self._config.seed)
+        report = load_weights(model, with_root(checkpoint, "model"))
         self.model = compiled(model, self.attention, 1 if self._config.activation_dtype == "int8" else 2)
         self.weight_bytes = report.nbytes
         if isinstance(self.model, NativeDecoder):

@@ -50,7 +50,7 @@ def test_missing_features_are_refused_with_the_reason(
         ["--pipeline-parallel-size=1"],
         ["--quantization", "none"],
         ["--no-enable-lora"],
-        ["--runner", "auto"],
+        ["--model-impl", "auto"],
     ],
 )
 def test_neutral_values_pass_silently(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
