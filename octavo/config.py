@@ -92,6 +92,7 @@ class DeviceConfig:
 
     Attributes:
         threads: compute threads on a CPU; None takes the physical cores given to this process.
+        cpu_bind: the cores that it keeps to on a CPU: "auto", "nobind" or a list like "0-3,8"; see `device/binding.py`.
         cpu_isa: the instruction set of the CPU kernels: "auto" or a name in `native/isa.py`.
         enforce_eager: launch every operation of every step; on a GPU decoding is otherwise recorded once and replayed.
     """
@@ -99,6 +100,7 @@ class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     attention_backend: str | None = None
+    cpu_bind: str = "auto"
     cpu_isa: str = "auto"
     enforce_eager: bool = False
 

@@ -193,6 +193,13 @@ SCHEDULING = (
 DEVICE = (
     Flag("device", "device.device", "where the model runs", "auto", choices=("auto", "cpu", "cuda")),
     Flag("threads", "device.threads", "compute threads on a CPU", "its cores", units.count, metavar="N"),
+    Flag(
+        "cpu-omp-threads-bind",
+        "device.cpu_bind",
+        "cores that the compute threads keep to: a list like 0-3,8, nobind, or auto for one NUMA node's",
+        "auto",
+        metavar="CORES",
+    ),
     Flag("attention-backend", "device.attention_backend", "attention kernel to use", "the fastest that fits"),
     Flag("cpu-isa", "device.cpu_isa", "instruction set of the CPU kernels", "auto", choices=("auto", *isa.NAMES)),
     Flag(

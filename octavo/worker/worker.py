@@ -46,7 +46,7 @@ class Worker:
 
     def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles, cache: CacheConfig) -> None:
         self.device: Device = select_device(device.device)
-        self.device.setup(device.threads)
+        self.device.setup(device.threads, device.cpu_bind)
         self.spec: DecoderSpec = spec_of(files.config)
         self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
         self._config = config

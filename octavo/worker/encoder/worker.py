@@ -29,7 +29,7 @@ class EncoderWorker:
 
     def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles) -> None:
         self.device: Device = select_device(device.device)
-        self.device.setup(device.threads)
+        self.device.setup(device.threads, device.cpu_bind)
         self.spec = encoder_spec(files.config)
         # A configuration without a dtype is one of float32.
         stored = files.config.get("dtype") or files.config.get("torch_dtype") or "float32"
