@@ -17,6 +17,7 @@ from octavo.config import ServerConfig
 from octavo.hub.cache import data_dir
 from octavo.server import errors, schema
 from octavo.server.admission import Admission
+from octavo.server.anthropic.errors import error_response
 from octavo.server.anthropic.protocol import CountBody, MessagesBody
 from octavo.server.batch.execute import Executor
 from octavo.server.batch.routes import BatchBody, batch_routes
@@ -70,7 +71,7 @@ def create_app(
     app.state.batches = batches
     app.include_router(batch_routes(ctx, batches))
     schema.install(app, [*INFERENCE_BODIES, BatchBody])
-    errors.install(app)
+    errors.install(app, error_response)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
     return app
