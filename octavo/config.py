@@ -171,10 +171,31 @@ class ServerConfig:
         max_file_bytes: the largest upload.
         max_batch_lines: requests in one batch.
         batch_concurrency: requests of batches that run at once; None takes as many as the engine's sequences.
+        uds: a socket file to listen on instead of host and port.
+        ssl_certfile, ssl_keyfile, ssl_keyfile_password: PEM files of the server's certificate and key; TLS is served
+            where there is a certificate. The key may be in the certificate's file.
+        ssl_ca_certs, ssl_cert_reqs: the authorities of clients' certificates, and whether one is asked for: 0 no,
+            1 optional, 2 required.
+        enable_ssl_refresh: read certificate and key again when their files change.
+        max_concurrent_requests: requests answered at once before others get a 503; None for no limit.
+        keep_alive_s: an idle connection is closed after so long. By default longer than clients keep theirs, so that
+            it is they who close them.
+        body_timeout_s: a request's body must have come by then.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    ssl_ciphers: str | None = None
+    enable_ssl_refresh: bool = False
+    max_concurrent_requests: int | None = None
+    keep_alive_s: int = 65
+    body_timeout_s: float = 60.0
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: str = "auto"

@@ -6,6 +6,7 @@ exception into an error object.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -98,7 +99,7 @@ class Door:
             await error_response(scope, refusal)(scope, receive, send)
             return
         with self._ctx.lifecycle.serving():
-            await self._app(scope, receive, send)
+            await self._app(scope, _in_time(receive, self._ctx.config.body_timeout_s), send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         if scope["method"] != "OPTIONS" and not self._keys.allow(Headers(scope=scope)):
@@ -106,6 +107,13 @@ class Door:
                 401,
                 "A valid API key is required: send 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",
                 headers={"WWW-Authenticate": "Bearer"},
+            )
+        most = self._ctx.config.max_concurrent_requests
+        if most is not None and self._ctx.lifecycle.inflight >= most:
+            return ApiError(
+                503,
+                f"The server answers {most} requests at once, as many as --max-concurrent-requests allows; come back.",
+                headers={"Retry-After": "1"},
             )
         if self._ctx.lifecycle.draining and scope["method"] == "POST":
             return ApiError(503, "The server is shutting down and takes no new requests.", headers={"Retry-After": "5"})
@@ -130,6 +138,31 @@ class _Visit:
             for name in self._names:
                 headers[name] = self.request_id
         await self._send(message)
+
+
+def _in_time(receive: Receive, seconds: float) -> Receive:
+    """`receive`, which fails once the body has taken longer than that; afterwards it may wait for ever."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    complete = False
+
+    async def limited() -> Message:
+        nonlocal complete
+        if complete:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"The request's body had not come after {seconds:g} s; send it faster, or start the server with a "
+                "longer --body-timeout.",
+                headers={"Connection": "close"},
+            ) from None
+        complete = not message.get("more_body", False)
+        return message
+
+    return limited
 
 
 def _request_id(headers: Headers) -> str:
