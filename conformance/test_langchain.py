@@ -30,9 +30,13 @@ class TestChatCompletions(ChatModelIntegrationTests):
             "max_retries": 0,
             "stream_usage": True,
             # So small a model says the same thing for ever, and calls every function twice.
-            "extra_body": {"repetition_penalty": 1.15},
+            "extra_body": {"frequency_penalty": 0.5},
             "model_kwargs": {"parallel_tool_calls": False},
         }
+
+    @pytest.mark.xfail(reason="JSON is all that is asked for; the model would have to know which.")
+    def test_json_mode(self, model: BaseChatModel) -> None:
+        super().test_json_mode(model)
 
     @pytest.mark.xfail(reason="The model would have to choose by itself to call the function; this one is too small.")
     @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)

@@ -34,6 +34,9 @@ class ModelConfig:
         load_format: "auto" by the files found; "dummy" fills random weights.
         max_model_len: None takes the model's, shortened to what the KV cache holds.
         max_logprobs: the largest `logprobs` of a request; -1 for no limit.
+        generation_config: where sampling defaults come from: "auto" the model's generation_config.json, a folder that
+            holds another, or "none" (also "vllm") for the defaults of `SamplingParams`.
+        override_generation_config: single defaults in place of those, such as {"temperature": 0.5}.
     """
 
     model: str = DEFAULT_MODEL
@@ -45,6 +48,8 @@ class ModelConfig:
     max_model_len: int | None = None
     max_logprobs: int = 20
     seed: int = 0
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +153,8 @@ def _check(kind: Any, name: str, given: str, value: Any) -> None:
         raise ConfigError(f"{given}={value!r} must be a whole number of at least {smallest}.")
     if float in kinds and not (type(value) in (int, float) and 0 < value <= 1):
         raise ConfigError(f"{given}={value!r} must be a number over 0 and up to 1.")
+    if get_origin(kind) is dict and not isinstance(value, dict):
+        raise ConfigError(f"{given}={value!r} must be a dict.")
     if bool in kinds and type(value) is not bool:
         raise ConfigError(f"{given}={value!r} must be True or False.")
 
@@ -162,6 +169,9 @@ class ServerConfig:
         allowed_origins, allowed_methods, allowed_headers, allow_credentials: what other sites' pages may do (CORS);
             nothing without an origin.
         max_num_queued_reqs, max_num_queued_tokens: what may wait for the engine before requests are refused.
+        default_chat_template_kwargs: variables for the chat template, where a request does not set them.
+        return_tokens_as_token_ids: write tokens in logprobs as `token_id:7`, as requests may ask for themselves.
+        disable_log_stats: no lines of throughput and load.
         strict_params: refuse fields that nobody knows, instead of naming them in `warnings`.
         max_prompts: prompts in one request to /v1/completions.
         max_schema_bytes: a schema or grammar of one request.
@@ -198,6 +208,9 @@ class ServerConfig:
     body_timeout_s: float = 60.0
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    return_tokens_as_token_ids: bool = False
+    disable_log_stats: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     api_keys: tuple[str, ...] = ()

@@ -40,6 +40,11 @@ class Flag:
     convert: Callable[[Any], Any] | None = None
     env: str | None = None
 
+    @property
+    def dotted(self) -> bool:
+        """Whether `--name.key value` sets one key of its JSON object."""
+        return self.read is units.json_object
+
     def spelled(self) -> tuple[str, ...]:
         return tuple(f"--{name}" for name in (self.name, *self.aliases))
 
@@ -106,6 +111,21 @@ MODEL = (
         "20",
         units.count_or_all,
         metavar="N",
+    ),
+    Flag(
+        "generation-config",
+        "model.generation_config",
+        "where sampling defaults come from: auto (the model's generation_config.json), a folder with another, or none",
+        "auto",
+        metavar="PLACE",
+    ),
+    Flag(
+        "override-generation-config",
+        "model.override_generation_config",
+        "single sampling defaults instead of those, as a JSON object",
+        "{}",
+        units.json_object,
+        metavar="JSON",
     ),
     Flag(
         "seed", "model.seed", "of the random weights, and of requests that bring none", "0", units.natural, metavar="N"
@@ -292,6 +312,21 @@ SERVER = (
     ),
     Flag("chat-template", "server.chat_template", "a Jinja file, or the template itself", "the model's"),
     Flag(
+        "default-chat-template-kwargs",
+        "server.default_chat_template_kwargs",
+        "variables for the chat template where a request does not set them, as a JSON object",
+        "{}",
+        units.json_object,
+        metavar="JSON",
+    ),
+    Flag(
+        "return-tokens-as-token-ids",
+        "server.return_tokens_as_token_ids",
+        "write tokens in logprobs as `token_id:7`",
+        "as requests say",
+        switch=True,
+    ),
+    Flag(
         "tool-call-parser",
         "server.tool_call_parser",
         "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, mistral, mistral_args, "
@@ -411,6 +446,7 @@ SERVER = (
         metavar="SECONDS",
         env="OCTAVO_LOG_STATS_INTERVAL",
     ),
+    Flag("disable-log-stats", "server.disable_log_stats", "no such lines", "off", switch=True),
     Flag(
         "log-level",
         "server.log_level",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from typing import Any
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmKM]?)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?[bB])?")
@@ -85,6 +87,21 @@ def port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: give a number from 0 to 65535")
     return int(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"""{text!r} is not a JSON object, such as '{{"name": 1}}'""")
+    return value
 
 
 def show_bytes(value: float) -> str:

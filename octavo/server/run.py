@@ -90,7 +90,8 @@ async def serve(
         server = _Server(_uvicorn_config(app, config))
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         batches: BatchService = app.state.batches
-        background = [asyncio.create_task(log_stats(frontend.engine.stats, config.log_stats_interval_s))]
+        interval = 0 if config.disable_log_stats else config.log_stats_interval_s
+        background = [asyncio.create_task(log_stats(frontend.engine.stats, interval))]
         try:
             await _until(serving, server.ready)
             await batches.start()

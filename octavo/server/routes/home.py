@@ -61,4 +61,6 @@ def curl_example(base_url: str, model: str, *, needs_key: bool, uds: str | None 
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
     key = " -H 'Authorization: Bearer '\"$OCTAVO_API_KEY\"" if needs_key else ""
     socket = f"--unix-socket {shlex.quote(uds)} " if uds else ""
-    return f"curl {socket}{base_url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return (
+        f"curl {socket}{base_url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
