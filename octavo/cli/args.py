@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.environment import OTHER_WORDS
-from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, Flag, flags_of
+from octavo.cli.flag import Flag
+from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.parser import OctavoParser, nearest
 from octavo.cli.unsupported import FLAGS
 from octavo.config import EngineConfig, ServerConfig
