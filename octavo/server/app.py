@@ -59,7 +59,6 @@ def create_app(
         title="Octavo",
         version=__version__,
         description="Serves a large language model with an API that OpenAI's clients understand.",
-        root_path=config.root_path,
         docs_url="/docs" if config.enable_docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if config.enable_docs else None,

@@ -67,11 +67,14 @@ class Door:
         self._app = app
         self._ctx = ctx
         self._keys = ApiKeys(ctx.config.api_keys)
+        # Requests are answered with and without it: some proxies take it off the path, some don't.
+        self._root = "/" + ctx.config.root_path.strip("/") if ctx.config.root_path.strip("/") else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["root_path"] = self._root
         names = ("X-Request-Id", REQUEST_ID) if speaks_anthropic(scope) else ("X-Request-Id",)
         visit = _Visit(send, _request_id(Headers(scope=scope)), names)
         scope.setdefault("state", {})["request_id"] = visit.request_id

@@ -187,7 +187,6 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         access_log=debug,
         server_header=False,
         backlog=_BACKLOG,
-        root_path=config.root_path,
         timeout_keep_alive=config.keep_alive_s,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
@@ -238,7 +237,7 @@ async def _wait_any(*events: asyncio.Event, timeout: float) -> None:
 def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -> str:
     url = base_url(config, sock)
     model = (*config.served_model_name, frontend.info.name)[0]
-    curl = curl_example(url + config.root_path, model, needs_key=bool(config.api_keys), uds=config.uds)
+    curl = curl_example(url + config.root_path.rstrip("/"), model, needs_key=bool(config.api_keys), uds=config.uds)
     where = config.uds or url
     return f"The server is ready at {where} and serves {model}. Try it:\n  {curl}"
 

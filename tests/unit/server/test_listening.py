@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_kit import HELLO, Visitor, ask, eventually, make_frontend, make_house, saying
+from server_kit import HELLO, Visitor, ask, ask_now, eventually, make_frontend, make_house, saying
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError
@@ -199,3 +199,14 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         assert house.lifecycle.inflight == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("root", ["/api", "api/"])
+def test_requests_come_with_and_without_the_root_path(root: str) -> None:
+    app = make_house(saying("x"), ServerConfig(root_path=root, api_keys=("k",))).app
+    for path in (CHAT, "/api" + CHAT):
+        assert ask_now(app, path, HELLO, headers={"x-api-key": "k"}).status == 200
+        assert ask_now(app, path, HELLO).status == 401
+    assert ask_now(app, "/api/health", method="GET").status == 200
+    assert "/api/v1/models" in ask_now(app, "/", method="GET").json()["links"]
+    assert b'"/api/openapi.json"' in ask_now(app, "/api/docs", method="GET").body.replace(b"'", b'"')
