@@ -70,9 +70,7 @@ class AsyncLLM:
         process = CoreProcess("octavo.engine_main", (config, files, log_level))
         starting = asyncio.create_task(CoreClient.start(process, stall_after_s=stall_after_s, on_phase=on_phase))
         try:
-            text = await asyncio.to_thread(
-                load_text, files, tokenizer=config.model.tokenizer, chat_template=chat_template
-            )
+            text = await asyncio.to_thread(load_text, files, config.model, chat_template=chat_template)
             answers = AnswerFormats.of(text.chat, tools=tool_call_parser, reasoning=reasoning_parser)
             client = await starting
         except BaseException:

@@ -78,7 +78,7 @@ class LLM:
         )
         self._loop: EngineLoop | None
         self._loop, self._info = build_core(config, files)
-        text = load_text(files, tokenizer=config.model.tokenizer, chat_template=chat_template)
+        text = load_text(files, config.model, chat_template=chat_template)
         self._tokenizer, self._template = text.tokenizer, text.chat
         self._preparer = Preparer(text.tokenizer, self._info)
         self._pooling = PoolingDriver(text.tokenizer, self._info)

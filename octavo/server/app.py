@@ -17,6 +17,7 @@ from octavo.config import ServerConfig
 from octavo.hub.cache import data_dir
 from octavo.server import errors, schema
 from octavo.server.admission import Admission
+from octavo.server.anthropic.errors import error_response
 from octavo.server.anthropic.protocol import CountBody, MessagesBody
 from octavo.server.batch.execute import Executor
 from octavo.server.batch.routes import BatchBody, batch_routes
@@ -59,7 +60,6 @@ def create_app(
         title="Octavo",
         version=__version__,
         description="Serves a large language model with an API that OpenAI's clients understand.",
-        root_path=config.root_path,
         docs_url="/docs" if config.enable_docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if config.enable_docs else None,
@@ -72,7 +72,7 @@ def create_app(
     app.state.batches = batches
     app.include_router(batch_routes(ctx, batches))
     schema.install(app, [*INFERENCE_BODIES, *BODIES, BatchBody])
-    errors.install(app)
+    errors.install(app, error_response)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
     return app

@@ -38,7 +38,7 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt
 # length alone unless it is over the bound by this factor.
 _SLACK = 4
 # generation_config.json's name -> ours
-_DEFAULTS = {
+SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -212,7 +212,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = {
         ours: generation_config[theirs]
-        for theirs, ours in _DEFAULTS.items()
+        for theirs, ours in SAMPLING_DEFAULTS.items()
         if generation_config.get(theirs) is not None
     }
     try:

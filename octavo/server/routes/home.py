@@ -59,10 +59,11 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
     return Response(page, media_type="text/html")
 
 
-def curl_example(base_url: str, model: str, *, needs_key: bool, generates: bool = True) -> str:
-    """A command that asks the server something."""
+def curl_example(base_url: str, model: str, *, needs_key: bool, generates: bool = True, uds: str | None = None) -> str:
+    """A command that asks the server something, through the socket file `uds` if that is where it listens."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
     path, asked = ("chat/completions", asked) if generates else ("embeddings", {"input": "The capital of France"})
     body = json.dumps({"model": model, **asked})
     key = " -H 'Authorization: Bearer '\"$OCTAVO_API_KEY\"" if needs_key else ""
-    return f"curl {base_url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    socket = f"--unix-socket {shlex.quote(uds)} " if uds else ""
+    return f"curl {socket}{base_url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
