@@ -67,7 +67,7 @@ def create_app(
     app.include_router(status_routes(ctx))
     app.include_router(inference_routes(ctx))
     batches = _batch_service(ctx)
-    app.state.batches = batches
+    app.state.batches, app.state.metrics = batches, ctx.metrics
     app.include_router(batch_routes(ctx, batches))
     schema.install(app, [*INFERENCE_BODIES, BatchBody])
     errors.install(app)

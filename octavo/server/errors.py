@@ -13,7 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OctavoError, QueueFullError
+from octavo.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OctavoError,
+    QueueFullError,
+    SlowReaderError,
+)
 
 logger = logging.getLogger("octavo.server")
 
@@ -22,6 +29,7 @@ _TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
@@ -88,6 +96,8 @@ def as_api_error(exc: Exception, request_id: str = "") -> ApiError:
             return ApiError(404, str(exc), param="model")
         case QueueFullError():
             return ApiError(429, str(exc), headers={"Retry-After": str(exc.retry_after_s)})
+        case SlowReaderError():
+            return ApiError(408, str(exc))
         case EngineDeadError():
             return ApiError(503, str(exc))
         case HTTPException():
