@@ -372,6 +372,22 @@ SERVER = (
         units.size,
         metavar="BYTES",
     ),
+    Flag(
+        "max-unread-tokens",
+        "server.max_unread_tokens",
+        "tokens that may wait for a client that reads slowly; then its request is ended",
+        "4096",
+        units.count,
+        metavar="TOKENS",
+    ),
+    Flag(
+        "unread-timeout",
+        "server.unread_timeout_s",
+        "a connection is closed when its client leaves what it was sent unread for so long",
+        "60",
+        units.seconds,
+        metavar="SECONDS",
+    ),
     Flag("jobs-dir", "server.jobs_dir", "folder for uploaded files and batches", "~/.local/share/octavo/jobs"),
     Flag(
         "max-file-bytes",

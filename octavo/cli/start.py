@@ -33,6 +33,7 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,
             stall_after_s=settings.stall_after_s,
+            max_unread_tokens=server.max_unread_tokens if server else None,
             log_level=settings.log_level,
             on_phase=display.phase,
             progress=display.download,

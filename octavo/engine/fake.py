@@ -86,6 +86,7 @@ class FakeEngine:
         self.abandoned: list[str] = []
         self.running: set[str] = set()
         self.current = EngineStats()
+        self.slow_readers = 0
         self.closed = False
         self._script = script
         self._info = info or fake_info()

@@ -69,7 +69,7 @@ def create_app(
     app.include_router(inference_routes(ctx))
     app.include_router(vector_routes(ctx))
     batches = _batch_service(ctx)
-    app.state.batches = batches
+    app.state.batches, app.state.metrics = batches, ctx.metrics
     app.include_router(batch_routes(ctx, batches))
     schema.install(app, [*INFERENCE_BODIES, *BODIES, BatchBody])
     errors.install(app, error_response)

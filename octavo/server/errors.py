@@ -14,7 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from octavo.core.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OctavoError, QueueFullError
+from octavo.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OctavoError,
+    QueueFullError,
+    SlowReaderError,
+)
 
 logger = logging.getLogger("octavo.server")
 
@@ -90,6 +97,8 @@ def as_api_error(exc: Exception, request_id: str = "") -> ApiError:
             return ApiError(404, str(exc), param="model")
         case QueueFullError():
             return ApiError(429, str(exc), headers={"Retry-After": str(exc.retry_after_s)})
+        case SlowReaderError():
+            return ApiError(408, str(exc))
         case EngineDeadError():
             return ApiError(503, str(exc))
         case HTTPException():

@@ -18,9 +18,11 @@ from octavo.core.errors import OctavoError
 from octavo.server.address import base_url, bind, release
 from octavo.server.app import create_app
 from octavo.server.batch.service import BatchService
+from octavo.server.connection import connection_class
 from octavo.server.keys import with_key_file
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics.log_line import log_stats
+from octavo.server.metrics.metrics import Metrics
 from octavo.server.routes.home import curl_example
 from octavo.server.tls import check_tls, refresh
 from octavo.text.frontend import Frontend
@@ -177,9 +179,10 @@ class _Server(uvicorn.Server):
 
 def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     debug = config.log_level == "debug"
+    metrics: Metrics = app.state.metrics
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=connection_class(config.unread_timeout_s, metrics.http.count_unread),
         ws="none",
         lifespan="off",
         log_config=None,
