@@ -92,9 +92,7 @@ def _kinds(config: Config) -> tuple[str, ...]:
     given = config.get("layer_types")
     kinds = given or [_LOCAL if layer % every else "full_attention" for layer in range(layers)]
     if len(kinds) != layers or not set(kinds) <= set(_THETAS):
-        raise ConfigError(
-            f"The model's config has layer_types={given!r}; Octavo wants {layers} of {', '.join(_THETAS)}."
-        )
+        raise ConfigError(f"The model's config has layer_types={given!r}; it takes {layers} of {', '.join(_THETAS)}.")
     return tuple(kinds)
 
 
