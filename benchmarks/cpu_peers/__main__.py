@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import models
 from compare import Comparison, large_kv
@@ -38,11 +38,14 @@ from machine import describe
 from variants import ENGINES, VARIANTS, Setup, Variant
 from workloads import WORKLOADS
 
+RESULTS = Path(__file__).resolve().parent.parent / "results"
 GROUPS = ("http-16bit", "http-8bit", "process-16bit", "process-8bit")
 
 
 def main() -> int:
     args = _arguments()
+    # Engines are ended on the way out, those that stand still too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     cache = args.cache.expanduser().resolve()
     installer = Installer(cache, pip_args=args.pip_args.split(), jobs=args.jobs, nice=args.nice)
     installed, missing = install(installer, args.engines)
@@ -61,8 +64,9 @@ def main() -> int:
     )
     if args.setup_only:
         return 1 if missing else 0
-    comparison = Comparison(setup, args.workloads, rounds=args.rounds, seed=args.seed)
-    result: dict[str, Any] = {"benchmark": "cpu_peers", **describe(), "used_cores": list(args.cores), "left_out": missing}
+    comparison = Comparison(setup, args.workloads, rounds=args.rounds, seed=args.seed, trial=args.trial)
+    result: dict[str, Any] = {"benchmark": "cpu_peers", **describe()}
+    result |= {"used_cores": list(args.cores), "left_out": missing, "trial": args.trial}
     for group in args.groups:
         variants = [variant for variant in chosen if variant.group == group]
         if variants:
@@ -92,17 +96,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/octavo-bench"), help="environments, models, logs")
     parser.add_argument("--octavo-python", type=Path, default=Path(sys.executable), help="an interpreter with Octavo")
     parser.add_argument("--setup-only", action="store_true", help="install and convert, measure nothing")
+    parser.add_argument("--trial", action="store_true", help="a sixteenth of the output, to see that everything works")
     parser.add_argument("--skip-alone", action="store_true", help="no start times, no memory")
     parser.add_argument("--pip-args", default="", help='for every pip install, such as "--extra-index-url URL"')
     parser.add_argument("--jobs", type=int, default=2, help="compilers at once")
     parser.add_argument("--nice", type=int, default=0, help="niceness of installing and compiling")
-    parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "cpu_peers.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "cpu_peers.json")
     return parser.parse_args()
 
 
 def _cores(text: str) -> tuple[int, ...]:
-    import os
-
     given = sorted(os.sched_getaffinity(0))
     if not text:
         return tuple(given)

@@ -9,19 +9,19 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import limits
 import report
-from engines import EngineFailed, RunningEngine
+from engines import EngineError, RunningEngine
 from floors import Machine, Shape, floor
 from models import tensor_bytes
 from processes import CpuClock, MemoryWatch
 from variants import HERE, KVSize, Setup, Variant
-from workloads import WAKE, WARM, WORKLOADS, Workload, check
+from workloads import WAKE, WARM, WORKLOADS, Request, Workload, check
 
 _LARGE_KV_TOKENS = 65_536
 _SMALL_KV_BYTES = 256 << 20
@@ -53,13 +53,15 @@ class Comparison:
         workloads: names.
         rounds: how often each engine gets its turn with each workload.
         seed: of the prompts.
+        trial: ask for a sixteenth of the output, to see that everything works.
     """
 
-    def __init__(self, setup: Setup, workloads: Sequence[str], *, rounds: int, seed: int) -> None:
+    def __init__(self, setup: Setup, workloads: Sequence[str], *, rounds: int, seed: int, trial: bool = False) -> None:
         self._setup = setup
         self._workloads = [WORKLOADS[name] for name in workloads]
         self._rounds = rounds
         self._seed = seed
+        self._share = 16 if trial else 1
         self._shape = Shape.of(next(iter(setup.gguf.values())))
 
     def group(self, variants: Sequence[Variant], *, alone: bool) -> dict[str, Any]:
@@ -79,10 +81,8 @@ class Comparison:
                 self._read_limits(seen)
         return self._conclude(variants, seen, memory)
 
-    def _turn(
-        self, engines: dict[str, RunningEngine], name: str, workload: Workload, number: int, seen: _Seen
-    ) -> None:
-        requests = workload.requests(f"{self._seed}-{number}", self._shape.vocab_size)
+    def _turn(self, engines: dict[str, RunningEngine], name: str, workload: Workload, number: int, seen: _Seen) -> None:
+        requests = self._requests(workload, f"{self._seed}-{number}")
         engine = engines[name]
         engine.thaw()
         try:
@@ -91,7 +91,7 @@ class Comparison:
             outcome = engine.run(requests)
             others = clock.others(len(self._setup.cores))
             check(requests, outcome)
-        except (EngineFailed, RuntimeError) as error:
+        except (EngineError, RuntimeError) as error:
             seen.failures[f"{name}, {workload.name}"] = str(error)
             print(f"{name} failed at {workload.name}: {error}", flush=True)
             engines.pop(name).close()
@@ -111,7 +111,7 @@ class Comparison:
                 try:
                     engine, seconds = _started(variant, self._setup)
                     engine.run(WARM)
-                except EngineFailed as error:
+                except EngineError as error:
                     seen.failures[variant.name] = str(error)
                     print(f"{variant.name} failed: {error}", flush=True)
                     continue
@@ -130,7 +130,7 @@ class Comparison:
         for variant in variants:
             try:
                 found[variant.name] = self._alone(variant, seen)
-            except (EngineFailed, RuntimeError) as error:
+            except (EngineError, RuntimeError) as error:
                 seen.failures[f"{variant.name} alone"] = str(error)
             print(f"alone: {variant.name}: {json.dumps(found.get(variant.name))}", flush=True)
         return found
@@ -146,13 +146,15 @@ class Comparison:
         engine, seconds = _started(variant, setup)
         engine.close()
         seen.starts.setdefault(variant.name, []).append(seconds)
-        requests = WORKLOADS["A"].requests("memory", self._shape.vocab_size)
-        engine = variant.start(setup)
-        with MemoryWatch(engine.pid) as watch:
+        requests = self._requests(WORKLOADS["A"], "memory")
+        with closing(variant.start(setup)) as engine, MemoryWatch(engine.pid) as watch:
             engine.wait()
             check(requests, engine.run(requests))
-        engine.close()
         return {**found, "peak_rss_mb": round(watch.peak_rss / 1e6, 1), "peak_pss_mb": round(watch.peak_pss / 1e6, 1)}
+
+    def _requests(self, workload: Workload, seed: str) -> list[Request]:
+        whole = workload.requests(seed, self._shape.vocab_size)
+        return [Request(request.prompt, -(-request.output_tokens // self._share)) for request in whole]
 
     def _read_limits(self, seen: _Seen) -> None:
         command = [self._setup.pythons["octavo"], HERE / "limits.py", *map(str, self._setup.cores)]
@@ -191,7 +193,7 @@ class Comparison:
     def _floor(self, workload: Workload, variant: Variant, best: Mapping[str, float]) -> float:
         rate = best["bfloat16_gop_s" if variant.format == "bf16" else "int8_gop_s"] * 1e9
         machine = Machine(best["read_gb_s"] * 1e9, products=rate, attention=best["bfloat16_gop_s"] * 1e9)
-        requests = workload.requests("0", self._shape.vocab_size)
+        requests = self._requests(workload, "0")
         weight_bytes = tensor_bytes(self._setup.gguf[variant.format])
         return round(workload.figure(requests, floor(requests, self._shape, weight_bytes, machine)), 3)
 
@@ -211,9 +213,13 @@ def _started(
     """An engine that is ready, and the seconds from exec to its first token."""
     started = time.perf_counter()
     engine = variant.start(setup, environment)
-    engine.wait()
-    ready = time.perf_counter()
-    first = engine.run(WAKE).first
+    try:
+        engine.wait()
+        ready = time.perf_counter()
+        first = engine.run(WAKE).first
+    except BaseException:
+        engine.close()
+        raise
     seconds = round(ready - started + (first or 0.0), 2)
     print(f"{variant.name} started in {seconds} s", flush=True)
     return engine, seconds

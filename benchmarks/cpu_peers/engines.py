@@ -36,14 +36,14 @@ class Launch:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-class EngineFailed(Exception):
+class EngineError(Exception):
     """An engine that did not start or ended; the text has the end of its log."""
 
 
 class RunningEngine:
     """An engine's processes, starting when it is made. Subclasses know how to speak to it.
 
-    Every method raises EngineFailed if the engine doesn't do it; its processes have been ended then.
+    Every method raises EngineError if the engine doesn't do it; its processes have been ended then.
     """
 
     def __init__(self, launch: Launch, cores: Sequence[int], log: Path) -> None:
@@ -73,10 +73,10 @@ class RunningEngine:
     def wake(self) -> None:
         self.run(WAKE)
 
-    def failed(self, what: str) -> EngineFailed:
+    def failed(self, what: str) -> EngineError:
         self.close()
         tail = self._log.read_text(encoding="utf-8", errors="replace")[-1500:] if self._log.is_file() else ""
-        return EngineFailed(f"{what}; its log {self._log} ends:\n{tail}")
+        return EngineError(f"{what}; its log {self._log} ends:\n{tail}")
 
     def _spawn(self, launch: Launch, cores: frozenset[int]) -> subprocess.Popen[bytes]:
         raise NotImplementedError

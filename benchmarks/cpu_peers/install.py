@@ -35,7 +35,7 @@ _CMAKE = (
 )
 
 
-class InstallFailed(Exception):
+class InstallError(Exception):
     """A peer that could not be installed; the text says which command failed and how."""
 
 
@@ -76,7 +76,7 @@ class Installer:
         if binary.exists():
             return binary
         if not shutil.which("cmake"):
-            raise InstallFailed("llama.cpp needs cmake and a C++ compiler to be built, and there is no cmake")
+            raise InstallError("llama.cpp needs cmake and a C++ compiler to be built, and there is no cmake")
         source = home / f"llama_cpp_python-{LLAMA_CPP_PYTHON}"
         if not source.exists():
             package = f"llama-cpp-python=={LLAMA_CPP_PYTHON}"
@@ -106,7 +106,7 @@ class Installer:
             words, capture_output=True, text=True, errors="replace", preexec_fn=lambda: os.nice(self._nice) and None
         )
         if done.returncode:
-            raise InstallFailed(f"{' '.join(words)[:200]} failed:\n{done.stderr[-1500:]}")
+            raise InstallError(f"{' '.join(words)[:200]} failed:\n{done.stderr[-1500:]}")
         return done.stdout
 
 
@@ -118,7 +118,7 @@ def install(installer: Installer, engines: Sequence[str]) -> tuple[dict[str, Pat
         if name in engines:
             try:
                 found[name] = way()
-            except (InstallFailed, OSError) as error:
+            except (InstallError, OSError) as error:
                 missing[name] = str(error)
                 print(f"{name} is left out: {error}", flush=True)
     return found, missing

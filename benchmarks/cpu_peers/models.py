@@ -35,16 +35,16 @@ def gguf_files(source: Path, cache: Path, formats: list[str], python: str) -> di
     """Every format's file; that of the source's own format is the source itself."""
     cache.mkdir(parents=True, exist_ok=True)
     found = {}
-    for kind in [form for kind in formats for form in WRITTEN_FOR.get(kind, (kind,))]:
-        if f".{kind}." in source.name.lower():
-            found[kind] = source
+    for form in [form for kind in formats for form in WRITTEN_FOR.get(kind, (kind,))]:
+        if f".{form}." in source.name.lower():
+            found[form] = source
             continue
-        target = cache / f"{source.stem}.to.{kind}.gguf"
+        target = cache / f"{source.stem}.to.{form}.gguf"
         if not target.exists():
             part = target.with_suffix(".part")
-            subprocess.run([python, __file__, str(source), str(part), kind], check=True)
+            subprocess.run([python, __file__, str(source), str(part), form], check=True)
             part.rename(target)
-        found[kind] = target
+        found[form] = target
     return found
 
 

@@ -13,7 +13,10 @@ Runs = dict[str, dict[str, list[float]]]
 
 
 def medians(runs: Runs) -> dict[str, dict[str, float]]:
-    return {w: {name: _rounded(statistics.median(values)) for name, values in of.items() if values} for w, of in runs.items()}
+    return {
+        w: {name: _rounded(statistics.median(values)) for name, values in of.items() if values}
+        for w, of in runs.items()
+    }
 
 
 def ratios(figures: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, dict[str, float]]]:

@@ -118,7 +118,9 @@ def _octavo_process(kind: str, activations: str) -> Callable[[Setup], Launch]:
     return launch
 
 
-def _worker(engine: str, settings: dict[str, Any], environment: dict[str, str] | None = None) -> Callable[[Setup], Launch]:
+def _worker(
+    engine: str, settings: dict[str, Any], environment: dict[str, str] | None = None
+) -> Callable[[Setup], Launch]:
     def launch(setup: Setup) -> Launch:
         script = HERE / "workers" / f"{engine}_worker.py"
         return Launch((str(setup.pythons[engine]), str(script), json.dumps(settings)), environment or {})
@@ -153,7 +155,7 @@ def _vllm_environment(setup: Setup) -> dict[str, str]:
 def _vllm_server(setup: Setup) -> Launch:
     return Launch(
         (
-            *(str(setup.pythons["vllm"]), "-m", "vllm.entrypoints.cli.main", "serve", str(setup.folder)),
+            *(str(setup.pythons["vllm"]), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setup.folder)),
             *("--served-model-name", SERVED_NAME, "--port", "{port}", "--host", "127.0.0.1", "--dtype", "bfloat16"),
             *("--kv-cache-memory-bytes", str(setup.kv.num_bytes), "--max-model-len", "4096"),
         ),

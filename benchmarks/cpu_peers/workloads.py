@@ -102,7 +102,7 @@ WORKLOADS = {
 }
 WAKE = [Request(list(range(1000, 1016)), 4)]
 """A few tokens, not measured, for an engine whose turn it is: its threads wake up and its memory is in reach again."""
-WARM = [Request(list(range(1000 + n, 1000 + n + 24 * n)), 24) for n in range(1, 17)]
+WARM = [Request(list(range(1000 + n, 1000 + n + 64 * n)), 8) for n in range(1, 9)]
 """Not measured: whatever an engine does only once, it does now."""
 
 

@@ -36,7 +36,9 @@ class VllmEngine:
 
     def many(self, pairs: list[Pair]) -> list[int]:
         outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in pairs], [_params(count) for _, count in pairs], use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt, _ in pairs],
+            [_params(count) for _, count in pairs],
+            use_tqdm=False,
         )
         return [len(output.outputs[0].token_ids) for output in outputs]
 
