@@ -14,23 +14,32 @@ _PROC = Path("/proc")
 
 
 def tree(root: int) -> list[int]:
-    """A process and all its descendants, parents first."""
+    """A process and all its descendants, parents first; those of the session that it leads too, whose parents may have
+    ended before them."""
     children: dict[int, list[int]] = {}
+    session = []
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 stat = (entry / "stat").read_text(encoding="utf-8", errors="replace")
-                children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+                parent, _, leader = map(int, stat.rpartition(")")[2].split()[1:4])
+                children.setdefault(parent, []).append(int(entry.name))
+                if leader == root:
+                    session.append(int(entry.name))
     found = [root]
     for pid in found:
         found.extend(children.get(pid, []))
-    return found
+    return found + [pid for pid in session if pid not in found]
 
 
-def freeze(root: int) -> None:
-    """Stop an engine so that it can't take a core from the one whose turn it is."""
-    for pid in tree(root):
+def freeze(root: int, timeout: float = 5.0) -> None:
+    """Stop an engine so that it can't take a core from the one whose turn it is; returns when it stands still."""
+    pids = tree(root)
+    for pid in pids:
         _send(pid, signal.SIGSTOP)
+    until = time.monotonic() + timeout
+    while any(_state(pid) not in "TtZX" for pid in pids) and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 def thaw(root: int) -> None:
@@ -49,6 +58,14 @@ def end(process: subprocess.Popen[bytes], grace: float = 15.0) -> None:
     for pid in pids:
         _send(pid, signal.SIGKILL)
     process.wait()
+
+
+def _state(pid: int) -> str:
+    """A letter, as proc(5) has it; X for a process that is gone."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 def _send(pid: int, number: signal.Signals) -> None:
