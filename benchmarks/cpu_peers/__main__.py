@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import models
 from compare import Comparison, large_kv
-from install import Installer, install
+from install import Installer, install, versions
 from machine import describe
 from variants import ENGINES, VARIANTS, Setup, Variant
 from workloads import WORKLOADS
@@ -53,12 +53,14 @@ def main() -> int:
     source = args.model or models.find_default(str(args.octavo_python))
     chosen = _chosen(args, {"octavo", *installed})
     gguf = models.gguf_files(source, cache / "models", list(args.formats), str(args.octavo_python))
+    wants_folder = "vllm" in installed and "bf16" in args.formats
+    folder = models.safetensors_folder(source, cache / "models", str(args.octavo_python)) if wants_folder else None
     setup = Setup(
         kv=large_kv(next(iter(gguf.values()))),
         pythons=pythons,
         llama_server=installed.get("llama.cpp"),
         gguf=gguf,
-        folder=models.safetensors_folder(source, cache / "models", str(args.octavo_python)),
+        folder=folder,
         cores=args.cores,
         logs=cache / "logs",
     )
@@ -66,7 +68,7 @@ def main() -> int:
         return 1 if missing else 0
     comparison = Comparison(setup, args.workloads, rounds=args.rounds, seed=args.seed, trial=args.trial)
     result: dict[str, Any] = {"benchmark": "cpu_peers", **describe()}
-    result |= {"used_cores": list(args.cores), "left_out": missing, "trial": args.trial}
+    result |= {"used_cores": list(args.cores), "peers": versions(installed), "left_out": missing, "trial": args.trial}
     for group in args.groups:
         variants = [variant for variant in chosen if variant.group == group]
         if variants:

