@@ -20,6 +20,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes_per_token: over all layers.
         memory: part -> bytes, the ledger printed at start.
         phases: start-up phase -> seconds.
+        step_parameters, step_weight_bytes: weights of linear layers and output head, all of which each step reads.
+        accelerator: "cuda" or "cpu".
         max_logprobs: the largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit.
         features: names of the optional features that are there; options of others are refused.
     """
@@ -39,6 +41,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, int]
     phases: dict[str, float]
     weights: str = ""
+    step_parameters: int = 0
+    step_weight_bytes: int = 0
+    accelerator: str = "cpu"
     max_logprobs: int = 20
     features: list[str] = msgspec.field(default_factory=list)
 

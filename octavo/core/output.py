@@ -41,12 +41,14 @@ class StepOutput(msgspec.Struct, frozen=True):
         logprobs: row -> one entry a token, for rows that asked for them.
         errors: row -> why it could not be sampled; its tokens are void.
         prompt_logprobs: row -> those of the prompt tokens that follow the tokens it computed, where asked for.
+        idle_s: seconds for which the device stood still between the step before, if one was under way, and this one.
     """
 
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
+    idle_s: float = 0.0
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
