@@ -101,6 +101,7 @@ def build_core(
         },
         phases=timer.seconds,
         weights=worker.weight_form,
+        kv_form=worker.kv_form,
         max_logprobs=config.model.max_logprobs,
         features=[feature.name for feature in features],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from octavo.models.spec import DecoderSpec
-from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.ops.activation import silu_mul
@@ -49,18 +49,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        if self.attn.fused:
+            return self.out(self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step).flatten(1))
         q, k, v = heads.split(self.head_counts, dim=1)
-        rotating = self.attn.rotating
-        if rotating is not None:
-            rotating.rotate_and_write(heads, self._norms(), self.rope.cos_sin, self.attn.cache, step)
-            return self.out(self.attn.attend(q, step).flatten(1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions)
         else:
             self.rope.joint(heads[:, : -self.head_counts[2]], step.positions)
         return self.out(self.attn(q, k, v, step).flatten(1))
 
-    def _norms(self) -> tuple[Tensor, Tensor, float] | None:
+    def _norms(self) -> Norms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
         return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps

@@ -1,0 +1,104 @@
+"""FP8 keys and values on a GPU: how kernels round to them and what they turn them into to compute.
+
+Two adjacent channels travel as one 16-bit word and part into two float16 tiles, of the even and of the odd channels.
+So tiles of 16-bit elements reach the tensor cores the usual way, and two or three integer operations on packed words
+replace each pair of conversions: E5M2 is the upper half of a float16, and E4M3 one bit to the right of it is a float16
+of 1/256 its value. Both are exact. Formats: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+PLAIN, E4M3, E5M2 = 0, 1, 2
+FORMS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+
+
+def form_of(dtype: torch.dtype) -> int:
+    """What kernels take as FORM for a cache of this dtype."""
+    return FORMS.get(dtype, PLAIN)
+
+
+@triton.jit
+def narrow(x, FORM: tl.constexpr):
+    """float32 to the bits of FP8 (uint8), to nearest, ties to even; what is too large becomes the largest number.
+
+    Scaled by a power of two, the smallest normal number of the format meets that of float32, and what is left is to
+    round the mantissa: subnormal numbers need no care.
+    """
+    if FORM == 1:
+        y = tl.minimum(tl.maximum(x, -448.0), 448.0) * 7.52316384526264e-37
+        bits = y.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        code = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
+    else:
+        y = tl.minimum(tl.maximum(x, -57344.0), 57344.0) * 1.925929944387236e-34
+        bits = y.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        code = (size + 0xFFFFF + ((size >> 21) & 1)) >> 21
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def widen(words, FORM: tl.constexpr, PACKED: tl.constexpr):
+    """uint16 words of two FP8 numbers to two float16 tiles, of the lower and the upper bytes; see `unit`.
+
+    PACKED takes two words at once, which Triton's interpreter can't.
+    """
+    if PACKED:
+        if FORM == 1:
+            low = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t, u;
+                prmt.b32 t, $1, 0, 0x2404;
+                shr.b32 u, t, 1;
+                and.b32 u, u, 0x3f803f80;
+                lop3.b32 $0, t, 0x80008000, u, 0xEA;
+                }""",
+                "=r,r",
+                [words],
+                tl.float16,
+                is_pure=True,
+                pack=2,
+            )
+            high = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 u;
+                shr.b32 u, $1, 1;
+                and.b32 u, u, 0x3f803f80;
+                lop3.b32 $0, $1, 0x80008000, u, 0xEA;
+                }""",
+                "=r,r",
+                [words],
+                tl.float16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            low = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0, 0x2404;", "=r,r", [words], tl.float16, is_pure=True, pack=2
+            )
+            high = tl.inline_asm_elementwise(
+                "and.b32 $0, $1, 0xff00ff00;", "=r,r", [words], tl.float16, is_pure=True, pack=2
+            )
+    else:
+        first = (words & 0xFF) << 8
+        second = words & 0xFF00
+        if FORM == 1:
+            first = (first & 0x8000) | ((first & 0x7F00) >> 1)
+            second = (second & 0x8000) | ((second & 0x7F00) >> 1)
+        low = first.to(tl.float16, bitcast=True)
+        high = second.to(tl.float16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def unit(FORM: tl.constexpr):
+    """What a number from `widen` must be multiplied by."""
+    if FORM == 1:
+        factor = 256.0
+    else:
+        factor = 1.0
+    return factor
