@@ -15,8 +15,6 @@ from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.step import StepInput
 from octavo.nn.weights import TensorSpec
 
-log = logging.getLogger(__name__)
-
 _TOKENS = 512
 _HEADROOM = 4.0
 

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.device.transfer import upload_parts
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.triton_decode import decode_kernel, merge_kernel
-from octavo.nn.attention.triton_fp8 import PLAIN, form_of
+from octavo.nn.attention.triton_fp8 import PLAIN, form_of, means_of
 from octavo.nn.attention.triton_prefill import prefill_kernel
 from octavo.nn.attention.triton_shapes import decode_shape, prefill_shape
 from octavo.nn.attention.triton_write import rotate_write_kernel, write_kernel
@@ -59,7 +59,7 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, dtype: torch.dtype, spec: AttentionSpec) -> None:
-        self._query_tile = prefill_shape(dtype, spec.head_dim).queries
+        self._query_tile = prefill_shape(dtype, spec.head_dim, 1).queries
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[block, key or value, head, offset in the block, channel]: one head's part of a block is contiguous."""
@@ -232,7 +232,7 @@ def _attend_few(
         HAS_ROWS=few.rows is not None,
         HAS_TABLE_ROWS=step.table_rows is not None,
         FORM=form,
-        PACKED=q.is_cuda,
+        MEANS=means_of(q.device),
         num_warps=shape.warps,
         num_stages=shape.stages,
         maxnreg=shape.registers,
@@ -265,11 +265,12 @@ def _attend_many(
     out: Tensor,
 ) -> None:
     form, cells = _cells(cache)
-    shape = prefill_shape(q.dtype, spec.head_dim)
+    shape = prefill_shape(q.dtype, spec.head_dim, step.max_query_len)
+    bulk = fresh is not None and shape.bulk
     prefill_kernel[(spec.num_heads, many.count)](
         q,
         q if fresh is None else fresh,
-        q if not TMA or fresh is None else _tiles(fresh, shape.keys),
+        _tiles(fresh, shape.keys) if bulk and fresh is not None else q,
         cells,
         step.seq_lens if scales is None else scales,
         out,
@@ -293,19 +294,17 @@ def _attend_many(
         CAPPED=spec.soft_cap is not None,
         HAS_TABLE_ROWS=step.table_rows is not None,
         HAS_FRESH=fresh is not None,
-        TMA=TMA and fresh is not None,
+        BULK=bulk,
         FORM=form,
-        PACKED=q.is_cuda,
+        MEANS=means_of(q.device),
         num_warps=shape.warps,
         num_stages=shape.stages,
         maxnreg=shape.registers,
     )
 
 
-TMA = False
-
-
 def _tiles(fresh: Tensor, keys: int) -> TensorDescriptor:
+    """The step's keys and values for the copy engine, in tiles of so many tokens of one head."""
     tokens, heads, dim = fresh.shape
     return TensorDescriptor(fresh, [tokens, heads * dim], [fresh.stride(0), 1], [keys, dim])
 

@@ -49,7 +49,7 @@ def decode_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
     FORM: tl.constexpr,
-    PACKED: tl.constexpr,
+    MEANS: tl.constexpr,
 ):
     """One kv head of one row, and one part of its context. `scale` is the softmax scale times log2(e).
 
@@ -88,8 +88,8 @@ def decode_kernel(
         # A sixteenth keeps queries of any model within float16.
         q_even = (tl.load(q_place + 2 * d[None, :], mask=md_valid, other=0.0) * 0.0625).to(tl.float16)
         q_odd = (tl.load(q_place + 2 * d[None, :] + 1, mask=md_valid, other=0.0) * 0.0625).to(tl.float16)
-        scale = scale * 16.0 * unit(FORM) * tl.load(cache_scales + kv_head)
-        value_unit = unit(FORM) * tl.load(cache_scales + tl.num_programs(0) + kv_head)
+        scale = scale * 16.0 * unit(FORM, MEANS) * tl.load(cache_scales + kv_head)
+        value_unit = unit(FORM, MEANS) * tl.load(cache_scales + tl.num_programs(0) + kv_head)
     position = seq_len - count + query
 
     first = 0
@@ -128,7 +128,7 @@ def decode_kernel(
             if FORM == 0:
                 scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
             else:
-                k_even, k_odd = widen(k_tile, FORM, PACKED)
+                k_even, k_odd = widen(k_tile, FORM, MEANS)
                 scores = tl.dot(q_even, tl.trans(k_even))
                 scores = tl.dot(q_odd, tl.trans(k_odd), scores) * scale
             if CAPPED:
@@ -149,7 +149,7 @@ def decode_kernel(
             if FORM == 0:
                 acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
             else:
-                v_even, v_odd = widen(v_tile, FORM, PACKED)
+                v_even, v_odd = widen(v_tile, FORM, MEANS)
                 acc_odd = acc_odd * decay[:, None]
                 acc = tl.dot(weights.to(tl.float16), v_even, acc)
                 acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd)

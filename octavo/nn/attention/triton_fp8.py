@@ -8,12 +8,22 @@ of 1/256 its value. Both are exact. Formats: Micikevicius et al. 2022, https://a
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 PLAIN, E4M3, E5M2 = 0, 1, 2
 FORMS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+
+
+@functools.cache
+def means_of(device: torch.device) -> int:
+    """What kernels take as MEANS."""
+    if device.type != "cuda":
+        return 0
+    return 2 if torch.cuda.get_device_capability(device) >= (8, 9) else 1
 
 
 def form_of(dtype: torch.dtype) -> int:
@@ -42,48 +52,61 @@ def narrow(x, FORM: tl.constexpr):
 
 
 @triton.jit
-def widen(words, FORM: tl.constexpr, PACKED: tl.constexpr):
+def widen(words, FORM: tl.constexpr, MEANS: tl.constexpr):
     """uint16 words of two FP8 numbers to two float16 tiles, of the lower and the upper bytes; see `unit`.
 
-    PACKED takes two words at once, which Triton's interpreter can't.
+    MEANS, from `means_of`, says how: the integer operations that its comments describe, one number at a time (all that
+    Triton's interpreter can); the same on pairs of numbers; or the processor's own conversion.
     """
-    if PACKED:
-        if FORM == 1:
-            low = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 t, u;
-                prmt.b32 t, $1, 0, 0x2404;
-                shr.b32 u, t, 1;
-                and.b32 u, u, 0x3f803f80;
-                lop3.b32 $0, t, 0x80008000, u, 0xEA;
-                }""",
-                "=r,r",
-                [words],
-                tl.float16,
-                is_pure=True,
-                pack=2,
-            )
-            high = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 u;
-                shr.b32 u, $1, 1;
-                and.b32 u, u, 0x3f803f80;
-                lop3.b32 $0, $1, 0x80008000, u, 0xEA;
-                }""",
-                "=r,r",
-                [words],
-                tl.float16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            low = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, 0, 0x2404;", "=r,r", [words], tl.float16, is_pure=True, pack=2
-            )
-            high = tl.inline_asm_elementwise(
-                "and.b32 $0, $1, 0xff00ff00;", "=r,r", [words], tl.float16, is_pure=True, pack=2
-            )
+    if MEANS == 2 and FORM == 1:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 a, b;
+            .reg .b32 x, y;
+            mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 x, a;
+            cvt.rn.f16x2.e4m3x2 y, b;
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632;
+            }""",
+            "=r,=r,r",
+            [words],
+            (tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif MEANS > 0 and FORM == 1:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u;
+            prmt.b32 t, $2, 0, 0x2404;
+            shr.b32 u, t, 1;
+            and.b32 u, u, 0x3f803f80;
+            lop3.b32 $0, t, 0x80008000, u, 0xEA;
+            shr.b32 u, $2, 1;
+            and.b32 u, u, 0x3f803f80;
+            lop3.b32 $1, $2, 0x80008000, u, 0xEA;
+            }""",
+            "=&r,=r,r",
+            [words],
+            (tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif MEANS > 0:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            prmt.b32 $0, $2, 0, 0x2404;
+            and.b32 $1, $2, 0xff00ff00;
+            }""",
+            "=&r,=r,r",
+            [words],
+            (tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     else:
+        # The number's bits come to lie where float16 has the same: sign at 15, E4M3's others from 13 down.
         first = (words & 0xFF) << 8
         second = words & 0xFF00
         if FORM == 1:
@@ -95,9 +118,9 @@ def widen(words, FORM: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def unit(FORM: tl.constexpr):
+def unit(FORM: tl.constexpr, MEANS: tl.constexpr):
     """What a number from `widen` must be multiplied by."""
-    if FORM == 1:
+    if FORM == 1 and MEANS < 2:
         factor = 256.0
     else:
         factor = 1.0

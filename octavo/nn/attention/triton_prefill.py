@@ -64,9 +64,9 @@ def prefill_kernel(
     CAPPED: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
     HAS_FRESH: tl.constexpr,
-    TMA: tl.constexpr,
+    BULK: tl.constexpr,
     FORM: tl.constexpr,
-    PACKED: tl.constexpr,
+    MEANS: tl.constexpr,
 ):
     """One query head of one tile. `tiles` holds (row, first query within the row) pairs.
 
@@ -115,8 +115,8 @@ def prefill_kernel(
         half_valid = (query < count)[:, None] & (w < USED)[None, :]
         q_even = (tl.load(q_place + 2 * w[None, :], mask=half_valid, other=0.0) * 0.0625).to(tl.float16)
         q_odd = (tl.load(q_place + 2 * w[None, :] + 1, mask=half_valid, other=0.0) * 0.0625).to(tl.float16)
-        paged_scale = scale * 16.0 * unit(FORM) * tl.load(cache_scales + kv_head)
-        value_unit = unit(FORM) * tl.load(cache_scales + KV_HEADS + kv_head)
+        paged_scale = scale * 16.0 * unit(FORM, MEANS) * tl.load(cache_scales + kv_head)
+        value_unit = unit(FORM, MEANS) * tl.load(cache_scales + KV_HEADS + kv_head)
         acc_even = tl.zeros([BLOCK_M, WIDTH], tl.float32)
         acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     paged_end = tl.minimum(end, past) if HAS_FRESH else end
@@ -142,7 +142,7 @@ def prefill_kernel(
             if FORM == 0:
                 scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             else:
-                k_even, k_odd = widen(k_tile, FORM, PACKED)
+                k_even, k_odd = widen(k_tile, FORM, MEANS)
                 scores = tl.dot(q_even, tl.trans(k_even))
                 scores = tl.dot(q_odd, tl.trans(k_odd), scores)
             visible = (key[None, :] < paged_end) & (key[None, :] <= position[:, None])
@@ -153,7 +153,7 @@ def prefill_kernel(
                 acc = acc * decay[:, None]
                 acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
             else:
-                v_even, v_odd = widen(v_tile, FORM, PACKED)
+                v_even, v_odd = widen(v_tile, FORM, MEANS)
                 acc_even = tl.dot(weights.to(tl.float16), v_even, acc_even * decay[:, None])
                 acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * decay[:, None])
     if FORM > 0:
@@ -169,7 +169,7 @@ def prefill_kernel(
             for first in range(phase_begin, fresh_seen if MASKED == 0 else fresh_end, BLOCK_N):
                 key = first + tl.arange(0, BLOCK_N)
                 place = fresh_base + (key * q_token_stride)[:, None] + d[None, :]
-                if MASKED == 0 and TMA:
+                if MASKED == 0 and BULK:
                     k_tile = fresh_tiles.load([start + first, kv_head * D])
                     v_tile = fresh_tiles.load([start + first, (KV_HEADS + kv_head) * D])
                 elif MASKED == 0 and D == BLOCK_D:

@@ -10,13 +10,21 @@ from octavo.nn.attention.triton_fp8 import PLAIN
 
 
 class Shape(NamedTuple):
-    """`queries` and `keys` a tile, warps a program, tiles of keys under way, and the most registers a thread."""
+    """How a kernel is launched.
+
+    Attributes:
+        queries, keys: of a tile.
+        stages: loads under way; a tile of keys in a paged cache takes two of them, its block's id and itself.
+        registers: the most a thread gets, so that more programs fit.
+        bulk: this step's own keys come by the copy engine of Hopper and later.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
     registers: int | None = None
+    bulk: bool = False
 
 
 def decode_shape(dtype: torch.dtype, block_d: int, form: int) -> Shape:
@@ -25,8 +33,11 @@ def decode_shape(dtype: torch.dtype, block_d: int, form: int) -> Shape:
     return Shape(0, max(16, min(64, 16384 // (block_d * itemsize))), 4, 3)
 
 
-def prefill_shape(dtype: torch.dtype, head_dim: int) -> Shape:
-    """One for a layer, whatever its cache: tiles are cut once for all layers."""
+def prefill_shape(dtype: torch.dtype, head_dim: int, longest: int) -> Shape:
+    """`longest` is the step's largest number of queries in a row; how many a tile has does not depend on it."""
     if dtype.itemsize == 4:
         return Shape(32, 32, 4, 1)
-    return Shape(128, 128, 8, 3) if head_dim <= 128 else Shape(64, 32, 8, 2)
+    if head_dim > 128:
+        return Shape(64, 32, 8, 2)
+    # Two programs a multiprocessor, of which one multiplies while the other takes exponentials.
+    return Shape(128, 64, 8, 2, 128)
