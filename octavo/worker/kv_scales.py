@@ -16,7 +16,7 @@ from octavo.nn.step import StepInput
 from octavo.nn.weights import TensorSpec
 
 _TOKENS = 512
-_HEADROOM = 4.0
+HEADROOM = 4.0
 
 
 def set_scales(
@@ -42,7 +42,7 @@ def set_scales(
     largest = torch.finfo(kind).max
     for layer, peaks in zip(layers, measured_peaks(model, dtype, attention, block_size), strict=True):
         if layer.path not in stored:
-            layer.scales = (peaks * (_HEADROOM / largest)).clamp_(min=1e-6)
+            layer.scales = (peaks * (HEADROOM / largest)).clamp_(min=1e-6)
     return "measured scales" if len(missing) == len(layers) else "scales from the checkpoint, else measured"
 
 

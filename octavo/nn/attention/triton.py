@@ -59,7 +59,7 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, dtype: torch.dtype, spec: AttentionSpec) -> None:
-        self._query_tile = prefill_shape(dtype, spec.head_dim, 1).queries
+        self._query_tile = prefill_shape(dtype, spec.head_dim, 1, torch.device("cpu")).queries
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[block, key or value, head, offset in the block, channel]: one head's part of a block is contiguous."""
@@ -201,7 +201,7 @@ def _attend_few(
         part_lse = torch.empty(cells, dtype=torch.float32, device=q.device)
     rows = few.rows if few.rows is not None else step.query_start
     form, cells = _cells(cache)
-    shape = decode_shape(q.dtype, block_d, form)
+    shape = decode_shape(q.dtype, block_d, form, max(16, triton.next_power_of_2(group * few.queries)))
     decode_kernel[(spec.num_kv_heads, few.count, splits)](
         q,
         cells,
@@ -221,7 +221,7 @@ def _attend_few(
         splits,
         GROUP=group,
         QUERIES=few.queries,
-        M=max(16, triton.next_power_of_2(group * few.queries)),
+        M=shape.queries,
         D=dim,
         BLOCK_D=block_d,
         BLOCK_N=shape.keys,
@@ -265,7 +265,7 @@ def _attend_many(
     out: Tensor,
 ) -> None:
     form, cells = _cells(cache)
-    shape = prefill_shape(q.dtype, spec.head_dim, step.max_query_len)
+    shape = prefill_shape(q.dtype, spec.head_dim, step.max_query_len, q.device)
     bulk = fresh is not None and shape.bulk
     prefill_kernel[(spec.num_heads, many.count)](
         q,
