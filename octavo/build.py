@@ -109,6 +109,7 @@ def build_core(
         step_parameters=worker.step_parameters,
         step_weight_bytes=worker.step_weight_bytes,
         accelerator=worker.device.torch_device.type,
+        kv_form=worker.kv_form,
         max_logprobs=config.model.max_logprobs,
         features=[feature.name for feature in features],
     )

@@ -115,6 +115,13 @@ MODEL = (
 CACHE = (
     Flag("block-size", "cache.block_size", "tokens in one block of the KV cache", "16", units.count, metavar="TOKENS"),
     Flag(
+        "kv-cache-dtype",
+        "cache.kv_cache_dtype",
+        "what keys and values are stored in; fp8 (fp8_e4m3) halves their memory on a GPU",
+        "auto",
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    ),
+    Flag(
         "kv-cache-memory-bytes",
         "cache.memory_bytes",
         "size of the KV cache (512MiB, 2G, plain bytes)",

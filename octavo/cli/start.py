@@ -55,7 +55,7 @@ def memory_rows(info: ModelInfo) -> list[tuple[str, str]]:
         (
             "KV cache holds",
             f"{info.kv_tokens:,} tokens ({info.num_blocks:,} blocks of {info.block_size}, "
-            f"{show_bytes(info.kv_bytes_per_token)} a token)",
+            f"{show_bytes(info.kv_bytes_per_token)} a token{f', {info.kv_form}' if info.kv_form else ''})",
         ),
         ("longest request", f"{context}; {together} of that length fit at once" if together > 1 else context),
         ("in one step", f"{info.max_num_seqs} sequences and {info.max_num_batched_tokens:,} tokens at most"),

@@ -11,7 +11,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: what the user asked for.
         architecture: the checkpoint's own word, such as "LlamaForCausalLM".
-        dtype: of activations and KV cache.
+        dtype: of activations.
+        kv_form: what keys and values are stored in, in words.
         weights: the form in which the weights are kept, in words.
         vocab_size: rows of the output head; token ids are below it.
         max_model_len: prompt plus output of one request.
@@ -44,6 +45,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     step_parameters: int = 0
     step_weight_bytes: int = 0
     accelerator: str = "cpu"
+    kv_form: str = ""
     max_logprobs: int = 20
     features: list[str] = msgspec.field(default_factory=list)
 

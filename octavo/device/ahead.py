@@ -59,7 +59,7 @@ def _variant(value: Any) -> Any:
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:
         return "int", value == 1, value % 16 == 0, value.bit_length() > 31
-    return value if isinstance(value, bool | str | torch.dtype) else type(value)
+    return value if isinstance(value, bool | str | torch.dtype | float) else id(value)
 
 
 def _stand_in(value: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.models.spec import DecoderSpec
-from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.linear import Linear
@@ -52,11 +52,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        if self.attn.fused:
+            return self.out(self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step).flatten(1))
         q, k, v = heads.split(self.head_counts, dim=1)
-        rotating = self.attn.rotating
-        if rotating is not None:
-            rotating.rotate_and_write(heads, self._norms(), self.rope.cos_sin, self.attn.cache, step)
-            return self.out(self.attn.attend(q, step).flatten(1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions)
         else:
@@ -65,20 +63,19 @@ class Attention(nn.Module):
 
     def add_to(self, stream: Tensor, norm: RMSNorm, step: StepInput) -> None:
         """What `forward` makes of norm(stream), added to it; for a few tokens, with fusing layers throughout."""
-        qkv, out, rotating = self.qkv.fusing, self.out.fusing, self.attn.rotating
+        qkv, out = self.qkv.fusing, self.out.fusing
         assert qkv is not None
         assert out is not None
-        assert rotating is not None
         heads = qkv.fused(stream, norm=(norm.weight, norm.eps)).unflatten(-1, (-1, self.head_dim))
-        rotating.rotate_and_write(heads, self._norms(), self.rope.cos_sin, self.attn.cache, step)
-        out.fused(self.attn.attend(heads[:, : self.head_counts[0]], step).flatten(1), add_to=stream)
+        attended = self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step)
+        out.fused(attended.flatten(1), add_to=stream)
 
     @property
     def fused_rows(self) -> int:
         """The most tokens of `add_to`."""
-        return 0 if self.attn.rotating is None else _fused_rows(self.qkv, self.out)
+        return _fused_rows(self.qkv, self.out) if self.attn.fused else 0
 
-    def _norms(self) -> tuple[Tensor, Tensor, float] | None:
+    def _norms(self) -> Norms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
         return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps

@@ -68,4 +68,4 @@ class Build:
         return Rope(self.device, spec)
 
     def attention(self, spec: AttentionSpec) -> PagedAttention:
-        return PagedAttention(spec, self.attention_backend)
+        return PagedAttention(self.path, spec, self.attention_backend)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig
 from octavo.core.errors import ConfigError
@@ -22,7 +23,8 @@ from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.registry import build_model, spec_of
 from octavo.models.spec import DecoderSpec
 from octavo.native.argmax import NativeArgmax
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest, FusedBackend
+from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.select import select
 from octavo.nn.linear import Linear
@@ -31,6 +33,7 @@ from octavo.nn.quant.none import Unquantised
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.sampling.sampler import Sampler
 from octavo.worker.hooks import WorkerHook
+from octavo.worker.kv_scales import set_scales, stored_scales
 from octavo.worker.runner import Runner
 from octavo.worker.slots import Slots
 
@@ -55,6 +58,14 @@ class Worker:
         self.device.setup(device.threads)
         self.spec: DecoderSpec = spec_of(files.config)
         self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
+        self.kv_dtype = kv_dtype(cache.kv_cache_dtype, self.dtype)
+        if is_fp8(self.kv_dtype) and self.device.torch_device.type == "cpu":
+            raise ConfigError(
+                f"--kv-cache-dtype {cache.kv_cache_dtype} needs an NVIDIA GPU (--device cuda): a CPU keeps keys and "
+                "values in the model's dtype. Leave it out."
+            )
+        self.kv_form = name_of(self.kv_dtype)
+        self._stored_scales: dict[str, Tensor] = {}
         self._config = config
         self._files = files
         self._settings = device
@@ -71,7 +82,7 @@ class Worker:
             self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, scale=self.spec.head_dim**-0.5
         )
         device, isa = self.device.torch_device, self._settings.cpu_isa
-        request = BackendRequest(device, self.dtype, layer, self._block_size, isa)
+        request = BackendRequest(device, self.dtype, layer, self._block_size, isa, self.kv_dtype)
         self.attention: AttentionBackend = select(self._settings.attention_backend, request)
         if isa != "auto" and not isinstance(self.attention, NativeAttention):
             raise ConfigError(
@@ -93,6 +104,8 @@ class Worker:
         kind = self.device.torch_device.type
         checkpoint = open_checkpoint(self._files, self._config.load_format, self._config.seed, kind)
         report = load_weights(model, checkpoint)
+        if is_fp8(self.kv_dtype):
+            self._stored_scales = stored_scales(model.attention_layers, checkpoint)
         self.model = compiled(model, self.attention, 1 if self._config.activation_dtype == "int8" else 2)
         self.weight_bytes = report.nbytes
         self.step_parameters = (
@@ -146,7 +159,7 @@ class Worker:
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token over all layers; counted in KV heads, which is what is stored."""
         spec = self.spec
-        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.kv_dtype.itemsize
 
     def kv_budget(self, num_seqs: int, step_tokens: int) -> int:
         """Bytes for the KV cache beside the weights and what the largest step needs."""
@@ -167,7 +180,10 @@ class Worker:
         device = self.device.torch_device
         for layer in self.model.attention_layers:
             shape = self.attention.cache_shape(layer.spec, num_blocks, self._block_size)
-            layer.cache = torch.empty(shape, dtype=self.dtype, device=device)
+            layer.cache = torch.empty(shape, dtype=self.kv_dtype, device=device)
+        if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
+            origin = set_scales(self.model, self.dtype, self.attention, self._block_size, self._stored_scales)
+            self.kv_form = f"{name_of(self.kv_dtype)}, {origin}"
         max_blocks = math.ceil(max_model_len / self._block_size)
         if self.device.resident:
             return self._make_resident(num_slots, max_model_len, max_blocks, max_step_tokens, hooks)
@@ -186,7 +202,13 @@ class Worker:
             length = self._config.max_model_len or self.spec.max_position
             where = (self.attention, device)
             self._ahead = compile_ahead(
-                self.spec, self.dtype, model.residual_dtype, *where, block_size=self._block_size, max_model_len=length
+                self.spec,
+                self.dtype,
+                self.kv_dtype,
+                model.residual_dtype,
+                *where,
+                block_size=self._block_size,
+                max_model_len=length,
             )
 
     def _make_resident(

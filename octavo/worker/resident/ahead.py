@@ -14,7 +14,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.ahead import Ahead
 from octavo.models.spec import DecoderSpec
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec, RotatingBackend
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.ops import few_rows, triton_activation, triton_norm
 from octavo.nn.step import StepInput
 from octavo.sampling.resident import ResidentSampler, Row
@@ -29,6 +29,7 @@ _PENALISED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_pen
 def compile_ahead(
     spec: DecoderSpec,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     residual: torch.dtype,
     attention: AttentionBackend,
     device: torch.device,
@@ -44,7 +45,7 @@ def compile_ahead(
         for counts in ([1] * _SLOTS, [1], [1, 9], [2, 2]):
             step = _step(slots, counts, block_size)
             for window in {*spec.windows}:
-                _attend(spec, dtype, attention, step, window, block_size)
+                _attend(spec, dtype, kv_dtype, attention, step, window, block_size)
         _sample(spec, slots)
     return ahead
 
@@ -110,6 +111,7 @@ def _step(slots: ResidentSlots, counts: Sequence[int], block_size: int) -> StepI
 def _attend(
     spec: DecoderSpec,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     attention: AttentionBackend,
     step: StepInput,
     window: int | None,
@@ -118,13 +120,14 @@ def _attend(
     layer = AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, window=window)
     heads = spec.num_heads + 2 * spec.num_kv_heads
     qkv = torch.empty(step.num_tokens, heads, spec.head_dim, dtype=dtype, device=step.device)
-    cache = torch.empty(attention.cache_shape(layer, 2, block_size), dtype=dtype, device=step.device)
+    cache = torch.empty(attention.cache_shape(layer, 2, block_size), dtype=kv_dtype, device=step.device)
     step.attn = attention.prepare(step, block_size)
-    if isinstance(attention, RotatingBackend):
+    if isinstance(attention, FusedBackend):
         table = torch.empty(2, spec.head_dim, dtype=torch.float32, device=step.device)
+        scales = table.new_empty(2, spec.num_kv_heads) if kv_dtype.itemsize == 1 else None
         norm = torch.empty(spec.head_dim, dtype=dtype, device=step.device)
-        attention.rotate_and_write(qkv, (norm, norm, 1e-5) if spec.qk_norm else None, table, cache, step)
-    attention.attend(qkv[:, : spec.num_heads], cache, step, layer)
+        norms = (norm, norm, 1e-5) if spec.qk_norm else None
+        attention.rotate_and_attend(qkv, norms, table, cache, scales, step, layer)
 
 
 def _sample(spec: DecoderSpec, slots: ResidentSlots) -> None:
