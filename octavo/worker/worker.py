@@ -229,12 +229,12 @@ class Worker:
         slots = ResidentSlots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, device)
         runner = ResidentRunner(self.model, self.attention, slots, self._block_size, hooks)
         if device.type == "cuda":
+            recorded = [] if self._settings.enforce_eager else sizes(num_slots)
+            chosen = choose_products(self.model, recorded)
             if self._ahead is not None:
                 began = time.perf_counter()
                 count = self._ahead.wait()
                 log.info("%d kernels compiled or loaded; waited %.1f s", count, time.perf_counter() - began)
-            recorded = [] if self._settings.enforce_eager else sizes(num_slots)
-            chosen = choose_products(self.model, recorded)
             if recorded:
                 runner.capture(num_slots, chosen)
             runner.warm_up(max_step_tokens)
