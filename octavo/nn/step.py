@@ -28,6 +28,7 @@ class StepInput:
         attn: what the attention backend prepared for this step.
         embeds: [T, H], when something other than the embedding table fed the model.
         query_lens: each row's tokens in this step as the host knows them, where reading them off the device would wait.
+        past_lens: each row's tokens before this step, as the host knows them; a hint for the order of work.
     """
 
     input_ids: Tensor
@@ -43,6 +44,7 @@ class StepInput:
     embeds: Tensor | None = None
     table_rows: Tensor | None = None
     query_lens: Sequence[int] | None = None
+    past_lens: Sequence[int] | None = None
 
     @property
     def num_rows(self) -> int:

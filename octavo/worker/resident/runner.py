@@ -169,6 +169,7 @@ class ResidentRunner:
             max_query_len=max(plan.num_tokens),
             max_seq_len=slots.max_seq_len(plan),
             query_lens=plan.num_tokens,
+            past_lens=slots.past_lens(plan),
         )
         slots.lay_out(batch, step, self._block_size)
         step.attn = self._attention.prepare(step, self._block_size)
