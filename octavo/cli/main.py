@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, the way OpenAI's clients expect",
     "chat": "talk to a model in the terminal",
     "generate": "complete one prompt and print the answer",
+    "run-batch": "answer a file of requests and leave",
     "bench": "measure throughput, latency, or a running server",
     "pull": "download a model, or list those known by name",
 }
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(name: str, argv: list[str]) -> int:
     from octavo.core.errors import OctavoError
 
-    command = cast(Command, importlib.import_module(f"octavo.cli.{name}"))
+    command = cast(Command, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
     try:
         return command.run(argv)
     except OctavoError as error:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -14,13 +15,38 @@ import zmq
 from octavo.core.errors import InvalidRequestError, OctavoError
 from octavo.core.info import ModelInfo
 from octavo.core.output import TokenDelta
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import EngineStats
 from octavo.engine import wire
-from octavo.engine.loop import EngineLoop
 
 log = logging.getLogger(__name__)
 
 OnPhase = Callable[[str, float | None], None]
-MakeCore = Callable[[OnPhase], tuple[EngineLoop, ModelInfo]]
+
+
+class Loop(Protocol):
+    """What is served: an `EngineLoop`, or something that stands in for it."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def starved(self) -> bool: ...
+
+    def add(self, request: GenerateRequest) -> None: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]: ...
+
+    def step(self) -> list[TokenDelta]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def check_idle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+MakeCore = Callable[[OnPhase], tuple[Loop, ModelInfo]]
 
 _IDLE_POLL_MS = 1000
 _STARVED_POLL_MS = 2
@@ -43,7 +69,7 @@ class CoreServer:
         self._owner: dict[str, bytes] = {}
         self._remaining: dict[str, int] = {}
         self._info: ModelInfo | None = None
-        self._loop: EngineLoop | None = None
+        self._loop: Loop | None = None
         self._alive = True
         self._parent = os.getppid()
 
@@ -66,7 +92,7 @@ class CoreServer:
         self._loop.close()
         return self._close(0)
 
-    def _serve(self, loop: EngineLoop) -> None:
+    def _serve(self, loop: Loop) -> None:
         while self._alive and os.getppid() == self._parent:
             self._receive(_IDLE_POLL_MS if not loop.busy else _STARVED_POLL_MS if loop.starved else 0)
             if loop.busy:

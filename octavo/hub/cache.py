@@ -1,4 +1,4 @@
-"""Where Octavo keeps what it downloads and derives."""
+"""Where Octavo keeps what it downloads and derives, and what is entrusted to it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,12 @@ def cache_dir() -> Path:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "octavo"
+
+
+def data_dir() -> Path:
+    """$OCTAVO_DATA; else octavo/ in the user's data folder ($XDG_DATA_HOME or ~/.local/share). It may not exist yet."""
+    own = os.environ.get("OCTAVO_DATA")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_DATA_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".local" / "share") / "octavo"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.native_weights import LayerWeights, Matrix, layer_weights, matrix_of, norm_of, table_of
@@ -110,23 +111,29 @@ class NativeDecoder:
     def embed(self, step: StepInput) -> Tensor:
         """[T, hidden_size] float32: `step.embeds` if given, else the embeddings of `step.input_ids`."""
         if step.embeds is not None:
-            return step.embeds.float()
+            return step.embeds.to(torch.float32, copy=True)
         x = torch.empty(step.num_tokens, self.spec.hidden_size)
         self._run(0, 1, step.attn, x)
         return x
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        """[T, hidden_size] float32 to the same, before the final norm. Reads and writes the KV caches."""
-        hidden = x.clone(memory_format=torch.contiguous_format)
-        self._run(1, self._program().head_from, step.attn, hidden)
+        """[T, hidden_size] float32 to the same, before the final norm, in place. Reads and writes the KV caches."""
+        hidden = x.contiguous()
+        if any(layer.cache is not bound for layer, bound in self._bound(self._program)):
+            self._compiled = None
+        self._run(1, self._program.head_from, step.attn, hidden)
         return hidden
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """The final norm: [S, hidden_size] to the same, float32."""
+        return F.rms_norm(hidden, self._norm.shape, self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size] float32.
 
         The memory is used again by the next call.
         """
-        compiled = self._program()
+        compiled = self._program
         rows = hidden.shape[0]
         if compiled.logits.shape[0] < rows:
             compiled.logits = torch.empty(rows, self._logits_width)
@@ -138,16 +145,16 @@ class NativeDecoder:
         return -(-self.spec.vocab_size // PANEL) * PANEL
 
     def _run(self, first: int, last: int, batch: Step, residual: Tensor) -> None:
-        compiled = self._program()
+        compiled = self._program
         batch.external[RESIDUAL] = residual.data_ptr()
         batch.external[LOGITS] = compiled.logits.data_ptr()
         compiled.program.run(first, last, batch)
 
+    @property
     def _program(self) -> _Compiled:
-        compiled = self._compiled
-        if compiled is None or any(layer.cache is not bound for layer, bound in self._bound(compiled)):
-            compiled = self._compiled = self._compile()
-        return compiled
+        if self._compiled is None:
+            self._compiled = self._compile()
+        return self._compiled
 
     def _bound(self, compiled: _Compiled) -> Iterator[tuple[PagedAttention, Tensor]]:
         return zip(self.attention_layers, compiled.caches, strict=True)

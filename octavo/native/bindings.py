@@ -75,6 +75,8 @@ def open_library(isa: str = "auto") -> ctypes.CDLL:
     library.octavo_program_destroy.argtypes, library.octavo_program_destroy.restype = [c_void_p], None
     library.octavo_program_run.argtypes = [c_void_p, c_int, c_int, POINTER(Step)]
     library.octavo_program_run.restype = c_int
+    library.octavo_argmax.argtypes = [c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_void_p]
+    library.octavo_argmax.restype = None
     sizes = ctypes.sizeof(Op) * 1000 + ctypes.sizeof(Step)
     if library.octavo_abi() != sizes:
         raise NativeBuildError(f"the library's structures ({library.octavo_abi()}) are not those of Python ({sizes})")

@@ -50,7 +50,7 @@ def _repetition(flat: Tensor, vocab: int, rows: list[SampleRow]) -> None:
     chosen = [(i, row) for i, row in enumerate(rows) if row.slot_params.repetition != 1]
     if not chosen:
         return
-    index = torch.cat([row.tokens.long() + i * vocab for i, row in chosen])
+    index = torch.cat([row.ids + i * vocab for i, row in chosen])
     penalty = _spread([row.slot_params.repetition for _, row in chosen], [len(row.tokens) for _, row in chosen], flat)
     seen = flat[index]
     # A token that occurs twice is written twice with the same value, which is why all are read first.
@@ -59,7 +59,7 @@ def _repetition(flat: Tensor, vocab: int, rows: list[SampleRow]) -> None:
 
 def _frequency_presence(flat: Tensor, vocab: int, rows: list[SampleRow]) -> None:
     for kind, (frequency, presence) in _groups(rows).items():
-        output = [rows[i].tokens[rows[i].num_prompt :].long() + i * vocab for i in kind]
+        output = [rows[i].ids[rows[i].num_prompt :] + i * vocab for i in kind]
         index, counts = torch.cat(output).unique(return_counts=True)
         flat[index] -= counts * frequency + presence
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
@@ -12,11 +16,32 @@ from octavo.sampling.processors import process
 from octavo.sampling.rng import uniform
 from octavo.sampling.state import SampleResult, SampleRow
 
-_CHUNK = 64
+
+class Argmax(Protocol):
+    """The index [S] int64 of each row's largest value, the lowest of equals, and the value [S], NaN if the row has one.
+
+    Of [S, V] float32.
+    """
+
+    def __call__(self, values: NDArray[np.float32], /) -> tuple[NDArray[np.int64], NDArray[np.float32]]: ...
+
+
+def largest(values: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """`Argmax` by numpy: torch's own is several times slower on a CPU."""
+    indices = values.argmax(-1)
+    return indices, values[np.arange(len(values)), indices]
 
 
 class Sampler:
     """Keeps nothing between calls: a row's token depends on its logits, parameters, seed and tokens alone."""
+
+    def __init__(self, argmax: Argmax = largest) -> None:
+        self._argmax = argmax
+
+    def greedy(self, logits: Tensor) -> SampleResult:
+        """The most likely token of each row of logits [S, V], of any floating dtype."""
+        indices, peaks = self._argmax(logits.float().numpy())
+        return SampleResult(torch.from_numpy(indices), bad_rows=_blank_bad(indices, peaks))
 
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> SampleResult:
         """
@@ -24,13 +49,11 @@ class Sampler:
             logits: [S, V], any floating dtype; left as they are.
             rows: S of them.
         """
-        if all(row.slot_params.plain for row in rows):
-            tokens, peaks = argmax(logits)
-            return SampleResult(tokens, bad_rows=_blank_bad(tokens, peaks))
         work = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         process(work, rows)
-        tokens, peaks = argmax(work)
-        bad = _blank_bad(tokens, peaks)
+        indices, values = self._argmax(work.numpy())
+        bad = _blank_bad(indices, values)
+        tokens, peaks = torch.from_numpy(indices), torch.from_numpy(values)
         self._draw(work, peaks, rows, set(bad), tokens)
         return SampleResult(tokens, _logprobs(logits, rows, set(bad), tokens), bad)
 
@@ -56,32 +79,14 @@ class Sampler:
                 tokens[index] = draw(part, tops[:, None], filters[:, :1], uniforms)
 
 
-def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The index [S] int64 of each row's largest value, the lowest of equals, and the value [S].
-
-    On a CPU by numpy, or else in two rounds: torch's own argmax is several times slower there than either.
-    """
-    if logits.dtype == torch.float32 and logits.device.type == "cpu":
-        tokens = torch.from_numpy(logits.numpy().argmax(-1))
-        return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1)
-    size = logits.shape[-1]
-    if size % _CHUNK or not logits.is_contiguous():
-        tokens = logits.argmax(-1)
-        return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1)
-    chunks = logits.unflatten(-1, (-1, _CHUNK))
-    peaks = chunks.amax(-1)
-    chunk = peaks.argmax(-1, keepdim=True)
-    inside = chunks.take_along_dim(chunk[..., None], 1).squeeze(1).argmax(-1)
-    return chunk.squeeze(-1) * _CHUNK + inside, peaks.gather(-1, chunk).squeeze(-1)
-
-
-def _blank_bad(tokens: Tensor, peaks: Tensor) -> list[int]:
+def _blank_bad(indices: NDArray[np.int64], peaks: NDArray[np.float32]) -> list[int]:
     """Rows without a finite maximum: NaN and +inf rise to the top, and -inf there means that no token is possible."""
-    finite = torch.isfinite(peaks)
-    if bool(finite.all()):
+    finite = np.isfinite(peaks)
+    if finite.all():
         return []
-    tokens.masked_fill_(~finite, 0)
-    return torch.nonzero(~finite).squeeze(-1).tolist()
+    indices[~finite] = 0
+    bad: list[int] = np.flatnonzero(~finite).tolist()
+    return bad
 
 
 def _logprobs(logits: Tensor, rows: list[SampleRow], bad: set[int], tokens: Tensor) -> dict[int, TokenLogprobs]:

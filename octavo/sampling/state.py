@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.errors import InvalidRequestError
@@ -94,17 +96,22 @@ class SampleRow:
     """One row of logits to sample from.
 
     Attributes:
-        tokens: [n] integers, all tokens of the sequence so far, prompt first; a view will do.
+        tokens: [n] int32, all tokens of the sequence so far, prompt first; a view will do.
         num_prompt: how many of them are the prompt.
     """
 
     slot_params: PreparedParams
-    tokens: Tensor
+    tokens: NDArray[np.int32]
     num_prompt: int
 
     @property
     def num_output(self) -> int:
-        return self.tokens.shape[0] - self.num_prompt
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def ids(self) -> Tensor:
+        """`tokens` as indices, [n] int64."""
+        return torch.from_numpy(self.tokens).long()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from octavo.core.errors import ConfigError
-from octavo.core.request import Request
+from octavo.core.request import BACKGROUND, Request
 
 Rank = tuple[int, ...]
 
@@ -35,16 +35,16 @@ class Policy(Protocol):
 
 
 class Fcfs:
-    """First come, first served; the victim is the one with the least to compute again."""
+    """First come, first served; the victim is the one with the least to compute again. Background work comes last."""
 
     def rank(self, request: Request) -> Rank:
-        return (request.order,)
+        return (_in_background(request), request.order)
 
     def victim_rank(self, request: Request) -> Rank:
-        return (-request.num_computed, request.order)
+        return (_in_background(request), -request.num_computed, request.order)
 
     def displaces(self, waiting: Request, running: Request) -> bool:
-        return False
+        return _in_background(waiting) < _in_background(running)
 
 
 class Priority:
@@ -61,6 +61,10 @@ class Priority:
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         return waiting.spec.priority < running.spec.priority
+
+
+def _in_background(request: Request) -> bool:
+    return request.spec.priority >= BACKGROUND
 
 
 POLICIES: Mapping[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from octavo.core.errors import QueueFullError
-from octavo.core.request import GenerateRequest
+from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.core.stats import EngineStats
 
 _MAX_RETRY_AFTER_S = 60
@@ -37,19 +37,23 @@ class Admission:
         self._seats = seats
         self._stats = stats
         self._choices = 0
+        self._in_background = 0
         self._tokens: dict[str, int] = {}
 
     @property
     def load(self) -> int:
         """Choices that are being generated or wait."""
-        return self._choices
+        return self._choices + self._in_background
 
     def enter(self, request: GenerateRequest) -> None:
-        """Take a request in. Each that is taken in leaves by `leave`.
+        """Take a request in; each that is taken in leaves by `leave`. Background work neither meets nor fills limits.
 
         Raises:
             QueueFullError: it would have to wait behind too many.
         """
+        if request.priority >= BACKGROUND:
+            self._in_background += request.params.n
+            return
         waiting = self._waiting()
         if self._max_requests is not None and waiting + request.params.n > self._max_requests + self._free():
             self._refused["requests"] += 1
@@ -69,6 +73,9 @@ class Admission:
         self._tokens.pop(request.id, None)
 
     def leave(self, request: GenerateRequest) -> None:
+        if request.priority >= BACKGROUND:
+            self._in_background -= request.params.n
+            return
         self._choices -= request.params.n
         self._tokens.pop(request.id, None)
 
@@ -76,7 +83,8 @@ class Admission:
         return max(0, self._seats - self._choices)
 
     def _waiting(self) -> int:
-        return max(0, self._choices - self._seats, self._stats().num_waiting if self._choices else 0)
+        waiting = self._stats().num_waiting - self._in_background if self._choices else 0
+        return max(0, self._choices - self._seats, waiting)
 
     def _full(self, why: str, waiting: int) -> QueueFullError:
         seconds = min(_MAX_RETRY_AFTER_S, 1 + waiting // max(self._seats, 1))

@@ -24,6 +24,8 @@ class ServerContext:
     metrics: Metrics
     lifecycle: Lifecycle
     admission: Admission
+    background: bool = False
+    """Requests through this context run in the room that others leave."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

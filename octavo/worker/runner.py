@@ -5,11 +5,11 @@ No feature is named here: features come in through `WorkerHook`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.prompt_logprobs import prompt_logprobs
 from octavo.sampling.sampler import Sampler
-from octavo.worker.hooks import WorkerHook, apply_hooks
+from octavo.worker.hooks import Findings, WorkerHook, apply_hooks, find, gather
 from octavo.worker.inputs import build_input
 from octavo.worker.slots import Slots
 
@@ -48,6 +48,7 @@ class RunnerStep:
     input: StepInput
     hidden: Tensor
     prompts: list[PromptRow]
+    findings: dict[str, Findings]
     output: StepOutput | None = None
 
     def result(self) -> StepOutput:
@@ -84,14 +85,16 @@ class Runner:
             for hook in self._hooks:
                 hook.add(row.slot, row.options.get(hook.name))
         self._copy_blocks(plan.copies)
-        step = build_input(plan, self._slots, self._block_size)
+        rows, counts = np.array(plan.slots), np.array(plan.num_tokens)
+        step = build_input(plan, rows, counts, self._slots, self._block_size)
         step.attn = self._attention.prepare(step, self._block_size)
         for hook in self._hooks:
             hook.before_forward(step, plan.payload.get(hook.name))
         hidden = self._model.forward(self._model.embed(step), step)
+        findings = find(self._hooks, hidden, plan.payload)
         prompts = self._prompt_rows(plan)
-        self._slots.advance(torch.tensor(plan.slots), torch.tensor(plan.num_tokens))
-        return RunnerStep(plan, step, hidden, prompts)
+        self._slots.advance(rows, counts)
+        return RunnerStep(plan, step, hidden, prompts, findings)
 
     @torch.inference_mode()
     def sample(self, step: RunnerStep, payload: dict[str, Any]) -> None:
@@ -102,10 +105,14 @@ class Runner:
         errors: dict[int, str] = {}
         if rows:
             slots = [plan.slots[row] for row in rows]
-            logits = self._model.logits(step.hidden[step.input.logit_rows])
+            all_sampled = len(rows) == len(step.hidden)
+            logits = self._model.logits(step.hidden if all_sampled else step.hidden[step.input.logit_rows])
             failed = apply_hooks(self._hooks, logits, slots, payload)
-            sampled = self._sampler.sample(logits, self._slots.sample_rows(slots))
-            self._slots.append(torch.tensor(slots), sampled.tokens)
+            if self._slots.plain(slots):
+                sampled = self._sampler.greedy(logits)
+            else:
+                sampled = self._sampler.sample(logits, self._slots.sample_rows(slots))
+            self._slots.append(slots, sampled.tokens.numpy())
             for row, token in zip(rows, sampled.tokens.tolist(), strict=True):
                 tokens[row] = [token]
             logprobs = {rows[i]: [entry] for i, entry in sampled.logprobs.items()}
@@ -116,18 +123,17 @@ class Runner:
             )
             for one in step.prompts
         }
-        step.output = StepOutput(tokens, logprobs, errors, prompted)
+        found, unfound = gather(step.findings)
+        step.output = StepOutput(tokens, logprobs, errors | unfound, prompted, found)
         for hook in self._hooks:
             hook.after_sample(step.input, step.output)
 
     def _prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
         found = []
-        starts = [0, *itertools.accumulate(plan.num_tokens)]
         for row, slot, count, following in self._slots.prompt_rows(plan):
             first = int(self._slots.computed[slot]) + 1
-            found.append(
-                PromptRow(row, starts[row], count, self._slots.tokens[slot, first : first + following].clone())
-            )
+            tokens = torch.from_numpy(self._slots.tokens[slot, first : first + following].copy())
+            found.append(PromptRow(row, sum(plan.num_tokens[:row]), count, tokens))
         return found
 
     def close(self) -> None:

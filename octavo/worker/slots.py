@@ -1,14 +1,16 @@
-"""`Slots`: the truth about running requests, one fixed row each, on the device. The CPU side only knows bounds."""
+"""`Slots`: the truth about running requests, one fixed row each, in the host's memory (numpy: see `inputs.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.core.plan import NewRow, StepPlan
 from octavo.sampling.state import PreparedParams, SampleRow
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -24,29 +26,32 @@ class Slots:
     KV is written; block_tables [slots, blocks] int32. Memory is touched only as rows fill.
     """
 
-    def __init__(
-        self, num_slots: int, max_model_len: int, max_blocks: int, vocab_size: int, device: torch.device
-    ) -> None:
-        self.tokens = torch.zeros(num_slots, max_model_len, dtype=torch.int32, device=device)
-        self.length = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.computed = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
+    def __init__(self, num_slots: int, max_model_len: int, max_blocks: int, vocab_size: int) -> None:
+        self.tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
+        self.length = np.zeros(num_slots, dtype=np.int64)
+        self.computed = np.zeros(num_slots, dtype=np.int64)
+        self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self._vocab_size = vocab_size
         self._sampling: list[_Sampling | None] = [None] * num_slots
+        self._reporting: set[int] = set()
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what the plan changes: requests that took a slot, then changed block tables."""
         for row in plan.new:
             self._fill(row)
-        if plan.block_writes:
-            slots, indices, blocks = torch.tensor(plan.block_writes).unbind(1)
-            self.block_tables[slots, indices] = blocks.to(self.block_tables.dtype)
+        for slot, index, block in plan.block_writes:
+            self.block_tables[slot, index] = block
+
+    def plain(self, slots: list[int]) -> bool:
+        """Whether all these slots' requests want the most likely token and nothing else."""
+        return all(
+            sampling is not None and sampling.params.plain for sampling in map(self._sampling.__getitem__, slots)
+        )
 
     def sample_rows(self, slots: list[int]) -> list[SampleRow]:
         """What the sampler needs to know of these slots' requests."""
-        lengths = self.length[slots].tolist()
         rows = []
-        for slot, length in zip(slots, lengths, strict=True):
+        for slot, length in zip(slots, self.length[slots].tolist(), strict=True):
             sampling = self._sampling[slot]
             if sampling is None:
                 raise AssertionError(f"slot {slot} is sampled but empty")
@@ -58,6 +63,8 @@ class Slots:
 
         To be asked before `advance`.
         """
+        if self._reporting.isdisjoint(plan.slots):
+            return []
         found = []
         for row, slot in enumerate(plan.slots):
             sampling = self._sampling[slot]
@@ -69,21 +76,24 @@ class Slots:
                 found.append((row, slot, sampling.params.prompt_logprobs, following))
         return found
 
-    def advance(self, slots: Tensor, num_tokens: Tensor) -> None:
+    def advance(self, slots: Ints, num_tokens: Ints) -> None:
         """These slots [R] have had `num_tokens` [R] more positions computed."""
-        self.computed.numpy()[slots.numpy()] += num_tokens.numpy()
+        self.computed[slots] += num_tokens
 
-    def append(self, slots: Tensor, tokens: Tensor) -> None:
+    def append(self, slots: list[int], tokens: Ints) -> None:
         """One sampled token [S] for each of these slots [S]."""
         lengths = self.length[slots]
-        self.tokens[slots, lengths.clamp(max=self.tokens.shape[1] - 1)] = tokens.to(self.tokens.dtype)
+        self.tokens[slots, np.minimum(lengths, self.tokens.shape[1] - 1)] = tokens
         self.length[slots] = lengths + 1
 
     def _fill(self, row: NewRow) -> None:
         slot = row.slot
-        self.tokens[slot, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
+        self.tokens[slot, : len(row.tokens)] = row.tokens
         self.length[slot] = len(row.tokens)
         self.computed[slot] = row.num_computed
-        self.block_tables[slot, : len(row.blocks)] = torch.tensor(row.blocks, dtype=torch.int32)
+        self.block_tables[slot, : len(row.blocks)] = row.blocks
         params = PreparedParams.make(row.params, row.seed, row.stop_ids, self._vocab_size)
         self._sampling[slot] = _Sampling(params, row.num_prompt)
+        self._reporting.discard(slot)
+        if params.prompt_logprobs is not None:
+            self._reporting.add(slot)

@@ -15,11 +15,13 @@ from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
+from octavo.models.load.renamed import with_root
 from octavo.models.load.weights import load_weights, wanted_bytes
 from octavo.models.model import Model, compiled
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.registry import build_model, spec_of
 from octavo.models.spec import DecoderSpec
+from octavo.native.argmax import NativeArgmax
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest, FusedBackend
 from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeAttention
@@ -47,7 +49,7 @@ class Worker:
 
     def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles, cache: CacheConfig) -> None:
         self.device: Device = select_device(device.device)
-        self.device.setup(device.threads)
+        self.device.setup(device.threads, device.cpu_bind)
         self.spec: DecoderSpec = spec_of(files.config)
         self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
         self.kv_dtype = kv_dtype(cache.kv_cache_dtype, self.dtype)
@@ -91,9 +93,10 @@ class Worker:
         )
         self.device.check_fits(wanted_bytes(model), self._utilization)
         checkpoint = open_checkpoint(self._files, self._config.load_format, self._config.seed)
-        report = load_weights(model, checkpoint)
+        rooted = with_root(checkpoint, "model")
+        report = load_weights(model, rooted)
         if is_fp8(self.kv_dtype):
-            self._stored_scales = stored_scales(model.attention_layers, checkpoint)
+            self._stored_scales = stored_scales(model.attention_layers, rooted)
         self.model = compiled(model, self.attention, 1 if self._config.activation_dtype == "int8" else 2)
         self.weight_bytes = report.nbytes
         if isinstance(self.model, NativeDecoder):
@@ -155,8 +158,11 @@ class Worker:
         max_blocks = math.ceil(max_model_len / self._block_size)
         if self.device.resident:
             return self._make_resident(num_slots, max_model_len, max_blocks, max_step_tokens, hooks)
-        slots = Slots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, device)
-        return Runner(self.model, self.attention, slots, Sampler(), self._block_size, hooks)
+        slots = Slots(num_slots, max_model_len, max_blocks, self.spec.vocab_size)
+        sampler = (
+            Sampler(NativeArgmax(self.attention.pool)) if isinstance(self.attention, NativeAttention) else Sampler()
+        )
+        return Runner(self.model, self.attention, slots, sampler, self._block_size, hooks)
 
     def _make_resident(
         self,

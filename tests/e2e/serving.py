@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -38,18 +38,24 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 60)
 
 
 class Server:
-    """One server process with its engine core. Its output goes to `log`, which failures show."""
+    """One server process with its engine core. Its output goes to `log`, which failures show.
 
-    def __init__(self, model: str, log: Path, *arguments: str) -> None:
+    `command` starts another server than `octavo serve MODEL`.
+    """
+
+    def __init__(self, model: str, log: Path, *arguments: str, command: Sequence[str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                serve_command(model, "--port", str(self.port), "--served-model-name", "smollm2", *arguments),
+                [
+                    *(command or serve_command(model)),
+                    *("--port", str(self.port), "--served-model-name", "smollm2", *arguments),
+                ],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env={"OCTAVO_DATA": str(log.parent / "data"), **os.environ, "PYTHONUNBUFFERED": "1"},
             )
         self.http = httpx.Client(base_url=self.url, timeout=60)
 

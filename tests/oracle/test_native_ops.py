@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.native.argmax import NativeArgmax
 from octavo.native.bindings import Dtype, Epilogue, Step
 from octavo.native.build import NativeBuildError, load_library
 from octavo.native.isa import LEVELS, usable
-from octavo.native.program import Pool, Program, ProgramBuilder, row_bytes
+from octavo.native.program import BLOCK, Pool, Program, ProgramBuilder, row_bytes
 from octavo.nn.ops.rope import apply_rope
 from octavo.nn.quant.blocks import alike, dequantised
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
 from octavo.nn.weights import Blocks
+from octavo.sampling.sampler import largest
 
 TORCH = {Dtype.FLOAT: torch.float32, Dtype.BFLOAT: torch.bfloat16}
 # Of sums of order 1: float32 arithmetic; in bfloat16 one more rounding of what is put out in it.
@@ -118,11 +121,12 @@ def quantised(pool: Pool, x: Tensor, planes: int) -> Tensor:
 
 def read(rows: Tensor, columns: int, planes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Integers [T, K], then scales, scaled sums and sums [T, K / 32], in float64."""
-    values = rows[:, : columns * planes].contiguous().view(torch.int8).double().unflatten(1, (planes, columns))
-    integers = values[:, 0] if planes == 1 else values[:, 0] * 256 + values[:, 1]
-    scales, scaled_sums, sums = rows[:, columns * planes :].contiguous().unflatten(1, (3, -1)).unbind(1)
-    floats = (part.contiguous().view(torch.float32).double() for part in (scales, scaled_sums))
-    return integers, *floats, sums.contiguous().view(torch.int32).double()
+    blocks = rows[:, : row_bytes(Dtype.INT8, columns, planes)].unflatten(1, (columns // BLOCK, -1))
+    values = blocks[..., : BLOCK * planes].contiguous().view(torch.int8).double().unflatten(2, (planes, BLOCK))
+    integers = (values[:, :, 0] if planes == 1 else values[:, :, 0] * 256 + values[:, :, 1]).flatten(1)
+    scales, scaled_sums, sums = blocks[..., BLOCK * planes :].unflatten(2, (3, 4)).unbind(2)
+    floats = (part.contiguous().view(torch.float32)[..., 0].double() for part in (scales, scaled_sums))
+    return integers, *floats, sums.contiguous().view(torch.int32)[..., 0].double()
 
 
 @pytest.mark.parametrize("planes", [1, 2])
@@ -261,3 +265,20 @@ def test_parts_in_different_formats_meet_in_one_that_holds_both(generator):
     assert {(part.bits, part.zero_point) for part in same} == {(8, 0)}
     for part, before in zip(same, parts, strict=True):
         torch.testing.assert_close(dequantised(part, torch.float32), dequantised(before, torch.float32))
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 64, 1000, 1024, 1025, 5000])
+def test_argmax(pool, generator, columns):
+    """Small whole numbers, so that there are ties; some rows with values that nothing can be done with."""
+    values = torch.randint(-3, 4, (23, columns + 7), generator=generator).float()
+    values[3, columns // 2] = torch.inf
+    values[4] = -torch.inf
+    values[5, columns - 1] = torch.nan
+    values[6, 0] = torch.nan
+    values[:, columns:] = torch.nan
+    rows = values[:, :columns].numpy()
+    indices, peaks = NativeArgmax(pool)(rows)
+    expected = largest(rows)
+    sound = [row for row in range(23) if row not in (5, 6)]
+    assert indices[sound].tolist() == expected[0][sound].tolist()
+    np.testing.assert_array_equal(peaks, expected[1])

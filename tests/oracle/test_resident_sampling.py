@@ -44,7 +44,7 @@ class Rows:
 
     def on_cpu(self) -> list[SampleRow]:
         return [
-            SampleRow(p, self.tokens[i + 1, : self.lengths[i + 1]], self.prompts[i + 1])
+            SampleRow(p, self.tokens[i + 1, : self.lengths[i + 1]].numpy(), self.prompts[i + 1])
             for i, p in enumerate(self.prepared)
         ]
 

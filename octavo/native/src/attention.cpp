@@ -51,113 +51,166 @@ struct Place {
     const uint32_t *keys, *values;  // the values of the first channel panel
 };
 
+// One row's context in the cache, for one key-value head.
+template <class T>
+struct Context {
+    const T* cache;
+    const int32_t* table;
+    int64_t half;          // elements of a block's keys, or values
+    int64_t block_stride;  // elements from one block to the next
+    int dim, block_size, end;
+
+    Context(const OctavoOp& op, const OctavoStep& step, const AttentionTask& task)
+        : table(step.block_tables + task.row * step.table_stride),
+          half((int64_t)step.block_size * op.head_dim),
+          block_stride(op.kv_heads * 2 * half),
+          dim(op.head_dim),
+          block_size(step.block_size),
+          end(step.seq_lens[task.row] - queries_of(step, task.row) + task.begin + task.count) {
+        cache = static_cast<const T*>(op.cache) + task.kv_head * 2 * half;
+    }
+
+    static int queries_of(const OctavoStep& step, int row) { return step.query_start[row + 1] - step.query_start[row]; }
+
+    // Where the keys and values of the 16 tokens from `at` on lie; past the context's end, those of its last ones.
+    Place place(int at) const {
+        at = std::min(at, (end - 1) / kPanel * kPanel);
+        const T* block = cache + table[at / block_size] * block_stride;
+        const int offset = at % block_size;
+        return {reinterpret_cast<const uint32_t*>(block + offset * dim),
+                reinterpret_cast<const uint32_t*>(block + half + offset * kPanel)};
+    }
+};
+
 template <class T>
 struct Reader {
     const OctavoOp& op;
     const OctavoStep& step;
     const AttentionTask& task;
+    const Context<T> context, next;  // of this task, and of the one that this thread most likely takes next
     const int dim, group, rows;      // rows = queries of the task x heads that share the kv head
     const int position;              // of the first query
-    int64_t half;                    // elements of a block's keys, or values
-    const T* cache;
-    const int32_t* table;
+    const int next_begin;            // the first key of the next task
 
     // Scratch of the thread.
-    uint32_t* queries;   // [rows][dim] as words
-    uint32_t* weights;   // [rows][kTile] as words
-    float* scores;       // [rows][kTile]
+    uint32_t* queries;  // [rows][dim] as words, interleaved tile by tile
+    uint32_t* weights;  // [rows][kTile] as words
+    float* scores;      // [rows][kTile]
+    Vec* totals;        // [rows]: the running totals of `part`, lane by lane
     Running part, whole;
-    Place places[kMaxPanels];  // of a tile of keys
+    Place places[kMaxPanels], soon[kMaxPanels];  // of a tile of keys and of the tile after it
 
-    Reader(Program& program, const OctavoOp& op, const AttentionTask& task, int thread)
+    Reader(Program& program, const OctavoOp& op, const AttentionTask& task, const AttentionTask& after, int thread)
         : op(op),
           step(program.step()),
           task(task),
+          context(op, step, task),
+          next(op, step, after),
           dim(op.head_dim),
           group(op.heads / op.kv_heads),
           rows(task.count * group),
-          position(step.seq_lens[task.row] - queries_of(step, task.row) + task.begin),
-          half((int64_t)step.block_size * dim),
-          cache(static_cast<const T*>(op.cache) + task.kv_head * 2 * half),
-          table(step.block_tables + task.row * step.table_stride) {
-        const int64_t floats = (int64_t)rows * (3 * dim + 2 * kTile + 4);
-        float* next = static_cast<float*>(program.scratch(thread, floats * sizeof(float)));
-        const auto take = [&](int64_t n) { return (next += n) - n; };
+          position(context.end - task.count),
+          next_begin(std::max(after.part, 0) * kPart) {
+        const int64_t floats = (int64_t)rows * (3 * dim + 2 * kTile + W + 4);
+        float* free = static_cast<float*>(program.scratch(thread, floats * sizeof(float)));
+        const auto take = [&](int64_t n) { return (free += n) - n; };
         part.sums = take(rows * dim);
         whole.sums = take(rows * dim);
         queries = reinterpret_cast<uint32_t*>(take(rows * dim));
         scores = take(rows * kTile);
         weights = reinterpret_cast<uint32_t*>(take(rows * kTile));
+        totals = reinterpret_cast<Vec*>(take(rows * W));
         part.peaks = take(rows);
         part.totals = take(rows);
         whole.peaks = take(rows);
         whole.totals = take(rows);
     }
 
-    static int queries_of(const OctavoStep& step, int row) { return step.query_start[row + 1] - step.query_start[row]; }
-
     int64_t token(int query) const { return step.query_start[task.row] + task.begin + query; }
     int visible_end(int m) const { return position + m / group + 1; }
     int visible_begin(int m) const { return op.window > 0 ? std::max(0, visible_end(m) - op.window) : 0; }
 
-    void fetch_queries(const Program& program) {
-        for (int i = 0; i < task.count; i++)
-            std::memcpy(reinterpret_cast<T*>(queries) + i * group * dim,
-                        program.at<T>(op.input, token(i)) + task.kv_head * group * dim, sizeof(T) * group * dim);
+    struct Fetch {
+        const Reader& r;
+        const Program& program;
+        template <int M>
+        void run(int first) const {
+            const int words = r.dim / kPerWord<T>;
+            uint32_t* to = r.queries + (int64_t)first * words;
+            for (int m = 0; m < M; m++) {
+                const int row = first + m, head = r.task.kv_head * r.group + row % r.group;
+                const T* query = program.at<T>(r.op.input, r.token(row / r.group)) + head * r.dim;
+                for (int k = 0; k < words; k++) std::memcpy(to + k * M + m, query + k * kPerWord<T>, 4);
+            }
+        }
+    };
+
+    const uint32_t* values_of(const Place& place, int channel_panel) const {
+        return place.values + channel_panel * (step.block_size * kPanel / kPerWord<T>);
     }
 
-    // Where the keys and values of the 16 tokens from `at` on lie; past the context's end, those of its last ones.
-    Place place(int at) const {
-        at = std::min(at, (position + task.count - 1) / kPanel * kPanel);
-        const T* block = cache + table[at / step.block_size] * op.kv_heads * 2 * half;
-        const int offset = at % step.block_size;
-        return {reinterpret_cast<const uint32_t*>(block + offset * dim),
-                reinterpret_cast<const uint32_t*>(block + half + offset * kPanel)};
+    void find(int begin, int last) {
+        const bool more = begin + kTile < last;
+        for (int p = 0; p < kMaxPanels; p++) {
+            places[p] = context.place(begin + p * kPanel);
+            soon[p] = more ? context.place(begin + kTile + p * kPanel) : next.place(next_begin + p * kPanel);
+        }
     }
 
-    const uint32_t* values_of(int token_panel, int channel_panel) const {
-        return places[token_panel].values + channel_panel * (step.block_size * kPanel / kPerWord<T>);
-    }
-
-    void find(int begin) {
-        for (int p = 0; p < kMaxPanels; p++) places[p] = place(begin + p * kPanel);
+    // While few rows are computed memory is what they wait for, so the same words of the next tile are fetched. With
+    // many rows the keys are in a cache already.
+    template <bool Few, int P>
+    static auto ahead(const uint32_t* const (&next)[P]) {
+        if constexpr (!Few) {
+            return Nothing{};
+        } else {
+            Ahead<P> ahead;
+            for (int p = 0; p < P; p++) ahead.from[p] = reinterpret_cast<const char*>(next[p]);
+            ahead.step = kPanel * 4;
+            return ahead;
+        }
     }
 
     // Keys [first, last) of the context into `part`.
     void attend(int first, int last) {
         part.clear(rows, dim);
-        last = std::min(last, position + task.count);
+        std::fill_n(totals, rows, Vec{});
+        last = std::min(last, context.end);
         if (op.window > 0) first = std::max(first, visible_begin(0) / kTile * kTile);
         for (int begin = first; begin < last; begin += kTile) {
             const int end = std::min(begin + kTile, last);
-            find(begin);
-            score(begin, end);
-            for (int m = 0; m < rows; m++) weigh(m, begin, end);
-            gather(begin, end);
+            find(begin, last);
+            rows <= kMaxRows ? attend_tile<true>(begin, end) : attend_tile<false>(begin, end);
         }
+        for (int m = 0; m < rows; m++) part.totals[m] = horizontal_sum(totals[m]);
     }
 
+    template <bool Few>
+    void attend_tile(int begin, int end) {
+        const int panels = (end - begin + kPanel - 1) / kPanel;
+        for (int p = 0; p < panels; p += 2) for_row_tiles<kMaxRows>(rows, Score<Few>{*this, p});
+        for (int m = 0; m < rows; m++) weigh(m, begin, end);
+        int panel = 0;
+        for (; panel + 2 <= dim / kPanel; panel += 2)
+            for_row_tiles<kMaxRows>(rows, Gather<2, Few>{*this, panel, begin, end});
+        if (panel < dim / kPanel) for_row_tiles<kMaxRows>(rows, Gather<1, Few>{*this, panel, begin, end});
+    }
+
+    template <bool Few>
     struct Score {
         const Reader& r;
-        const uint32_t* panels[2];
-        int column;
+        int panel;
         template <int M>
         void run(int first) const {
             Tile<M, 2> tile;
             tile.clear();
             const int words = r.dim / kPerWord<T>;
-            multiply<T>(tile, r.queries + (int64_t)first * words, words, panels, words);
-            tile.write(r.scores + first * kTile + column, kTile);
+            const uint32_t* keys[] = {r.places[panel].keys, r.places[panel + 1].keys};
+            const uint32_t* next[] = {r.soon[panel].keys, r.soon[panel + 1].keys};
+            multiply<T>(tile, Interleaved<M>{r.queries + (int64_t)first * words}, keys, words, ahead<Few>(next));
+            tile.write(r.scores + first * kTile + panel * kPanel, kTile);
         }
     };
-
-    void score(int begin, int end) {
-        const int panels = (end - begin + kPanel - 1) / kPanel;
-        for (int p = 0; p < panels; p += 2) {
-            const Score score{*this, {places[p].keys, places[p + 1].keys}, p * kPanel};
-            for_row_tiles<kMaxRows>(rows, score);
-        }
-    }
 
     // Scores of row m to weights, and what was summed so far to the new peak.
     void weigh(int m, int begin, int end) {
@@ -192,10 +245,10 @@ struct Reader {
             const float factor = before == kNegInf ? 0.0f : exponential2(before - top);
             float* o = part.sums + (int64_t)m * dim;
             for (int c = 0; c < dim; c += W) store(o + c, load(o + c) * factor);
-            part.totals[m] *= factor;
+            totals[m] *= factor;
             part.peaks[m] = top;
         }
-        part.totals[m] += horizontal_sum(sum);
+        totals[m] += sum;
     }
 
     // Lanes outside [low, high) to minus infinity, whatever they hold.
@@ -205,31 +258,36 @@ struct Reader {
         return select((lane >= low) & (lane < high), v, splat(kNegInf));
     }
 
-    template <int P>
+    template <int P, bool Few>
     struct Gather {
         const Reader& r;
         int panel, begin, end;
+        static constexpr int per = kPerWord<T>;
+
         template <int M>
         void run(int first) const {
             Tile<M, P> tile;
             float* sums = r.part.sums + (int64_t)first * r.dim + panel * kPanel;
             tile.read(sums, r.dim);
-            for (int at = begin; at < end; at += kPanel) {
-                const uint32_t* values[P];
-                for (int p = 0; p < P; p++) values[p] = r.values_of((at - begin) / kPanel, panel + p);
-                constexpr int per = kPerWord<T>;
-                const uint32_t* weights = r.weights + first * (kTile / per) + (at - begin) / per;
-                multiply<T>(tile, weights, kTile / per, values, (std::min(end - at, kPanel) + per - 1) / per);
-            }
+            const uint32_t* weights = r.weights + first * (kTile / per);
+            int place = 0;
+            for (int at = begin; at + kPanel <= end; at += kPanel, place++) add(tile, weights, place, kPanel / per);
+            // Past the context's end a block holds anything, which not even zero may be multiplied with.
+            const int left = end - begin - place * kPanel;
+            if (left > 0) add(tile, weights, place, (left + per - 1) / per);
             tile.write(sums, r.dim);
         }
-    };
 
-    void gather(int begin, int end) {
-        int panel = 0;
-        for (; panel + 2 <= dim / kPanel; panel += 2) for_row_tiles<kMaxRows>(rows, Gather<2>{*this, panel, begin, end});
-        if (panel < dim / kPanel) for_row_tiles<kMaxRows>(rows, Gather<1>{*this, panel, begin, end});
-    }
+        // The values of 16 tokens, or the first words of them.
+        template <int M>
+        __attribute__((always_inline)) void add(Tile<M, P>& tile, const uint32_t* weights, int place, int words) const {
+            const uint32_t *values[P], *next[P];
+            for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
+            for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
+            const Rowwise rows{weights + place * (kPanel / per), kTile / per};
+            multiply<T>(tile, rows, values, words, ahead<Few>(next));
+        }
+    };
 
     void finish(const Program& program, const Running& of) const {
         for (int m = 0; m < rows; m++) {
@@ -249,8 +307,8 @@ struct Reader {
     }
 
     void run(Program& program) {
-        fetch_queries(program);
-        const int last = position + task.count;
+        for_row_tiles<kMaxRows>(rows, Fetch{*this, program});
+        const int last = context.end;
         if (task.part >= 0) {
             attend(task.part * kPart, (task.part + 1) * kPart);
             keep(program.partials());
@@ -272,7 +330,7 @@ struct Reader {
 
     void merge(Program& program) {
         whole.clear(rows, dim);
-        const int parts = (position + task.count + kPart - 1) / kPart;
+        const int parts = (context.end + kPart - 1) / kPart;
         for (int i = 0; i < parts; i++)
             for (int m = 0; m < rows; m++) {
                 const float* kept = program.partials() + (task.result + (int64_t)i * rows + m) * (dim + 2);
@@ -285,11 +343,12 @@ struct Reader {
 int64_t attend_tasks(Program& program, const OctavoOp&) { return (int64_t)program.attention_tasks().size(); }
 
 void run_attend(Program& program, const OctavoOp& op, int64_t task, int thread) {
-    const AttentionTask& what = program.attention_tasks()[task];
+    const std::vector<AttentionTask>& tasks = program.attention_tasks();
+    const AttentionTask &what = tasks[task], &after = tasks[std::min<int64_t>(task + 1, (int64_t)tasks.size() - 1)];
     if (op.dtype == kBfloat)
-        Reader<bf16>(program, op, what, thread).run(program);
+        Reader<bf16>(program, op, what, after, thread).run(program);
     else
-        Reader<float>(program, op, what, thread).run(program);
+        Reader<float>(program, op, what, after, thread).run(program);
 }
 
 int64_t merge_tasks(Program& program, const OctavoOp&) { return (int64_t)program.merges().size(); }
@@ -297,9 +356,9 @@ int64_t merge_tasks(Program& program, const OctavoOp&) { return (int64_t)program
 void run_merge(Program& program, const OctavoOp& op, int64_t task, int thread) {
     const AttentionTask& what = program.merges()[task];
     if (op.dtype == kBfloat)
-        Reader<bf16>(program, op, what, thread).merge(program);
+        Reader<bf16>(program, op, what, what, thread).merge(program);
     else
-        Reader<float>(program, op, what, thread).merge(program);
+        Reader<float>(program, op, what, what, thread).merge(program);
 }
 
 }  // namespace

@@ -9,9 +9,14 @@ namespace octavo {
 
 namespace {
 
-// A block of values to whole numbers within [-most, most], as int32; returns their scale.
-inline float quantise_block(const float* x, float most, int32_t* to) {
-    Vec peak{}, flaw{};
+typedef int8_t Byte __attribute__((vector_size(W)));
+
+// Whole numbers within [-most, most] for a block of values; `flaw` becomes NaN if they hold NaN or infinity.
+template <int Planes>
+inline void quantise_block(const float* x, ActivationBlock<Planes>& to, Vec& flaw) {
+    // The largest number whose high byte, rounded to nearest, is still a signed byte.
+    constexpr float most = Planes == 2 ? 32639.0f : 127.0f;
+    Vec peak{};
     for (int i = 0; i < kBlock; i += W) {
         const Vec v = load(x + i);
         peak = maximum(peak, maximum(v, -v));
@@ -19,34 +24,35 @@ inline float quantise_block(const float* x, float most, int32_t* to) {
     }
     const float top = horizontal_max(peak), inverse = top > 0 ? most / top : 0.0f;
     const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    Int sum{};
     for (int i = 0; i < kBlock; i += W) {
-        const Int rounded = (Int)(load(x + i) * inverse + magic) - (Int)magic;
-        std::memcpy(to + i, &rounded, sizeof rounded);
+        const Int value = (Int)(load(x + i) * inverse + magic) - (Int)magic;
+        const Byte high = __builtin_convertvector(Planes == 2 ? (value + 128) >> 8 : value, Byte);
+        std::memcpy(reinterpret_cast<char*>(to.words[0]) + i, &high, sizeof high);
+        if constexpr (Planes == 2) {
+            const Byte low = __builtin_convertvector(value, Byte);  // modulo 256: what the high byte leaves
+            std::memcpy(reinterpret_cast<char*>(to.words[1]) + i, &low, sizeof low);
+        }
+        sum += value;
     }
-    // NaN and infinity would be lost in the integers; in the scale they reach the logits, where they are found.
-    return top / most + horizontal_sum(flaw);
+    to.scale = top / most;
+    to.sum = horizontal_sum(sum);
+    to.scaled_sum = to.scale * (float)to.sum;
+}
+
+template <int Planes>
+void quantise(const float* x, int columns, void* row) {
+    ActivationBlock<Planes>* blocks = static_cast<ActivationBlock<Planes>*>(row);
+    Vec flaw{};
+    for (int b = 0; b < columns / kBlock; b++) quantise_block<Planes>(x + b * kBlock, blocks[b], flaw);
+    // NaN and infinity would be lost in the integers; in a scale they reach the logits, where they are found.
+    blocks[0].scale += horizontal_sum(flaw);
 }
 
 }  // namespace
 
 void quantise_row(const float* x, int columns, int planes, void* row) {
-    int8_t *high = static_cast<int8_t*>(row), *low = high + columns;
-    float* scales = reinterpret_cast<float*>(high + (int64_t)columns * planes);
-    float* scaled_sums = scales + columns / kBlock;
-    int32_t* sums = reinterpret_cast<int32_t*>(scaled_sums + columns / kBlock);
-    // The largest number whose high byte, rounded to nearest, is still a signed byte.
-    const float most = planes == 2 ? 32639.0f : 127.0f;
-    for (int b = 0; b < columns / kBlock; b++) {
-        int32_t values[kBlock], sum = 0;
-        scales[b] = quantise_block(x + b * kBlock, most, values);
-        for (int i = 0; i < kBlock; i++) sum += values[i];
-        for (int i = 0; i < kBlock; i++) {
-            high[b * kBlock + i] = (int8_t)(planes == 2 ? (values[i] + 128) >> 8 : values[i]);
-            if (planes == 2) low[b * kBlock + i] = (int8_t)values[i];  // modulo 256: what the high byte leaves
-        }
-        scaled_sums[b] = scales[b] * (float)sum;
-        sums[b] = sum;
-    }
+    planes == 2 ? quantise<2>(x, columns, row) : quantise<1>(x, columns, row);
 }
 
 namespace {
@@ -65,7 +71,7 @@ struct Panels {
     const char* soon;  // the records that this thread most likely takes next
 
     // Fetches as much of the next panels as a block of these is.
-    void fetch(int block) const {
+    __attribute__((always_inline)) void fetch(int block) const {
         const int64_t bytes = P * scale_stride;
         for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(soon + block * bytes + line, 0, 2);
     }
@@ -78,24 +84,31 @@ struct Product {
 
     const OctavoOp& op;
     const Panels<P>& panels;
-    const Activations* rows;
+    const char* rows;  // the first row's blocks
+    int64_t stride;    // bytes from one row to the next
     Tile<M, P>& tile;
 
     __attribute__((always_inline)) void block(int b) {
         Sums high, low;
-        for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const Int start = Int{} - op.zero_point * row(m, b).sum;
             for (int j = 0; j < P * VP; j++) {
-                const Int start = Int{} - op.zero_point * rows[m].sums[b];
                 high[m][j] = Planes == 1 ? start : Int{};
                 low[m][j] = start;
             }
+        }
         for (int w = 0; w < kBlockWords; w += 2) {
             Word first[P * VP], second[P * VP];
             for (int j = 0; j < P * VP; j++) fetch(b, w, j, first[j], second[j]);
-            add(high, low, first, b * kBlockWords + w);
-            add(high, low, second, b * kBlockWords + w + 1);
+            add(high, low, first, b, w);
+            add(high, low, second, b, w + 1);
         }
         scale(b, high, low);
+    }
+
+    __attribute__((always_inline)) const ActivationBlock<Planes>& row(int m, int b) const {
+        return reinterpret_cast<const ActivationBlock<Planes>*>(rows + m * stride)[b];
     }
 
     // Two words of block b, the j-th vector across the panels.
@@ -111,14 +124,14 @@ struct Product {
         }
     }
 
-    __attribute__((always_inline)) void add(Sums& high, Sums& low, const Word (&columns)[P * VP], int word) const {
+    __attribute__((always_inline)) void add(Sums& high, Sums& low, const Word (&columns)[P * VP], int b, int w) const {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            const Word x = splat(rows[m].words[word]);
+            const Word x = splat(row(m, b).words[0][w]);
 #pragma GCC unroll 16
             for (int j = 0; j < P * VP; j++) high[m][j] = multiply_add_bytes(high[m][j], columns[j], x);
             if constexpr (Planes == 2) {
-                const Word y = splat(rows[m].low_words[word]);
+                const Word y = splat(row(m, b).words[1][w]);
 #pragma GCC unroll 16
                 for (int j = 0; j < P * VP; j++) low[m][j] = multiply_add_bytes(low[m][j], columns[j], y);
             }
@@ -131,11 +144,11 @@ struct Product {
             const Vec scale = load_half(halves + j % VP * W);
             for (int m = 0; m < M; m++) {
                 const Int sum = Planes == 1 ? high[m][j] : (high[m][j] << 8) + low[m][j];
-                tile.sums[m][j] += __builtin_convertvector(sum, Vec) * rows[m].scales[b] * scale;
+                tile.sums[m][j] += __builtin_convertvector(sum, Vec) * row(m, b).scale * scale;
             }
             if (op.zero_point) continue;
             const Vec minimum = load_half(halves + kPanel + j % VP * W);
-            for (int m = 0; m < M; m++) tile.sums[m][j] += minimum * rows[m].scaled_sums[b];
+            for (int m = 0; m < M; m++) tile.sums[m][j] += minimum * row(m, b).scaled_sum;
         }
     }
 };
@@ -149,13 +162,11 @@ struct Rows {
 
     template <int M>
     void run(int row) const {
-        alignas(Activations) char memory[M * sizeof(Activations)];
-        Activations* rows = reinterpret_cast<Activations*>(memory);
-        for (int m = 0; m < M; m++)
-            new (rows + m) Activations(program.at<const char>(op.input, begin + row + m), op.columns, Planes);
+        const char* first = program.at<const char>(op.input, begin + row);
+        const int64_t stride = program.at<const char>(op.input, begin + row + 1) - first;
         Tile<M, P> tile;
         tile.clear();
-        Product<M, P, Packed, Planes> product{op, panels, rows, tile};
+        Product<M, P, Packed, Planes> product{op, panels, first, stride, tile};
         for (int b = 0; b < op.columns / kBlock; b++) {
             if (row == 0) panels.fetch(b);
             product.block(b);

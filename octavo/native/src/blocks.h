@@ -4,8 +4,7 @@
 // bits: [word][column][4]; 4 bits: two words to a word's place, the first in the low halves), then the columns' scales
 // and, unless the format has a fixed zero point, their minima, in float16.
 //
-// Activations: 8-bit or 16-bit integers. A row is its values in planes of signed bytes (of 16 bits the high bytes, then the
-// low ones), then for each block a scale, scale * sum of values, and the sum.
+// Activations: 8-bit or 16-bit integers. A row is a sequence of blocks too, each with its own scale.
 #pragma once
 
 #include "program.h"
@@ -23,18 +22,18 @@ struct Record {
         : values(kPanel * kBlock / (op.dtype == kInt4 ? 2 : 1)), size(values + kPanel * (op.zero_point ? 2 : 4)) {}
 };
 
-struct Activations {
-    const uint32_t *words, *low_words;  // the second plane, if there is one
-    const float *scales, *scaled_sums;
-    const int32_t* sums;
-
-    Activations(const void* row, int columns, int planes)
-        : words(static_cast<const uint32_t*>(row)),
-          low_words(words + columns / 4),
-          scales(reinterpret_cast<const float*>(words + columns / 4 * planes)),
-          scaled_sums(scales + columns / kBlock),
-          sums(reinterpret_cast<const int32_t*>(scaled_sums + columns / kBlock)) {}
+// Values in planes of signed bytes: of 16 bits the high bytes, rounded, then the low ones.
+template <int Planes>
+struct ActivationBlock {
+    uint32_t words[Planes][kBlockWords];
+    float scale, scaled_sum;  // the second is scale * sum
+    int32_t sum;
 };
+
+// Size of a row of them.
+inline int64_t activation_bytes(const OctavoOp& op) {
+    return op.columns / kBlock * (int64_t)(op.planes == 2 ? sizeof(ActivationBlock<2>) : sizeof(ActivationBlock<1>));
+}
 
 // One row of float32, quantised: each block by its largest magnitude.
 void quantise_row(const float* x, int columns, int planes, void* row);

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "blocks.h"
+
 namespace octavo {
 
 namespace {
@@ -44,7 +46,7 @@ struct Columns {
         const int64_t stride = program.at<const uint32_t>(op.input, first + 1) - a;
         Tile<M, P> tile;
         tile.clear();
-        multiply<T>(tile, a, stride, weights, words, ahead(row));
+        multiply<T>(tile, Rowwise{a, stride}, weights, words, ahead(row));
         finish(program, op, tile, panel, first);
     }
 };
@@ -70,8 +72,9 @@ void multiply_words(Program& program, const OctavoOp& op, int panel, int first, 
 namespace {
 
 int64_t chunk_rows(const OctavoOp& op) {
-    const int64_t row_bytes = (int64_t)op.columns * 4 / (op.dtype == kFloat ? 1 : op.dtype == kBfloat ? 2 : 4);
-    return std::max<int64_t>(4 * kMaxRows, kChunkBytes / row_bytes / kMaxRows * kMaxRows);
+    const bool words = op.dtype == kFloat || op.dtype == kBfloat;
+    const int64_t row = words ? (int64_t)op.columns * (op.dtype == kFloat ? 4 : 2) : activation_bytes(op);
+    return std::max<int64_t>(4 * kMaxRows, kChunkBytes / row / kMaxRows * kMaxRows);
 }
 
 int64_t pairs_of(const OctavoOp& op) { return (panels_of(op) + kPair - 1) / kPair; }

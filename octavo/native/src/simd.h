@@ -131,11 +131,25 @@ inline float horizontal_max(Vec v) {
 
 // In a fixed order, by halves.
 inline float horizontal_sum(Vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float x[W];
     store(x, v);
     for (int n = W / 2; n > 0; n /= 2)
         for (int i = 0; i < n; i++) x[i] += x[i + n];
     return x[0];
+#endif
+}
+
+inline int32_t horizontal_sum(Int v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < W; i++) sum += v[i];
+    return sum;
+#endif
 }
 
 // acc + sum over the word's elements of a * b, in the accumulator's lanes.
@@ -172,21 +186,36 @@ inline Int multiply_add_bytes(Int acc, Word u, Word s) {
 #endif
 }
 
-// 2^x for x <= 0: the whole part by the exponent, the fraction in [-1/2, 1/2] by its minimax polynomial of degree D (3
-// or 6), to within 8e-5 or 2e-7. 0 far below, NaN for NaN.
+template <int N>
+inline Vec polynomial(Vec x, const float (&c)[N]) {
+    Vec y = splat(c[N - 1]);
+    for (int i = N - 2; i >= 0; i--) y = y * x + c[i];
+    return y;
+}
+
+// 2^x for x <= 0: the whole part by the exponent, the fraction by its minimax polynomial of degree D (3 or 6), to within
+// 8e-5 or 2e-7. 0 far below, NaN for NaN.
 template <int D>
 inline Vec exp2_of_negative(Vec x) {
     static_assert(D == 3 || D == 6);
-    constexpr float c[] = {0.999928073f,   0.693260986f,   0.242611133f,   0.0551716688f,  1.0f,          0.693147206f,
-                           0.240226469f,   0.0555032878f,  0.00961848896f, 0.00133999314f, 0.00015345812f};
-    constexpr int first = D == 3 ? 0 : 4;
+#if defined(__AVX512DQ__)
+    constexpr int kFraction = 9;  // x - floor(x), raising no flags
+    const Vec r = (Vec)_mm512_reduce_ps((__m512)x, kFraction);
+    constexpr float near[] = {0.999925220f, 0.695833540f, 0.226067160f, 0.0780245200f};
+    constexpr float close[] = {1.0f, 0.693146984f, 0.240229836f, 0.0554833420f, 0.00967884099f, 0.00124396879f,
+                               0.000217022553f};
+    const Vec y = D == 3 ? polynomial(r, near) : polynomial(r, close);
+    return (Vec)_mm512_scalef_ps((__m512)y, (__m512)x);
+#else
+    constexpr float near[] = {0.999928073f, 0.693260986f, 0.242611133f, 0.0551716688f};
+    constexpr float close[] = {1.0f, 0.693147206f, 0.240226469f, 0.0555032878f, 0.00961848896f, 0.00133999314f,
+                               0.00015345812f};
     const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    const Vec shifted = x + magic;
-    const Vec r = x - (shifted - magic);
-    Vec y = splat(c[first + D]);
-    for (int i = D - 1; i >= 0; i--) y = y * r + c[first + i];
+    const Vec shifted = x + magic, r = x - (shifted - magic);
+    const Vec y = D == 3 ? polynomial(r, near) : polynomial(r, close);
     const Int exponent = (Int)shifted << 23;
     return select(x < -126.0f, Vec{}, (Vec)((Int)y + exponent));
+#endif
 }
 
 // e^x to within about 2e-7, saturating at both ends; NaN for NaN.
@@ -196,10 +225,9 @@ inline Vec exponential(Vec x) {
     const Vec shifted = x * 1.44269504088896341f + magic;
     const Vec n = shifted - magic;
     const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Vec y = splat(1.0f / 5040);
-    for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = y * r + c;
+    constexpr float taylor[] = {1.0f, 1.0f, 0.5f, 1.0f / 6, 1.0f / 24, 1.0f / 120, 1.0f / 720, 1.0f / 5040};
     const Int scale = ((Int)shifted - (Int)magic + 127) << 23;
-    return select(x < -87.0f, Vec{}, y * (Vec)scale);
+    return select(x < -87.0f, Vec{}, polynomial(r, taylor) * (Vec)scale);
 }
 
 inline float exponential2(float x) { return x == 0.0f ? 1.0f : exp2_of_negative<6>(splat(x))[0]; }

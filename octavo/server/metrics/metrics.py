@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
@@ -25,12 +26,23 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIXES = ("octavo:", "vllm:")
 
 
+class BatchCounts(Protocol):
+    """What is told of batches."""
+
+    @property
+    def answered(self) -> Mapping[str, int]: ...
+
+    @property
+    def active(self) -> int: ...
+
+
 class Metrics(Collector):
     """Reads the engine's statistics when asked, and holds what is measured at the HTTP side. No registry is shared.
 
     Attributes:
         requests: histograms over generation requests.
         http: counts and durations of HTTP requests.
+        batches: those of the batches, where they are served.
     """
 
     def __init__(self, engine: EngineClient, model_name: str, *, log_requests: bool = False) -> None:
@@ -39,6 +51,7 @@ class Metrics(Collector):
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
         self._process = ProcessCollector(registry=None)
+        self.batches: BatchCounts | None = None
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -105,10 +118,29 @@ class Metrics(Collector):
         for reason, count in self.requests.refused.items():
             rejections.add_metric([*values, reason], count)
         yield rejections
+        slow = CounterMetricFamily(
+            prefix + "slow_readers",
+            "Clients that read too slowly: their request was ended, or their connection closed.",
+            labels=[*self._labels, "outcome"],
+        )
+        slow.add_metric([*values, "request_ended"], self._engine.slow_readers)
+        slow.add_metric([*values, "connection_closed"], self.http.unread_closed)
+        yield slow
+        yield from self._batch_families(prefix)
         for name, (text, _) in HISTOGRAMS.items():
             family = HistogramMetricFamily(prefix + name, text, labels=list(self._labels))
             _add(family, values, self.requests.histograms[name])
             yield family
+
+    def _batch_families(self, prefix: str) -> Iterator[Metric]:
+        if self.batches is None:
+            return
+        text = "Requests of batches that were answered, with success (completed) or not (failed)."
+        lines = CounterMetricFamily(prefix + "batch_requests", text, labels=[*self._labels, "outcome"])
+        for outcome, count in self.batches.answered.items():
+            lines.add_metric([*self._labels.values(), outcome], count)
+        yield lines
+        yield self._gauge(prefix + "batches_active", "Batches that have not ended.", {}, self.batches.active)
 
     def _http_families(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(

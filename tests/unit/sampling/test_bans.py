@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from octavo.core.params import SamplingParams
@@ -11,7 +12,7 @@ from octavo.sampling.state import PreparedParams, SampleRow
 
 
 def row(params: SamplingParams, output: list[int]) -> SampleRow:
-    tokens = torch.tensor([5, 6, *output], dtype=torch.int32)
+    tokens = np.array([5, 6, *output], dtype=np.int32)
     return SampleRow(PreparedParams.make(params, 0, [], 10), tokens, 2)
 
 

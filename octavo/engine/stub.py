@@ -1,0 +1,130 @@
+"""`StubLoop`: an engine core without an engine, for tests and measurements of what stands in front of one.
+
+It has a process and a wire like a real core (`CoreProcess("octavo.engine.stub", Stub(...))`), but all its requests run
+at once and every step gives each the next token of a fixed text, at a set pace.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from octavo.core.info import ModelInfo
+from octavo.core.output import FinishReason, RequestTimes, TokenDelta
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import EngineStats
+from octavo.engine.core_server import CoreServer
+from octavo.engine.process import receive_payload
+
+
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """
+    Attributes:
+        tokens: what every request is answered with, from the start again when it ends.
+        step_s: seconds from step to step.
+        aligned: step k gives everybody token k, so that a reader of a token knows when it was made.
+        crowd: nothing is answered until so many requests are there.
+        log: a file that gets the time of each step in order, by `time.monotonic()`, one a line, at the end.
+    """
+
+    info: ModelInfo
+    tokens: tuple[int, ...]
+    step_s: float
+    aligned: bool = False
+    crowd: int = 0
+    log: str | None = None
+
+
+@dataclass(slots=True)
+class _Row:
+    request: GenerateRequest
+    open: set[int]
+    began: float = field(default_factory=time.monotonic)
+    count: int = 0
+
+
+class StubLoop:
+    """Stands where an `EngineLoop` would."""
+
+    def __init__(self, stub: Stub) -> None:
+        self._stub = stub
+        self._rows: dict[str, _Row] = {}
+        self._stats = EngineStats(num_blocks=stub.info.num_blocks, block_size=stub.info.block_size)
+        self._next = 0.0
+        self._waits = True
+        self._times: list[float] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._rows)
+
+    @property
+    def starved(self) -> bool:
+        return self._waits
+
+    def add(self, request: GenerateRequest) -> None:
+        self._rows[request.id] = _Row(request, set(range(request.params.n)))
+        self._stats.prompt_tokens += len(request.tokens)
+
+    def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]:
+        row = self._rows.get(request_id)
+        if row is None:
+            return []
+        ended = row.open & ({index} if index is not None else row.open)
+        row.open = row.open - ended
+        if not row.open:
+            del self._rows[request_id]
+        return [TokenDelta(request_id, one, [], finish=FinishReason.ABORT, times=_times(row)) for one in sorted(ended)]
+
+    def step(self) -> list[TokenDelta]:
+        """Wait for the step's time; then the next token of everybody."""
+        self._waits = self._waits and len(self._rows) < self._stub.crowd
+        if self._waits:
+            return []
+        now = time.monotonic()
+        if now < self._next:
+            time.sleep(self._next - now)
+        self._next = max(now, self._next) + self._stub.step_s
+        tokens = self._stub.tokens
+        deltas: list[TokenDelta] = []
+        for row in list(self._rows.values()):
+            token = tokens[(len(self._times) if self._stub.aligned else row.count) % len(tokens)]
+            row.count += 1
+            last = row.count >= (row.request.params.max_tokens or 1)
+            finish, times = (FinishReason.LENGTH, _times(row)) if last else (None, None)
+            deltas += [TokenDelta(row.request.id, one, [token], finish=finish, times=times) for one in row.open]
+            if last:
+                del self._rows[row.request.id]
+        if self._stub.log is not None:
+            self._times.append(time.monotonic())
+        self._stats.generation_tokens += len(deltas)
+        self._stats.num_steps += 1
+        return deltas
+
+    def stats(self) -> EngineStats:
+        self._stats.num_running = len(self._rows)
+        return self._stats
+
+    def check_idle(self) -> None:
+        """There is nothing that could have leaked."""
+
+    def close(self) -> None:
+        """Write the log."""
+        if self._stub.log is not None:
+            Path(self._stub.log).write_text("".join(f"{moment:.6f}\n" for moment in self._times), encoding="ascii")
+
+
+def _times(row: _Row) -> RequestTimes:
+    return RequestTimes(row.request.arrival or row.began, row.began, row.began, time.monotonic())
+
+
+def main() -> int:
+    address, stub = receive_payload()
+    return CoreServer(address).run(lambda on_phase: (StubLoop(stub), stub.info))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Runs the lines of a batch through the routes of the server, without HTTP between."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from octavo.server.batch.lines import Line
+from octavo.server.errors import ApiError, as_api_error
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_RETRIED = frozenset({429, 503})
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 8.0
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One line of a batch's output."""
+
+    id: str
+    custom_id: str
+    response: _Answer | None
+    error: _Error | None
+
+    @property
+    def ok(self) -> bool:
+        return self.response is not None and self.response.status_code == 200
+
+
+def expired(line: Line) -> Result:
+    """The result of a line whose turn did not come in time."""
+    error = _Error("batch_expired", "This request could not be executed before the completion window expired.")
+    return Result(_new_id(), line.custom_id, None, error)
+
+
+class Executor:
+    """
+    Args:
+        endpoints: path -> what answers a POST to it.
+    """
+
+    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+
+    @property
+    def urls(self) -> list[str]:
+        return sorted(self._endpoints)
+
+    async def run(self, line: Line) -> Result:
+        """The answer to a line, whatever it is. While the server is full or its engine gone, it is asked again."""
+        wait = _FIRST_WAIT_S
+        while True:
+            request_id = secrets.token_hex(16)
+            status, body = await self._ask(line, request_id)
+            if status not in _RETRIED:
+                return Result(_new_id(), line.custom_id, _Answer(status, request_id, msgspec.Raw(body)), None)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_S)
+
+    async def _ask(self, line: Line, request_id: str) -> tuple[int, bytes]:
+        try:
+            _check_whole(line)
+            endpoint = self._endpoints.get(line.url)
+            if endpoint is None:  # the server was started again with other settings
+                raise ApiError(404, f"This server no longer answers {line.url}.", param="url")
+            response = await endpoint(_request(line, request_id))
+        except Exception as exc:
+            error = as_api_error(exc, request_id)
+            return error.status, error.body()
+        return response.status_code, bytes(response.body)
+
+
+def _check_whole(line: Line) -> None:
+    """Refuses what would not come as one answer."""
+    body = msgspec.json.decode(line.body)
+    for name in ("stream", "background"):
+        if body.get(name):
+            raise ApiError(400, f"{name} can't be used in a batch, whose answers are whole; leave it out.", param=name)
+
+
+def _request(line: Line, request_id: str) -> Request:
+    body = bytes(line.body)
+    parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if parts:
+            return parts.pop()
+        await asyncio.Event().wait()  # this client never leaves
+        raise AssertionError
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": line.url,
+        "raw_path": line.url.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "client": None,
+        "server": ("batch", 0),
+        "path_params": {},
+        "state": {"request_id": request_id},
+    }
+    return Request(scope, receive)
+
+
+def _new_id() -> str:
+    return f"batch_req_{secrets.token_hex(12)}"

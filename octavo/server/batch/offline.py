@@ -1,0 +1,161 @@
+"""A batch without a server: one input file, one output file, and a journal beside it as long as it is not complete."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.core.errors import ConfigError
+from octavo.server.batch import record
+from octavo.server.batch.execute import Executor
+from octavo.server.batch.journal import Journal
+from octavo.server.batch.lines import Input, scan
+
+_SHOWN = 10
+_WATCH_S = 0.5
+
+
+class Source(msgspec.Struct, frozen=True, tag_field="kind", tag="source"):
+    """Whose answers the journal holds."""
+
+    sha256: str
+
+
+_decode = msgspec.json.Decoder(Source | record.Answered).decode
+
+
+@dataclass(slots=True)
+class Tally:
+    """
+    Attributes:
+        resumed: lines that an earlier run had answered.
+        outcomes: the others, "completed" or "failed".
+    """
+
+    total: int
+    resumed: int
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+
+def read_input(path: Path, executor: Executor, *, max_lines: int, max_line_bytes: int) -> Input:
+    """
+    Raises:
+        ConfigError: the file can't be read, or has lines that are no requests; the text names them.
+    """
+    try:
+        found = scan(path, executor.urls, max_lines=max_lines, max_line_bytes=max_line_bytes)
+    except OSError as exc:
+        raise ConfigError(f"the input {path} can't be read: {exc.strerror}") from exc
+    if isinstance(found, Input):
+        return found
+    told = [f"line {one.line}: {one.message}" if one.line else one.message for one in found[:_SHOWN]]
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    raise ConfigError(f"the input {path} can't be run: " + "\n  ".join([*told, *more]))
+
+
+async def run_file(
+    lines: Input,
+    source: Path,
+    output: Path,
+    executor: Executor,
+    *,
+    concurrency: int,
+    ill: Callable[[], str | None],
+    progress: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """Answer every line and write the results, in the order of the input, to `output`.
+
+    Answers go to `OUTPUT.journal` as they come. If that is there from a run that was cut short, only what it lacks is
+    run.
+
+    Args:
+        source: the file of the lines; its content tells whether a journal is about it.
+        ill: why the engine can't go on, or None; asked now and then.
+        progress: told after every answer.
+
+    Raises:
+        ConfigError: the journal is about another input.
+        OSError: the output can't be written.
+    """
+    path = output.with_name(output.name + ".journal")
+    answered: dict[int, tuple[int, int]] = {}
+    journal = _open(path, source, answered)
+    try:
+        tally = Tally(len(lines), len(answered))
+        seats = asyncio.Semaphore(concurrency)
+
+        async def run_line(number: int) -> None:
+            async with seats:
+                result = await executor.run(lines.read(number))
+            entry = record.encode(record.Answered(number, result.ok, msgspec.Raw(msgspec.json.encode(result))))
+            answered[number] = journal.append(entry), len(entry)
+            tally.outcomes["completed" if result.ok else "failed"] += 1
+            progress(tally)
+
+        async def watch() -> None:
+            while (reason := ill()) is None:
+                await asyncio.sleep(_WATCH_S)
+            raise ConfigError(f"{reason} The answers so far are kept; the same command goes on from there.")
+
+        async def run_all() -> None:
+            async with asyncio.TaskGroup() as group:
+                for number in range(len(lines)):
+                    if number not in answered:
+                        group.create_task(run_line(number))
+
+        await _first(run_all(), watch())
+        _write(output, journal, [answered[number] for number in range(len(lines))])
+    finally:
+        journal.close()
+    path.unlink()
+    return tally
+
+
+async def _first(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, None]) -> None:
+    """Until `work` is done, or `watch` has raised."""
+    tasks = {asyncio.create_task(work), asyncio.create_task(watch)}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _open(path: Path, source: Path, answered: dict[int, tuple[int, int]]) -> Journal:
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    found: list[str] = []
+
+    def take(line: bytes, place: int) -> None:
+        entry = _decode(line)
+        if isinstance(entry, Source):
+            found.append(entry.sha256)
+        else:
+            answered.setdefault(entry.line, (place, len(line) - 1))
+
+    journal = Journal.open(path, take)
+    if found and found[0] != digest:
+        journal.close()
+        raise ConfigError(f"{path} holds the answers to another input; remove it, or choose another --output-file.")
+    if not found:
+        journal.append(record.encode(Source(digest)))
+    return journal
+
+
+def _write(output: Path, journal: Journal, places: list[tuple[int, int]]) -> None:
+    draft = output.with_name(output.name + ".part")
+    with draft.open("wb") as file:
+        for place, size in places:
+            entry = _decode(journal.read(place, size))
+            assert isinstance(entry, record.Answered)
+            file.write(bytes(entry.result) + b"\n")
+    draft.replace(output)

@@ -1,0 +1,76 @@
+"""Reading an upload: `multipart/form-data` with one file (RFC 7578)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from octavo.server.errors import ApiError
+
+_MAX_FIELDS = 16
+_AROUND = 64 * 1024
+"""What the other fields and the boundaries may add to a file's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """One file in a temporary place, and the fields beside it."""
+
+    name: str
+    content: IO[bytes]
+    fields: Mapping[str, str]
+
+
+async def read_upload(request: Request, max_bytes: int) -> Upload:
+    """The file of the form field `file`; the caller closes `content`.
+
+    Raises:
+        ApiError: 415, this is no form; 413, the file is larger than `max_bytes`; 400, something is missing or wrong.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise ApiError(415, f"An upload must be multipart/form-data, got {kind or 'no content type'}.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes + _AROUND):
+        raise _too_large(max_bytes)
+    parser = MultiPartParser(
+        request.headers, _bounded(request.stream(), max_bytes), max_files=1, max_fields=_MAX_FIELDS, max_part_size=8192
+    )
+    try:
+        form = await parser.parse()
+    except MultiPartException as exc:
+        raise ApiError(400, f"The form can't be read: {exc.message}") from None
+    except KeyError:
+        raise ApiError(400, "The content type names no boundary; let the HTTP library write it.") from None
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise ApiError(400, "file is required; add it to the form as a file.", param="file")
+    size = file.size or 0
+    if size > max_bytes:
+        file.file.close()
+        raise _too_large(max_bytes)
+    fields = {name: value for name, value in form.items() if isinstance(value, str)}
+    return Upload(file.filename or "upload", file.file, fields)
+
+
+async def _bounded(stream: AsyncGenerator[bytes, None], max_bytes: int) -> AsyncGenerator[bytes, None]:
+    size = 0
+    async for part in stream:
+        size += len(part)
+        if size > max_bytes + _AROUND:
+            raise _too_large(max_bytes)
+        yield part
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"The file is larger than the {limit:,} bytes that this server takes. "
+        "Upload a smaller one, or start the server with a larger --max-file-bytes.",
+        param="file",
+    )

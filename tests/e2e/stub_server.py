@@ -1,0 +1,60 @@
+"""A real server process over an engine core that only pretends: `python stub_server.py STEP_SECONDS [server flags]`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from octavo.cli.args import add_settings, server_from, values
+from octavo.cli.flags import SERVER_GROUPS
+from octavo.cli.parser import OctavoParser
+from octavo.cli.serve import announce
+from octavo.engine.client import CoreClient
+from octavo.engine.fake import fake_info
+from octavo.engine.process import CoreProcess
+from octavo.engine.stub import Stub
+from octavo.server.run import run_server
+from octavo.text.chat import ChatTemplate
+from octavo.text.frontend import Frontend
+from octavo.text.tokenizer import Tokenizer
+
+TEXT = "The quick brown fox jumps over the lazy dog. "
+TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{% endfor %}[assistant]"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token for every byte, after </s>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({"</s>": 0} | {char: 1 + n for n, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend, named_tokens={"eos_token": "</s>"})
+
+
+def main(step_s: float, flags: list[str]) -> int:
+    parser = OctavoParser("stub", words="", description="A server over a stub.")
+    add_settings(parser, SERVER_GROUPS)
+    config = server_from(values(parser, parser.parse_args(flags)))
+    tokenizer = byte_tokenizer()
+    info = fake_info(name="stub", vocab_size=257, eos_token_ids=[0], max_model_len=100_000)
+    stub = Stub(info, tuple(tokenizer.encode(TEXT, add_special_tokens=False)), step_s)
+
+    @contextlib.asynccontextmanager
+    async def open_frontend() -> AsyncIterator[Frontend]:
+        process = CoreProcess("octavo.engine.stub", stub)
+        client = await CoreClient.start(process, max_unread_tokens=config.max_unread_tokens)
+        try:
+            yield Frontend(client, tokenizer, client.info, chat=ChatTemplate(TEMPLATE, tokenizer))
+        finally:
+            await client.close()
+
+    return run_server(open_frontend, config, announce=announce)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))
