@@ -5,10 +5,11 @@ MAKEFLAGS += --no-print-directory
 
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 MODEL ?=
 ARGS ?=
 
-.PHONY: help serve chat test deletion check format bench clean
+.PHONY: help serve chat test deletion check clients format bench clean
 
 help: ## list the targets
 	@echo "Octavo: make TARGET"
@@ -34,6 +35,9 @@ check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes
 	$(BIN)/python tools/sz.py
 	$(BIN)/python tools/deletion.py --static
 
+clients: $(VENV)/.ready-run $(CLIENTS)/.ready ## nightly: other people's clients and a fuzzer against a live server
+	$(BIN)/python conformance/run.py $(CLIENTS) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
 format: $(VENV)/.ready-lint ## let ruff format the code and fix what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -41,8 +45,8 @@ format: $(VENV)/.ready-lint ## let ruff format the code and fix what it can
 bench: $(VENV)/.ready-test ## compare with sequential serving and transformers on this machine (some minutes)
 	$(BIN)/python benchmarks/cpu_batching.py $(ARGS)
 
-clean: ## remove .venv, caches and build products (models stay in Octavo's cache folder)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+clean: ## remove the environments, caches and build products (models stay in Octavo's cache folder)
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find octavo tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of dependencies: newer than its inputs means installed, and pip is not called.
@@ -56,6 +60,12 @@ $(VENV)/.ready-test: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.ready-lint: $(VENV)/.made pyproject.toml constraints.txt
 	@sh tools/install.sh $(VENV) $@ ".[lint]"
 	@touch $(VENV)/.ready-run
+
+# The clients live apart: packages among them change how pytest runs.
+$(CLIENTS)/.ready: conformance/requirements.txt
+	@test -x $(CLIENTS)/bin/python || sh tools/make_venv.sh $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r conformance/requirements.txt
+	@touch $@
 
 $(VENV)/.made:
 	@sh tools/make_venv.sh $(VENV)

@@ -198,14 +198,14 @@ def seconds_of(work: tuple[Callable[[], Any], int]) -> float:
     with torch.cuda.graph(graph):
         run()
     times = []
-    for _ in range(12):
+    for _ in range(20):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / copies)
-    return statistics.median(times[2:])
+    return statistics.median(times[8:])
 
 
 def compile_all(spec: AttentionSpec, names: list[str]) -> None:

@@ -38,6 +38,7 @@ class AsyncLLM:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         stall_after_s: float = 120.0,
+        max_unread_tokens: int | None = None,
         log_level: str = "warning",
         on_phase: OnPhase | None = None,
         progress: Progress = silent,
@@ -50,6 +51,7 @@ class AsyncLLM:
             tool_call_parser, reasoning_parser: how the model writes tool calls and marks reasoning; by default as its
                 chat template shows.
             stall_after_s: seconds without a completed step, while work waits, after which `health` says so.
+            max_unread_tokens: a request of which more wait to be read is ended with SlowReaderError; None for no limit.
             on_phase: told when a phase of the start begins (None) and ends (seconds).
 
         Raises:
@@ -68,11 +70,13 @@ class AsyncLLM:
             progress=progress,
         )
         process = CoreProcess("octavo.engine_main", (config, files, log_level))
-        starting = asyncio.create_task(CoreClient.start(process, stall_after_s=stall_after_s, on_phase=on_phase))
-        try:
-            text = await asyncio.to_thread(
-                load_text, files, tokenizer=config.model.tokenizer, chat_template=chat_template
+        starting = asyncio.create_task(
+            CoreClient.start(
+                process, stall_after_s=stall_after_s, max_unread_tokens=max_unread_tokens, on_phase=on_phase
             )
+        )
+        try:
+            text = await asyncio.to_thread(load_text, files, config.model, chat_template=chat_template)
             answers = AnswerFormats.of(text.chat, tools=tool_call_parser, reasoning=reasoning_parser)
             client = await starting
         except BaseException:

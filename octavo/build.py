@@ -7,19 +7,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from octavo.cache.cache import KVCache
+from octavo.cache.no_cache import NoCache
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
+from octavo.core.pooling import OPTION
 from octavo.core.request import GenerateRequest
 from octavo.engine.core_server import PhaseTimer
 from octavo.engine.loop import EngineLoop
 from octavo.features import FeatureContext, build_features
 from octavo.hub.files import ModelFiles
+from octavo.hub.pooler import is_sentence_transformer, max_sequence_length, pooler_of
 from octavo.hub.resolve import eos_token_ids, resolve
+from octavo.models.encoders.registry import is_encoder
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.worker.encoder.worker import EncoderWorker
 from octavo.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -37,6 +42,8 @@ def build_core(
         ModelFileError: the model's files are not what they say they are.
     """
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
+    if is_encoder(files.config):
+        return _build_encoder(config, files, timer)
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
     worker = Worker(config.model, config.device, files, config.cache)
@@ -53,13 +60,10 @@ def build_core(
     cache_bytes = worker.kv_budget(num_seqs, step_tokens) if wanted is None else wanted
     num_blocks, max_model_len = _fit(config, worker, cache_bytes)
     eos = eos_token_ids(files)
-    features = build_features(
-        FeatureContext(
-            vocab_size=worker.spec.vocab_size,
-            eos_token_ids=tuple(eos),
-            load_tokenizer=lambda: _tokenizer(config, files),
-        )
-    )
+    features = build_features(_context(config, files, worker.spec.vocab_size))
+    names = [feature.name for feature in features]
+    tasks = _decoder_tasks(config, files, names)
+    pooler = pooler_of(files, config.model.pooler_config, size=worker.spec.hidden_size, default="last")
     runner = worker.make_runner(
         num_blocks=num_blocks,
         num_slots=num_seqs,
@@ -85,11 +89,11 @@ def build_core(
     )
     loop = EngineLoop(scheduler, runner, depth)
     timer.begin("warm-up")
-    _warm_up(loop)
+    _warm_up(loop, prompt_only="generate" not in tasks)
     timer.end()
     info = ModelInfo(
         name=files.name,
-        architecture=str((files.config.get("architectures") or ["unknown"])[0]),
+        architecture=_architecture(files),
         device=worker.device.name,
         dtype=str(worker.dtype).removeprefix("torch."),
         vocab_size=worker.spec.vocab_size,
@@ -111,9 +115,100 @@ def build_core(
         accelerator=worker.device.torch_device.type,
         kv_form=worker.kv_form,
         max_logprobs=config.model.max_logprobs,
-        features=[feature.name for feature in features],
+        features=names,
+        tasks=tasks,
+        pooler=pooler if "embed" in tasks else None,
     )
     return loop, info
+
+
+def _build_encoder(config: EngineConfig, files: ModelFiles, timer: PhaseTimer) -> tuple[EngineLoop, ModelInfo]:
+    """An engine core whose model keeps nothing between steps, and whose requests are over after one."""
+    if config.model.runner == "generate":
+        raise ConfigError(
+            f"--runner generate: {files.name} is an encoder ({_architecture(files)}), which makes vectors and can't "
+            "generate text. Leave it out, or serve another model."
+        )
+    policy = make_policy(config.scheduler.policy)
+    timer.begin("setup")
+    worker = EncoderWorker(config.model, config.device, files)
+    spec = worker.spec
+    timer.begin("weights")
+    worker.load()
+    stated = config.model.max_model_len
+    max_model_len = _checked_length(stated, spec.max_position) or min(
+        spec.max_position, max_sequence_length(files) or spec.max_position
+    )
+    features = build_features(_context(config, files, spec.vocab_size, whole_prompts=True))
+    names = [feature.name for feature in features]
+    if OPTION not in names:
+        raise ConfigError(f"{files.name} is an encoder, but this build of Octavo lacks the feature {OPTION}.")
+    pooler = pooler_of(files, config.model.pooler_config, size=spec.hidden_size, default="cls", labels=spec.num_labels)
+    runner = worker.make_runner([feature.worker for feature in features])
+    depth = worker.device.default_depth if config.scheduler.depth is None else config.scheduler.depth
+    max_step_tokens = max(config.scheduler.max_num_batched_tokens, max_model_len)
+    limits = Limits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=max_step_tokens,
+        max_model_len=max_model_len,
+        max_ahead=depth + 1,
+        whole_prompts=True,
+    )
+    scheduler = Scheduler(NoCache(), limits, policy, hooks=[feature.engine for feature in features])
+    loop = EngineLoop(scheduler, runner, depth)
+    timer.begin("warm-up")
+    _warm_up(loop, prompt_only=True)
+    timer.end()
+    info = ModelInfo(
+        name=files.name,
+        architecture=_architecture(files),
+        device=worker.device.name,
+        dtype=worker.weight_form,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=[],
+        num_blocks=0,
+        block_size=config.cache.block_size,
+        kv_bytes_per_token=0,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=max_step_tokens,
+        memory={"weights": worker.weight_bytes},
+        phases=timer.seconds,
+        weights=worker.weight_form,
+        features=names,
+        tasks=["embed", "token_embed"] if not spec.num_labels else ["embed", "token_embed", "classify"],
+        pooler=pooler,
+    )
+    return loop, info
+
+
+def _decoder_tasks(config: EngineConfig, files: ModelFiles, features: list[str]) -> list[str]:
+    """What a decoder is there for: text and vectors, or only vectors."""
+    asked, embeds = config.model.runner, config.model.convert == "embed"
+    bare = _architecture(files).endswith("Model")
+    if asked == "generate" and (bare or embeds):
+        why = "--convert embed makes vectors of it" if embeds else f"{files.name} has no head that could generate text"
+        raise ConfigError(f"--runner generate: {why}. Leave it out.")
+    only_vectors = asked == "pooling" or (asked == "auto" and (embeds or bare or is_sentence_transformer(files)))
+    vectors = ["embed", "token_embed"] if OPTION in features else []
+    if only_vectors and not vectors:
+        raise ConfigError(f"--runner pooling: this build of Octavo lacks the feature {OPTION}.")
+    return vectors if only_vectors else ["generate", *vectors]
+
+
+def _context(
+    config: EngineConfig, files: ModelFiles, vocab_size: int, *, whole_prompts: bool = False
+) -> FeatureContext:
+    return FeatureContext(
+        vocab_size=vocab_size,
+        eos_token_ids=tuple(eos_token_ids(files)),
+        load_tokenizer=lambda: _tokenizer(config, files),
+        whole_prompts=whole_prompts,
+    )
+
+
+def _architecture(files: ModelFiles) -> str:
+    return str((files.config.get("architectures") or ["unknown"])[0])
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
@@ -132,11 +227,7 @@ def _fit(config: EngineConfig, worker: Worker, cache_bytes: int) -> tuple[int, i
             "lower the second."
         )
     longest = worker.spec.max_position
-    wanted = config.model.max_model_len
-    if wanted is not None and wanted > longest:
-        raise ConfigError(
-            f"--max-model-len {wanted} is more than the model's own maximum of {longest} positions; use at most that."
-        )
+    wanted = _checked_length(config.model.max_model_len, longest)
     block_bytes = block_size * worker.kv_bytes_per_token
     useful = num_seqs * -(-(wanted or longest) // block_size)
     num_blocks = min(cache_bytes // block_bytes, useful)
@@ -160,9 +251,23 @@ def _fit(config: EngineConfig, worker: Worker, cache_bytes: int) -> tuple[int, i
     return num_blocks, wanted or min(longest, tokens)
 
 
-def _warm_up(loop: EngineLoop) -> None:
+def _checked_length(wanted: int | None, longest: int) -> int | None:
+    """`max_model_len` as it was asked for.
+
+    Raises:
+        ConfigError: it is more than the model has positions.
+    """
+    if wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"--max-model-len {wanted} is more than the model's own maximum of {longest} positions; use at most that."
+        )
+    return wanted
+
+
+def _warm_up(loop: EngineLoop, *, prompt_only: bool) -> None:
     """Compute one short request, so that nothing is first built or allocated under a user's eyes."""
-    request = GenerateRequest(id="warm-up", tokens=[0] * 8, params=SamplingParams(max_tokens=2, temperature=0))
+    params = SamplingParams(max_tokens=2, temperature=0)
+    request = GenerateRequest(id="warm-up", tokens=[0] * 8, params=params, prompt_only=prompt_only)
     loop.add(request)
     while loop.busy:
         for delta in loop.step():

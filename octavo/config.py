@@ -33,7 +33,14 @@ class ModelConfig:
             a stated dtype): "int16" is as exact as bfloat16, "int8" computes prompts up to twice as fast.
         load_format: "auto" by the files found; "dummy" fills random weights.
         max_model_len: None takes the model's, shortened to what the KV cache holds.
+        runner: "generate" text, or only "pooling", that is vectors; "auto" by the checkpoint.
+        convert: what a pooling runner makes of the model: "embed" vectors; "auto" by the checkpoint.
+        pooler_config: how vectors are made, over what the checkpoint says: `pooling_type` (MEAN, CLS, LAST),
+            `normalize`, `is_matryoshka`, `matryoshka_dimensions`.
         max_logprobs: the largest `logprobs` of a request; -1 for no limit.
+        generation_config: where sampling defaults come from: "auto" the model's generation_config.json, a folder that
+            holds another, or "none" (also "vllm") for the defaults of `SamplingParams`.
+        override_generation_config: single defaults in place of those, such as {"temperature": 0.5}.
     """
 
     model: str = DEFAULT_MODEL
@@ -43,8 +50,13 @@ class ModelConfig:
     activation_dtype: Literal["int16", "int8"] = "int16"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     max_model_len: int | None = None
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    convert: Literal["auto", "none", "embed"] = "auto"
+    pooler_config: dict[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
     seed: int = 0
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +104,7 @@ class DeviceConfig:
 
     Attributes:
         threads: compute threads on a CPU; None takes the physical cores given to this process.
+        cpu_bind: the cores that it keeps to on a CPU: "auto", "nobind" or a list like "0-3,8"; see `device/binding.py`.
         cpu_isa: the instruction set of the CPU kernels: "auto" or a name in `native/isa.py`.
         enforce_eager: launch every operation of every step; on a GPU decoding is otherwise recorded once and replayed.
     """
@@ -99,6 +112,7 @@ class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     attention_backend: str | None = None
+    cpu_bind: str = "auto"
     cpu_isa: str = "auto"
     enforce_eager: bool = False
 
@@ -155,6 +169,8 @@ def _check(kind: Any, name: str, given: str, value: Any) -> None:
         raise ConfigError(f"{given}={value!r} must be a whole number of at least {smallest}.")
     if float in kinds and not (type(value) in (int, float) and 0 < value <= 1):
         raise ConfigError(f"{given}={value!r} must be a number over 0 and up to 1.")
+    if get_origin(kind) is dict and not isinstance(value, dict):
+        raise ConfigError(f"{given}={value!r} must be a dict.")
     if bool in kinds and type(value) is not bool:
         raise ConfigError(f"{given}={value!r} must be True or False.")
 
@@ -169,21 +185,51 @@ class ServerConfig:
         allowed_origins, allowed_methods, allowed_headers, allow_credentials: what other sites' pages may do (CORS);
             nothing without an origin.
         max_num_queued_reqs, max_num_queued_tokens: what may wait for the engine before requests are refused.
+        default_chat_template_kwargs: variables for the chat template, where a request does not set them.
+        return_tokens_as_token_ids: write tokens in logprobs as `token_id:7`, as requests may ask for themselves.
+        disable_log_stats: no lines of throughput and load.
         strict_params: refuse fields that nobody knows, instead of naming them in `warnings`.
         max_prompts: prompts in one request to /v1/completions.
+        max_inputs: inputs in one request for embeddings, documents in one rerank.
         max_schema_bytes: a schema or grammar of one request.
         enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
         trust_request_chat_template: let requests bring their own chat template.
+        max_unread_tokens: of one request, that wait for a client that reads slowly before the request is ended.
+        unread_timeout_s: how long a client may leave what was sent to it unread before its connection is closed.
         jobs_dir: where uploaded files and batches are kept; None takes jobs/ in the user's folder for Octavo's data.
         max_file_bytes: the largest upload.
         max_batch_lines: requests in one batch.
         batch_concurrency: requests of batches that run at once; None takes as many as the engine's sequences.
+        uds: a socket file to listen on instead of host and port.
+        ssl_certfile, ssl_keyfile, ssl_keyfile_password: PEM files of the server's certificate and key; TLS is served
+            where there is a certificate. The key may be in the certificate's file.
+        ssl_ca_certs, ssl_cert_reqs: the authorities of clients' certificates, and whether one is asked for: 0 no,
+            1 optional, 2 required.
+        enable_ssl_refresh: read certificate and key again when their files change.
+        max_concurrent_requests: requests answered at once before others get a 503; None for no limit.
+        keep_alive_s: an idle connection is closed after so long. By default longer than clients keep theirs, so that
+            it is they who close them.
+        body_timeout_s: a request's body must have come by then.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    ssl_ciphers: str | None = None
+    enable_ssl_refresh: bool = False
+    max_concurrent_requests: int | None = None
+    keep_alive_s: int = 65
+    body_timeout_s: float = 60.0
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    return_tokens_as_token_ids: bool = False
+    disable_log_stats: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     api_keys: tuple[str, ...] = ()
@@ -199,6 +245,7 @@ class ServerConfig:
     max_stop_strings: int = 4
     max_n: int = 64
     max_prompts: int = 1024
+    max_inputs: int = 2048
     max_schema_bytes: int = 1024 * 1024
     stall_after_s: float = 120.0
     shutdown_timeout_s: float = 30.0
@@ -207,6 +254,8 @@ class ServerConfig:
     enable_force_include_usage: bool = False
     enable_log_requests: bool = False
     trust_request_chat_template: bool = False
+    max_unread_tokens: int = 4096
+    unread_timeout_s: float = 60.0
     jobs_dir: str | None = None
     max_file_bytes: int = 200 * 1024 * 1024
     max_batch_lines: int = 50_000

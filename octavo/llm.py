@@ -14,14 +14,29 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput
 from octavo.core.params import OutputKind, SamplingParams
+from octavo.core.pooling import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PooledOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    Task,
+)
 from octavo.core.stats import EngineStats
 from octavo.engine.loop import EngineLoop
 from octavo.hub.progress import Progress, silent
 from octavo.hub.resolve import resolve
+from octavo.llm_pooling import PoolingDriver
 from octavo.text.assembler import RequestAssembler
 from octavo.text.chat import no_template_error
 from octavo.text.model_text import load_text
-from octavo.text.prepare import Preparer, Prompt, sampling_defaults, with_defaults
+from octavo.text.prepare import Preparer, Prompt, not_generating, sampling_defaults, with_defaults
+from octavo.text.scoring import paired
 from octavo.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -63,9 +78,10 @@ class LLM:
         )
         self._loop: EngineLoop | None
         self._loop, self._info = build_core(config, files)
-        text = load_text(files, tokenizer=config.model.tokenizer, chat_template=chat_template)
+        text = load_text(files, config.model, chat_template=chat_template)
         self._tokenizer, self._template = text.tokenizer, text.chat
         self._preparer = Preparer(text.tokenizer, self._info)
+        self._pooling = PoolingDriver(text.tokenizer, self._info)
         self._defaults = sampling_defaults(text.defaults)
         self._ids = itertools.count()
 
@@ -109,7 +125,7 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         if self._template is None:
-            raise no_template_error()
+            raise no_template_error() if "generate" in self._info.tasks else not_generating(self._info)
         texts = [self._template.render(conversation, **template) for conversation in conversations]
         prompts = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params)
@@ -117,6 +133,80 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt piece by piece, as `sampling_params.output_kind` says. Closing the iterator aborts."""
         yield from self._run([self._open(prompt, sampling_params or self.get_default_sampling_params())])
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of each prompt, in `outputs.embedding`.
+
+        Args:
+            dimensions: keep so many elements, for models that were trained for it.
+            normalize: whether vectors get length 1; by default as the model's authors have it.
+            truncate_prompt_tokens: cut longer prompts; -1 to what the model takes.
+
+        Raises:
+            InvalidRequestError: a prompt can't be served, or the model makes no vectors.
+        """
+        params = self._pooling.preparer.params("embed", dimensions=dimensions, normalize=normalize)
+        return [
+            EmbeddingRequestOutput(one.request_id, EmbeddingOutput(one.pooled.values()), tokens, one.num_cached_tokens)
+            for tokens, one in self._pool(prompts, params, truncate_prompt_tokens)
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: Task = "token_embed",
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """What the task makes of each prompt, in `outputs.data`: by default a vector of each token."""
+        params = self._pooling.preparer.params(pooling_task, normalize=normalize)
+        several = pooling_task == "token_embed"
+        return [
+            PoolingRequestOutput(
+                one.request_id,
+                PoolingOutput(one.pooled.rows() if several else one.pooled.values()),
+                tokens,
+                one.num_cached_tokens,
+            )
+            for tokens, one in self._pool(prompts, params, truncate_prompt_tokens)
+        ]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[ClassificationRequestOutput]:
+        """The classification head's probabilities for each prompt, in `outputs.probs`; labels in `info.pooler`."""
+        params = self._pooling.preparer.params("classify")
+        return [
+            ClassificationRequestOutput(one.request_id, ClassificationOutput(one.pooled.values()), tokens)
+            for tokens, one in self._pool(prompts, params, truncate_prompt_tokens)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together, in `outputs.score`: one with each of many, or pair by pair.
+
+        A cross-encoder's score is its head's output; else it is the cosine of the two embeddings.
+        """
+        first, second = ([one] if isinstance(one, str) else list(one) for one in (data_1, data_2))
+        plan = self._pooling.plan_scores(paired(first, second, ("data_1", "data_2")), truncate_prompt_tokens)
+        results = [one.pooled for one in self._pooling.run(self._core, plan.requests)]
+        return [
+            ScoringRequestOutput(f"score-{place}", ScoringOutput(score), plan.tokens(place))
+            for place, score in enumerate(plan.scores(results))
+        ]
 
     def stats(self) -> EngineStats:
         return self._core.stats()
@@ -146,6 +236,14 @@ class LLM:
         if self._loop is None:
             raise RuntimeError("This LLM was closed; make a new one.")
         return self._loop
+
+    def _pool(
+        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams, truncate: int | None
+    ) -> list[tuple[list[int], PooledOutput]]:
+        """Each prompt's tokens and result."""
+        requests = [self._pooling.prepare(prompt, params, truncate) for prompt in _as_list(prompts)]
+        done = self._pooling.run(self._core, requests)
+        return [(request.tokens, one) for request, one in zip(requests, done, strict=True)]
 
     def _open(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> RequestAssembler:
         """Check and tokenise one prompt."""

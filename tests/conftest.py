@@ -22,6 +22,12 @@ def smollm2_files() -> ModelFiles:
     return resolve("smollm2")
 
 
+@pytest.fixture(scope="session")
+def minilm_files() -> ModelFiles:
+    """The catalogue's embedding model, pulled into Octavo's cache on the first use."""
+    return resolve("minilm")
+
+
 # On a machine with other work to do, a slow example says nothing about the code.
 settings.register_profile("octavo", deadline=None)
 settings.load_profile("octavo")

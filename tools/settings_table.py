@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, Flag
+from octavo.cli.flag import Flag
+from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS
 
 BEGIN = "<!-- tables: python tools/settings_table.py -->"
 END = "<!-- end of tables -->"

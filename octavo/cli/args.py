@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, Flag, flags_of
+from octavo.cli.environment import OTHER_WORDS
+from octavo.cli.flag import Flag
+from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.parser import OctavoParser, nearest
 from octavo.cli.unsupported import FLAGS
 from octavo.config import EngineConfig, ServerConfig
@@ -76,6 +78,9 @@ def from_environment(flags: Iterable[Flag], environ: Mapping[str, str]) -> dict[
     """Settings from OCTAVO_* variables, or else from the VLLM_* ones of the same meaning."""
     found: dict[str, Any] = {}
     for flag in flags:
+        for name, read in OTHER_WORDS.get(flag.name, {}).items():
+            if value := read(environ.get(name, "")):
+                found[flag.target] = read_value(flag, value, f"environment variable {name}")
         for name in (flag.env, flag.env.replace("OCTAVO_", "VLLM_")) if flag.env else ():
             if environ.get(name):
                 found[flag.target] = read_value(flag, environ[name], f"environment variable {name}")
@@ -132,6 +137,8 @@ def read_value(flag: Flag, raw: Any, where: str) -> Any:
 
 
 def _read_one(flag: Flag, raw: Any, where: str) -> Any:
+    if isinstance(raw, dict) and flag.dotted:
+        return raw
     if isinstance(raw, (dict, list, bool)) or raw is None:
         raise ConfigError(f"{where}: must be one value, not {raw!r}")
     try:

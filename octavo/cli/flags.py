@@ -2,68 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from octavo.cli import units
+from octavo.cli.flag import Flag, dtype, flat, item_or_list
 from octavo.native import isa
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One setting.
-
-    Attributes:
-        name: without the dashes.
-        target: "section.field" of the config it sets; sections are those of `EngineConfig`, and "server".
-        default: what the help shows; the value itself stands in the dataclass.
-        read: text -> value.
-        switch: `--name` / `--no-name`, no value.
-        many: takes one or more values.
-        convert: value -> the field's value, where they differ.
-        env: environment variables that set it, each also read with the prefix VLLM_ in place of OCTAVO_.
-    """
-
-    name: str
-    target: str
-    help: str
-    default: str = ""
-    read: Callable[[str], Any] = str
-    metavar: str | None = None
-    choices: tuple[str, ...] | None = None
-    aliases: tuple[str, ...] = ()
-    switch: bool = False
-    many: bool = False
-    convert: Callable[[Any], Any] | None = None
-    env: str | None = None
-
-    def spelled(self) -> tuple[str, ...]:
-        return tuple(f"--{name}" for name in (self.name, *self.aliases))
-
-
-def _dtype(text: str) -> str:
-    return {"float": "float32", "half": "float16"}.get(text, text)
-
-
-def _item(text: str) -> list[str]:
-    """One value, or a JSON list of them."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        items = json.loads(text)
-    except ValueError:
-        items = None
-    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a value nor a JSON list of strings")
-    return items
-
-
-def _flat(items: list[list[str]]) -> tuple[str, ...]:
-    return tuple(item for part in items for item in part)
-
 
 MODEL = (
     Flag("model", "model.model", "the same as the positional MODEL", "smollm2", metavar="MODEL"),
@@ -74,7 +17,7 @@ MODEL = (
         "model.dtype",
         "the form in which weights and activations are computed",
         "auto",
-        _dtype,
+        dtype,
         choices=("auto", "float32", "bfloat16", "float16", "float", "half"),
     ),
     Flag(
@@ -100,12 +43,50 @@ MODEL = (
         metavar="TOKENS",
     ),
     Flag(
+        "runner",
+        "model.runner",
+        "generate text, or only make vectors (pooling); auto by the checkpoint",
+        "auto",
+        choices=("auto", "generate", "pooling"),
+    ),
+    Flag(
+        "convert",
+        "model.convert",
+        "embed makes an embedding model of one that generates, as --runner pooling does",
+        "auto",
+        choices=("auto", "none", "embed"),
+    ),
+    Flag(
+        "pooler-config",
+        "model.pooler_config",
+        'how vectors are made, over what the model says, as JSON: {"pooling_type": "MEAN", "normalize": true}',
+        "{}",
+        units.json_object,
+        metavar="JSON",
+        aliases=("override-pooler-config",),
+    ),
+    Flag(
         "max-logprobs",
         "model.max_logprobs",
         "largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit",
         "20",
         units.count_or_all,
         metavar="N",
+    ),
+    Flag(
+        "generation-config",
+        "model.generation_config",
+        "where sampling defaults come from: auto (the model's generation_config.json), a folder with another, or none",
+        "auto",
+        metavar="PLACE",
+    ),
+    Flag(
+        "override-generation-config",
+        "model.override_generation_config",
+        "single sampling defaults instead of those, as a JSON object",
+        "{}",
+        units.json_object,
+        metavar="JSON",
     ),
     Flag(
         "seed", "model.seed", "of the random weights, and of requests that bring none", "0", units.natural, metavar="N"
@@ -184,6 +165,13 @@ SCHEDULING = (
 DEVICE = (
     Flag("device", "device.device", "where the model runs", "auto", choices=("auto", "cpu", "cuda")),
     Flag("threads", "device.threads", "compute threads on a CPU", "its cores", units.count, metavar="N"),
+    Flag(
+        "cpu-omp-threads-bind",
+        "device.cpu_bind",
+        "cores that the compute threads keep to: a list like 0-3,8, nobind, or auto for one NUMA node's",
+        "auto",
+        metavar="CORES",
+    ),
     Flag("attention-backend", "device.attention_backend", "attention kernel to use", "the fastest that fits"),
     Flag("cpu-isa", "device.cpu_isa", "instruction set of the CPU kernels", "auto", choices=("auto", *isa.NAMES)),
     Flag(
@@ -198,6 +186,40 @@ DEVICE = (
 SERVER = (
     Flag("host", "server.host", "address to listen on; 0.0.0.0 for all", "127.0.0.1"),
     Flag("port", "server.port", "port to listen on", "8000", units.port, metavar="PORT"),
+    Flag("uds", "server.uds", "a socket file to listen on instead of host and port", "none", metavar="PATH"),
+    Flag("ssl-certfile", "server.ssl_certfile", "PEM file with the server's certificate", "no TLS", metavar="FILE"),
+    Flag("ssl-keyfile", "server.ssl_keyfile", "PEM file with its key", "in the certificate's file", metavar="FILE"),
+    Flag(
+        "ssl-keyfile-password",
+        "server.ssl_keyfile_password",
+        "what the key is encrypted with",
+        "nothing",
+        metavar="TEXT",
+        env="OCTAVO_SSL_KEYFILE_PASSWORD",
+    ),
+    Flag(
+        "ssl-ca-certs",
+        "server.ssl_ca_certs",
+        "PEM file of the authorities that vouch for clients",
+        "none",
+        metavar="FILE",
+    ),
+    Flag(
+        "ssl-cert-reqs",
+        "server.ssl_cert_reqs",
+        "whether clients need a certificate: 0 no, 1 optional, 2 required",
+        "0",
+        units.natural,
+        metavar="N",
+    ),
+    Flag("ssl-ciphers", "server.ssl_ciphers", "OpenSSL's list of ciphers for TLS 1.2", "OpenSSL's", metavar="LIST"),
+    Flag(
+        "enable-ssl-refresh",
+        "server.enable_ssl_refresh",
+        "read certificate and key again when their files change",
+        "off",
+        switch=True,
+    ),
     Flag(
         "served-model-name",
         "server.served_model_name",
@@ -221,30 +243,30 @@ SERVER = (
         "server.allowed_origins",
         "sites whose pages may call the server (CORS); * for all",
         "none",
-        _item,
+        item_or_list,
         many=True,
         metavar="ORIGIN",
-        convert=_flat,
+        convert=flat,
     ),
     Flag(
         "allowed-methods",
         "server.allowed_methods",
         "methods that those pages may use",
         "*",
-        _item,
+        item_or_list,
         many=True,
         metavar="METHOD",
-        convert=_flat,
+        convert=flat,
     ),
     Flag(
         "allowed-headers",
         "server.allowed_headers",
         "headers that those pages may send",
         "*",
-        _item,
+        item_or_list,
         many=True,
         metavar="HEADER",
-        convert=_flat,
+        convert=flat,
     ),
     Flag("allow-credentials", "server.allow_credentials", "let those pages send cookies", "off", switch=True),
     Flag(
@@ -272,6 +294,21 @@ SERVER = (
     ),
     Flag("chat-template", "server.chat_template", "a Jinja file, or the template itself", "the model's"),
     Flag(
+        "default-chat-template-kwargs",
+        "server.default_chat_template_kwargs",
+        "variables for the chat template where a request does not set them, as a JSON object",
+        "{}",
+        units.json_object,
+        metavar="JSON",
+    ),
+    Flag(
+        "return-tokens-as-token-ids",
+        "server.return_tokens_as_token_ids",
+        "write tokens in logprobs as `token_id:7`",
+        "as requests say",
+        switch=True,
+    ),
+    Flag(
         "tool-call-parser",
         "server.tool_call_parser",
         "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, mistral, mistral_args, "
@@ -287,6 +324,31 @@ SERVER = (
         metavar="NAME",
     ),
     Flag("root-path", "server.root_path", "path under which a proxy publishes the server", "/", metavar="PATH"),
+    Flag(
+        "max-concurrent-requests",
+        "server.max_concurrent_requests",
+        "requests answered at once; further ones get a 503",
+        "no limit",
+        units.count,
+        metavar="N",
+    ),
+    Flag(
+        "keep-alive-timeout",
+        "server.keep_alive_s",
+        "an idle connection is closed after so long",
+        "65",
+        units.natural,
+        metavar="SECONDS",
+        env="OCTAVO_HTTP_TIMEOUT_KEEP_ALIVE",
+    ),
+    Flag(
+        "body-timeout",
+        "server.body_timeout_s",
+        "a request whose body has not come by then gets a 408",
+        "60",
+        units.seconds,
+        metavar="SECONDS",
+    ),
     Flag(
         "max-body-bytes",
         "server.max_body_bytes",
@@ -315,6 +377,7 @@ SERVER = (
         env="OCTAVO_MAX_N_SEQUENCES",
     ),
     Flag("max-prompts", "server.max_prompts", "prompts in one completions request", "1024", units.count, metavar="N"),
+    Flag("max-inputs", "server.max_inputs", "inputs in one embeddings request", "2048", units.count, metavar="N"),
     Flag(
         "max-schema-bytes",
         "server.max_schema_bytes",
@@ -322,6 +385,22 @@ SERVER = (
         "1MiB",
         units.size,
         metavar="BYTES",
+    ),
+    Flag(
+        "max-unread-tokens",
+        "server.max_unread_tokens",
+        "tokens that may wait for a client that reads slowly; then its request is ended",
+        "4096",
+        units.count,
+        metavar="TOKENS",
+    ),
+    Flag(
+        "unread-timeout",
+        "server.unread_timeout_s",
+        "a connection is closed when its client leaves what it was sent unread for so long",
+        "60",
+        units.seconds,
+        metavar="SECONDS",
     ),
     Flag("jobs-dir", "server.jobs_dir", "folder for uploaded files and batches", "~/.local/share/octavo/jobs"),
     Flag(
@@ -366,6 +445,7 @@ SERVER = (
         metavar="SECONDS",
         env="OCTAVO_LOG_STATS_INTERVAL",
     ),
+    Flag("disable-log-stats", "server.disable_log_stats", "no such lines", "off", switch=True),
     Flag(
         "log-level",
         "server.log_level",

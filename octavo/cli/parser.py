@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from octavo.cli.unsupported import FLAGS, SHORT, Needless
@@ -38,7 +39,8 @@ class OctavoParser(argparse.ArgumentParser):
         super().__init__(prog=prog, usage=usage, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        argv = self.screen([_dashes(word) for word in (sys.argv[1:] if args is None else args)])
+        words = [_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        argv = self.screen(gather_dotted(words, self._option_string_actions.keys()))
         parsed, unknown = self.parse_known_args(argv, namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
@@ -80,7 +82,7 @@ class OctavoParser(argparse.ArgumentParser):
                 self.error(f"--no-{name}: {entry.no_reason}")
             if not negated:
                 say(f"--{name} has no effect: {entry.notice}")
-        elif not negated and (value is None or value not in entry.neutral):
+        elif not negated and (value is None or _canonical(value) not in map(_canonical, entry.neutral)):
             shown = f"--{name}" + (f" {value}" if value is not None else "")
             rest = (
                 f"; leave it out (or give its neutral value: {', '.join(sorted(entry.neutral))})"
@@ -98,8 +100,8 @@ class OctavoParser(argparse.ArgumentParser):
         value = tail if equals else None
         if head in self._option_string_actions:
             return None, False, None
-        if head in SHORT:
-            return SHORT[head], False, value
+        if head.split(".")[0] in SHORT:
+            return SHORT[head.split(".")[0]], False, value
         if head[:2] == "-O" and head[2:].isdecimal():
             return SHORT["-O"], False, head[2:]
         if not head.startswith("--"):
@@ -123,8 +125,48 @@ def nearest(word: str, names: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
+def gather_dotted(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """`--name.key value` of flags that are known, made one `--name {"key": value}`; keys may go deeper: `--name.a.b 1`.
+
+    A value that is JSON is taken as such, any other as text.
+    """
+    kept: list[str] = []
+    gathered: dict[str, dict[str, Any]] = {}
+    rest = iter(words)
+    for word in rest:
+        head, equals, value = word.partition("=")
+        name, dot, path = head.partition(".")
+        if word == "--":
+            kept += [word, *rest]
+        elif not (dot and path and name.startswith("--") and name in known):
+            kept.append(word)
+        else:
+            given = value if equals else next(rest, "")
+            *above, last = path.split(".")
+            level = gathered.setdefault(name, {})
+            for key in above:
+                level = level.setdefault(key, {})
+            level[last] = _json_or_text(given)
+    return [*(part for name, value in gathered.items() for part in (name, json.dumps(value))), *kept]
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _canonical(text: str) -> str:
+    """One spelling of a JSON object."""
+    value = _json_or_text(text)
+    return json.dumps(value, sort_keys=True) if isinstance(value, dict) else text
+
+
 def _dashes(word: str) -> str:
+    """The name with dashes; the keys after a dot stay as they are."""
     if not word.startswith("--"):
         return word
     head, equals, tail = word.partition("=")
-    return head.replace("_", "-") + equals + tail
+    name, dot, path = head.partition(".")
+    return name.replace("_", "-") + dot + path + equals + tail

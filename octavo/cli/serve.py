@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.cli.args import add_engine_settings, add_settings, engine_from, server_from, values
-from octavo.cli.flags import SERVER_GROUPS, flags_of
-from octavo.cli.parser import OctavoParser
+from octavo.cli.environment import notices
+from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
+from octavo.cli.parser import OctavoParser, say
 from octavo.cli.start import open_frontend
 from octavo.hub.catalogue import CATALOGUE
 
@@ -17,6 +18,8 @@ def run(argv: list[str]) -> int:
     parser = make_parser()
     found = values(parser, parser.parse_args(argv))
     refuse_swallowed_model(parser, found)
+    for line in notices(os.environ, {flag.env for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS) if flag.env}):
+        say(line)
     engine, server = engine_from(found), server_from(found)
     from octavo.server.run import run_server
 

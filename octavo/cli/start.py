@@ -33,6 +33,7 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,
             stall_after_s=settings.stall_after_s,
+            max_unread_tokens=server.max_unread_tokens if server else None,
             log_level=settings.log_level,
             on_phase=display.phase,
             progress=display.download,
@@ -52,15 +53,19 @@ def memory_rows(info: ModelInfo) -> list[tuple[str, str]]:
         ("model", f"{info.name} ({info.architecture}), {info.dtype} on {info.device}"),
         *((part.replace("kv_cache", "KV cache"), show_bytes(size)) for part, size in info.memory.items()),
         *([("weights are", info.weights)] if info.weights else []),
-        (
-            "KV cache holds",
-            f"{info.kv_tokens:,} tokens ({info.num_blocks:,} blocks of {info.block_size}, "
-            f"{show_bytes(info.kv_bytes_per_token)} a token{f', {info.kv_form}' if info.kv_form else ''})",
-        ),
+        *_cache_rows(info),
         ("longest request", f"{context}; {together} of that length fit at once" if together > 1 else context),
         ("in one step", f"{info.max_num_seqs} sequences and {info.max_num_batched_tokens:,} tokens at most"),
         *([("started in", started)] if started else []),
     ]
+
+
+def _cache_rows(info: ModelInfo) -> list[tuple[str, str]]:
+    if not info.num_blocks:
+        return []
+    size = f"{info.num_blocks:,} blocks of {info.block_size}, {show_bytes(info.kv_bytes_per_token)} a token"
+    form = f", {info.kv_form}" if info.kv_form else ""
+    return [("KV cache holds", f"{info.kv_tokens:,} tokens ({size}{form})")]
 
 
 def print_memory(info: ModelInfo) -> None:

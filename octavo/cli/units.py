@@ -1,9 +1,11 @@
-"""Reading numbers as people write them: `8k`, `512MiB`, `2G`."""
+"""Reading values as people write them: `8k`, `512MiB`, `2G`, JSON."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from typing import Any
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmKM]?)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?[bB])?")
@@ -94,3 +96,14 @@ def show_bytes(value: float) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """`{"name": value}`."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"name": true}}')
+    return value

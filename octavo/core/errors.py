@@ -56,6 +56,16 @@ class QueueFullError(OctavoError):
         self.retry_after_s = retry_after_s
 
 
+class SlowReaderError(OctavoError):
+    """A request was ended because its output was not read (HTTP 408)."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"The request was ended because its output was read too slowly: more than {limit:,} tokens waited, the "
+            "most that this server keeps (--max-unread-tokens). Read faster, or ask for less at once."
+        )
+
+
 def context_error(
     max_model_len: int, num_prompt: int | str, max_tokens: int | None = None, *, field: str = "messages"
 ) -> str:
@@ -64,7 +74,7 @@ def context_error(
     Args:
         num_prompt: tokens of the prompt, or words such as "at least 9000" where they were not all counted.
         max_tokens: tokens asked for; None when the prompt alone is too long.
-        field: where the prompt came from: "messages" or "prompt".
+        field: where the prompt came from: "messages", "prompt" or "input".
     """
     limit = f"This model's maximum context length is {max_model_len} tokens. However,"
     if max_tokens is None or isinstance(num_prompt, str):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.core.pooling import PoolerInfo
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The served model and the room it has. Sizes in bytes, lengths in tokens.
@@ -24,6 +26,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         step_parameters, step_weight_bytes: weights of linear layers and output head, all of which each step reads.
         accelerator: "cuda" or "cpu".
         max_logprobs: the largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit.
+        tasks: what requests may ask for: "generate", "embed", "token_embed", "classify".
+        pooler: how vectors are made; None if they are not.
         features: names of the optional features that are there; options of others are refused.
     """
 
@@ -48,6 +52,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_form: str = ""
     max_logprobs: int = 20
     features: list[str] = msgspec.field(default_factory=list)
+    tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
+    pooler: PoolerInfo | None = None
 
     @property
     def kv_tokens(self) -> int:

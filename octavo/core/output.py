@@ -41,6 +41,7 @@ class StepOutput(msgspec.Struct, frozen=True):
         logprobs: row -> one entry a token, for rows that asked for them.
         errors: row -> why it could not be sampled; its tokens are void.
         prompt_logprobs: row -> those of the prompt tokens that follow the tokens it computed, where asked for.
+        found: row -> feature name -> what that feature's worker half made of it, encoded.
         idle_s: seconds for which the device stood still between the step before, if one was under way, and this one.
     """
 
@@ -48,6 +49,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
+    found: dict[int, dict[str, bytes]] = msgspec.field(default_factory=dict)
     idle_s: float = 0.0
 
 
@@ -75,6 +77,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         prompt_logprobs: the next ones, if asked for; those of the first token, which has none, are left out.
         refused: the field at fault, when the error is the request's own and nothing was generated because of it.
         times, num_preemptions: set with `finish`.
+        found: feature name -> what that feature made of a request that ends with its prompt; set with `finish`.
     """
 
     id: str
@@ -90,6 +93,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     complete: bool = False
     refused: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    found: dict[str, bytes] | None = None
 
 
 @dataclass(slots=True)

@@ -28,6 +28,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         priority: lower runs earlier, under the priority policy; from `BACKGROUND` on, under all.
         arrival: `time.monotonic()` when the request reached the front end.
         options: feature name -> that feature's own struct, encoded; core passes it on unread.
+        prompt_only: it ends once its prompt is computed; nothing is sampled, whatever `params` say.
+        reads_cache: it may use KV that others computed. Not where something is wanted of every token of the prompt.
     """
 
     id: str
@@ -37,6 +39,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     priority: int = 0
     arrival: float = 0.0
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
+    prompt_only: bool = False
+    reads_cache: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +58,7 @@ class Request:
     tokens: list[int]
     """Prompt and output, as far as known."""
     max_tokens: int
+    """Tokens to sample at most; 0 for a request that ends with its prompt."""
     stop_ids: frozenset[int]
     """Tokens that end it: the model's end-of-sequence ones, unless ignored, and its own."""
     seed: int
@@ -99,11 +104,18 @@ class Request:
         return len(self.tokens) - len(self.spec.tokens)
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether KV that others computed is of use to it."""
+        return self.spec.reads_cache and self.params.prompt_logprobs is None
+
+    @property
     def uncomputed(self) -> int:
         """The one number that drives scheduling: prefill, chunk, decode, draft check, resume and prefix hit alike."""
         return len(self.tokens) + self.pending + self.num_drafts - self.num_computed
 
     @property
     def certain_to_finish(self) -> bool:
-        """Whether the steps already launched exhaust `max_tokens`, so that running ahead would be waste."""
+        """Whether the steps already launched do all that it asks for, so that running ahead would be waste."""
+        if not self.max_tokens:
+            return not self.uncomputed
         return self.num_output + self.pending >= self.max_tokens

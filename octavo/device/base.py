@@ -19,8 +19,11 @@ class Device(Protocol):
     resident: bool
     """Whether running requests live on the device, because reading anything back would make the host wait."""
 
-    def setup(self, threads: int | None) -> None:
-        """Prepare this process for computing; called once, before anything is allocated."""
+    def setup(self, threads: int | None, binding: str) -> None:
+        """Prepare this process for computing; called once, before anything is allocated.
+
+        `binding` says which cores it keeps to; see `binding.py`.
+        """
         ...
 
     def pick_dtype(self, wanted: str, checkpoint: str | None) -> torch.dtype:

@@ -8,6 +8,7 @@ import torch
 
 from octavo.core.errors import ConfigError
 from octavo.device import host
+from octavo.device.binding import bind
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class CpuDevice:
         self.resident = False
         self._available = host.available_memory()
 
-    def setup(self, threads: int | None) -> None:
+    def setup(self, threads: int | None, binding: str) -> None:
+        bind(binding)
         cores = host.physical_cores()
         if threads is not None and threads > cores:
             log.warning("--threads %d is more than the %d physical cores given to this process", threads, cores)

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from octavo.core.errors import ConfigError
+from octavo.device.binding import bind
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,9 @@ class CudaDevice:
         self.default_limits = (1024, 8192)
         self.resident = True
 
-    def setup(self, threads: int | None) -> None:
+    def setup(self, threads: int | None, binding: str) -> None:
+        if binding != "auto":
+            bind(binding)
         if threads is not None:
             torch.set_num_threads(threads)
         torch.cuda.init()

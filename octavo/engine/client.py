@@ -13,33 +13,35 @@ import zmq
 import zmq.asyncio
 
 from octavo.core import errors
-from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
+from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError, SlowReaderError
 from octavo.core.info import Health, ModelInfo
 from octavo.core.output import TokenDelta
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
+from octavo.engine.inbox import Inbox
 from octavo.engine.process import CoreProcess
 
 log = logging.getLogger(__name__)
 
 OnPhase = Callable[[str, float | None], None]
-Item = TokenDelta | Exception
 
 
 class CoreClient:
     """Owns the core's process. Made by `start`; every coroutine runs on the event loop that started it."""
 
-    def __init__(self, process: CoreProcess, stall_after_s: float) -> None:
+    def __init__(self, process: CoreProcess, stall_after_s: float, max_unread_tokens: int | None = None) -> None:
+        self.slow_readers = 0
         self._process = process
         self._stall_after_s = stall_after_s
+        self._max_unread = max_unread_tokens
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(process.address)
-        self._streams: dict[str, asyncio.Queue[Item]] = {}
+        self._streams: dict[str, Inbox] = {}
         self._info: ModelInfo | None = None
         self._stats = EngineStats()
         self._dead: str | None = None
@@ -48,15 +50,23 @@ class CoreClient:
 
     @classmethod
     async def start(
-        cls, process: CoreProcess, *, stall_after_s: float = 120.0, on_phase: OnPhase | None = None
+        cls,
+        process: CoreProcess,
+        *,
+        stall_after_s: float = 120.0,
+        max_unread_tokens: int | None = None,
+        on_phase: OnPhase | None = None,
     ) -> CoreClient:
         """Wait until the core is ready.
+
+        Args:
+            max_unread_tokens: a request of which more wait to be read is ended with SlowReaderError; None for no limit.
 
         Raises:
             OctavoError: what kept it from starting, as the same class where that is one of `core.errors`.
             EngineDeadError: it died without a word.
         """
-        client = cls(process, stall_after_s)
+        client = cls(process, stall_after_s, max_unread_tokens)
         try:
             await client._wait_ready(on_phase)
         except BaseException:
@@ -80,18 +90,14 @@ class CoreClient:
             )
         if not self._streams:
             self._progress_at = time.monotonic()
-        queue: asyncio.Queue[Item] = asyncio.Queue()
-        self._streams[request.id] = queue
+        inbox = self._streams[request.id] = Inbox()
         remaining = request.params.n
         try:
             self._send(wire.Add(request))
             while remaining:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    remaining = 0
-                    raise item
-                remaining -= item.finish is not None
-                yield item
+                delta = await inbox.get()
+                remaining -= delta.finish is not None
+                yield delta
         finally:
             del self._streams[request.id]
             if remaining:
@@ -158,15 +164,24 @@ class CoreClient:
             case wire.News(deltas, stats):
                 self._stats = stats
                 for delta in deltas:
-                    queue = self._streams.get(delta.id)
-                    if queue is not None:
-                        queue.put_nowait(delta)
+                    inbox = self._streams.get(delta.id)
+                    if inbox is not None:
+                        inbox.put(delta)
+                        if self._max_unread is not None and inbox.overflows(self._max_unread):
+                            self._give_up(delta.id, inbox, self._max_unread)
             case wire.Refused(request_id, text, param):
-                queue = self._streams.get(request_id)
-                if queue is not None:
-                    queue.put_nowait(InvalidRequestError(text, param=param))
+                inbox = self._streams.get(request_id)
+                if inbox is not None:
+                    inbox.fail(InvalidRequestError(text, param=param))
             case _:
                 pass
+
+    def _give_up(self, request_id: str, inbox: Inbox, limit: int) -> None:
+        """End a request whose reader lags too far behind; it may still read what is there."""
+        self.slow_readers += 1
+        log.warning("Request %s is ended: its client reads too slowly, %d tokens wait.", request_id, inbox.tokens)
+        inbox.fail(SlowReaderError(limit))
+        self._send(wire.Abort(request_id))
 
     async def _watch(self) -> None:
         await self._process.exited()
@@ -176,8 +191,8 @@ class CoreClient:
 
     def _die(self, reason: str) -> None:
         self._dead = self._dead or reason
-        for queue in self._streams.values():
-            queue.put_nowait(EngineDeadError(self._dead))
+        for inbox in self._streams.values():
+            inbox.fail(EngineDeadError(self._dead))
 
     def _send(self, message: wire.ToCore) -> None:
         """Hand a message to ZeroMQ, which never blocks here: the queue has no limit."""

@@ -69,21 +69,29 @@ class FakeEngine:
         current: the snapshot that `stats` returns; `num_running` is kept up to date, tests may set the rest.
 
     Args:
+        found: what features make of a request that ends with its prompt.
         pace: awaited before every step, for tests that hold the engine back; by default the step only yields control.
     """
 
     def __init__(
-        self, script: Script, *, info: ModelInfo | None = None, pace: Callable[[], Awaitable[None]] | None = None
+        self,
+        script: Script,
+        *,
+        info: ModelInfo | None = None,
+        pace: Callable[[], Awaitable[None]] | None = None,
+        found: Callable[[GenerateRequest], dict[str, bytes]] | None = None,
     ) -> None:
         self.requests: list[GenerateRequest] = []
         self.aborts: list[tuple[str, int | None]] = []
         self.abandoned: list[str] = []
         self.running: set[str] = set()
         self.current = EngineStats()
+        self.slow_readers = 0
         self.closed = False
         self._script = script
         self._info = info or fake_info()
         self._pace = pace
+        self._found = found or (lambda request: {})
         self._live: dict[str, _Live] = {}
         self._dead: str | None = None
 
@@ -182,6 +190,9 @@ class FakeEngine:
         done = live.counts.get(index, 0)
         if index in live.aborted:
             return TokenDelta(live.request.id, index, [], finish=FinishReason.ABORT, times=self._times(live))
+        if live.request.prompt_only:
+            found, times = self._found(live.request), self._times(live)
+            return TokenDelta(live.request.id, index, [], finish=FinishReason.STOP, times=times, found=found)
         script = live.scripts[index]
         eos = self._info.eos_token_ids
         can_end = bool(eos) and not params.ignore_eos and done >= params.min_tokens

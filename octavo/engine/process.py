@@ -17,6 +17,16 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0
 _POLL_S = 0.1
+_ENVIRONMENT = {
+    # A compute thread that spins while it waits takes the core from whoever it waits for; read when torch loads.
+    "GOMP_SPINCOUNT": "0",
+    # What was needed to load the weights goes back to the system at once; read by the C library (glibc's mallopt).
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(128 << 10),
+    "MALLOC_TRIM_THRESHOLD_": str(128 << 10),
+    # numpy multiplies nothing here, and its threads would each keep a buffer.
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 class CoreProcess:
@@ -25,9 +35,9 @@ class CoreProcess:
     def __init__(self, module: str, payload: Any) -> None:
         self._folder = tempfile.mkdtemp(prefix="octavo-")
         self.address = f"ipc://{Path(self._folder) / 'core.sock'}"
-        # A compute thread that spins while it waits takes the core from whoever it waits for; read when torch loads.
-        environment = {"GOMP_SPINCOUNT": "0", **os.environ}
-        self._process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=environment)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, env={**_ENVIRONMENT, **os.environ}
+        )
         stdin = self._process.stdin
         if stdin is None:
             raise AssertionError("the child has no standard input")

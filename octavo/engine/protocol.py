@@ -40,4 +40,9 @@ class EngineClient(Protocol):
         """Whether the core lives and, if it has work, makes progress."""
         ...
 
+    @property
+    def slow_readers(self) -> int:
+        """Requests that were ended because too much of their output waited to be read."""
+        ...
+
     async def close(self) -> None: ...

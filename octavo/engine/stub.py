@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from octavo.core.info import ModelInfo
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta
@@ -24,11 +25,17 @@ class Stub:
     Attributes:
         tokens: what every request is answered with, from the start again when it ends.
         step_s: seconds from step to step.
+        aligned: step k gives everybody token k, so that a reader of a token knows when it was made.
+        crowd: nothing is answered until so many requests are there.
+        log: a file that gets the time of each step in order, by `time.monotonic()`, one a line, at the end.
     """
 
     info: ModelInfo
     tokens: tuple[int, ...]
     step_s: float
+    aligned: bool = False
+    crowd: int = 0
+    log: str | None = None
 
 
 @dataclass(slots=True)
@@ -42,17 +49,21 @@ class _Row:
 class StubLoop:
     """Stands where an `EngineLoop` would."""
 
-    starved = False
-
     def __init__(self, stub: Stub) -> None:
         self._stub = stub
         self._rows: dict[str, _Row] = {}
         self._stats = EngineStats(num_blocks=stub.info.num_blocks, block_size=stub.info.block_size)
         self._next = 0.0
+        self._waits = True
+        self._times: list[float] = []
 
     @property
     def busy(self) -> bool:
         return bool(self._rows)
+
+    @property
+    def starved(self) -> bool:
+        return self._waits
 
     def add(self, request: GenerateRequest) -> None:
         self._rows[request.id] = _Row(request, set(range(request.params.n)))
@@ -70,6 +81,9 @@ class StubLoop:
 
     def step(self) -> list[TokenDelta]:
         """Wait for the step's time; then the next token of everybody."""
+        self._waits = self._waits and len(self._rows) < self._stub.crowd
+        if self._waits:
+            return []
         now = time.monotonic()
         if now < self._next:
             time.sleep(self._next - now)
@@ -77,13 +91,15 @@ class StubLoop:
         tokens = self._stub.tokens
         deltas: list[TokenDelta] = []
         for row in list(self._rows.values()):
-            token = tokens[row.count % len(tokens)]
+            token = tokens[(len(self._times) if self._stub.aligned else row.count) % len(tokens)]
             row.count += 1
             last = row.count >= (row.request.params.max_tokens or 1)
             finish, times = (FinishReason.LENGTH, _times(row)) if last else (None, None)
             deltas += [TokenDelta(row.request.id, one, [token], finish=finish, times=times) for one in row.open]
             if last:
                 del self._rows[row.request.id]
+        if self._stub.log is not None:
+            self._times.append(time.monotonic())
         self._stats.generation_tokens += len(deltas)
         self._stats.num_steps += 1
         return deltas
@@ -96,7 +112,9 @@ class StubLoop:
         """There is nothing that could have leaked."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Write the log."""
+        if self._stub.log is not None:
+            Path(self._stub.log).write_text("".join(f"{moment:.6f}\n" for moment in self._times), encoding="ascii")
 
 
 def _times(row: _Row) -> RequestTimes:

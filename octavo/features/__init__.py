@@ -17,7 +17,7 @@ from octavo.worker.hooks import WorkerHook
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
-FEATURES = ("grammar",)
+FEATURES = ("grammar", "pooling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,13 @@ class FeatureContext:
         vocab_size: columns of the logits.
         eos_token_ids: tokens that end a sequence.
         load_tokenizer: the model's tokenizer; called only when it is needed, from any thread.
+        whole_prompts: each prompt is computed in one step, all of it at once.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     load_tokenizer: Callable[[], Tokenizer]
+    whole_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

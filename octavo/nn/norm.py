@@ -1,4 +1,4 @@
-"""RMSNorm as a layer; the arithmetic is in `nn/ops/norm.py`."""
+"""Norms as layers; the arithmetic of RMSNorm is in `nn/ops/norm.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.nn.ops.norm import add_rms_norm, rms_norm
 from octavo.nn.weights import TensorSpec, Wanted, WeightLayer, owned, tensor_bytes
@@ -38,3 +39,31 @@ class RMSNorm(WeightLayer):
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.weight)
+
+
+class LayerNorm(WeightLayer):
+    """Normalisation to mean 0 and variance 1 over the last dimension (Ba et al. 2016); scale and perhaps bias."""
+
+    def __init__(
+        self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float, *, bias: bool = True
+    ) -> None:
+        super().__init__(path, device)
+        self.dtype, self.size, self.eps, self.has_bias = dtype, size, eps, bias
+        self.weight = torch.empty(0)
+        self.bias: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to the same, as a new tensor."""
+        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+
+    def wanted(self) -> list[Wanted]:
+        names = ["weight", "bias"] if self.has_bias else ["weight"]
+        return [Wanted(f"{self.path}.{name}", TensorSpec((self.size,), self.dtype)) for name in names]
+
+    def place(self, tensors: Sequence[Tensor | None]) -> None:
+        placed = [owned(tensor) for tensor in tensors if tensor is not None]
+        self.weight, self.bias = placed[0], placed[1] if self.has_bias else None
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.weight, self.bias)

@@ -56,7 +56,7 @@ class Counters:
             return
         request.first_scheduled = time.monotonic()
         request.num_cached = shared
-        stats.prefix_cache_queries += request.num_prompt
+        stats.prefix_cache_queries += request.num_prompt if request.reads_cache else 0
         stats.prefix_cache_hits += shared
         stats.prompt_tokens += request.num_prompt
         stats.prompt_tokens_cached += shared
@@ -77,4 +77,4 @@ class Counters:
 
     def _unfilled(self, running: Sequence[Request]) -> int:
         size = self._cache.block_size
-        return sum(len(r.table.blocks) * size - r.num_computed for r in running)
+        return sum(len(r.table.blocks) * size - r.num_computed for r in running) if self._cache.num_blocks else 0

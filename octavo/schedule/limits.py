@@ -17,6 +17,7 @@ class Limits:
         max_ahead: steps in flight that may hold a row of one request: depth + 1, or 1 under pipeline parallelism.
         num_drafts: draft tokens that the worker proposes whenever it samples.
         share_prefixes: whether requests may find each other's blocks.
+        whole_prompts: a prompt is computed in one step, as where each token sees those after it.
     """
 
     max_num_seqs: int
@@ -25,6 +26,7 @@ class Limits:
     max_ahead: int = 1
     num_drafts: int = 0
     share_prefixes: bool = True
+    whole_prompts: bool = False
 
 
 def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits) -> int:
@@ -36,6 +38,8 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits) ->
     if not spec.tokens:
         raise InvalidRequestError("The prompt has no tokens; send at least one.", param="prompt", value=[])
     room = limits.max_model_len - len(spec.tokens)
+    if spec.prompt_only:
+        return _checked_prompt(spec, room, cache, limits)
     max_tokens = room if spec.params.max_tokens is None else spec.params.max_tokens
     if max_tokens > room or room < 1:
         raise InvalidRequestError(
@@ -63,3 +67,20 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits) ->
             value=max_tokens,
         )
     return max_tokens
+
+
+def _checked_prompt(spec: GenerateRequest, room: int, cache: KVCache, limits: Limits) -> int:
+    """0 tokens, for a request whose prompt fits."""
+    if room < 0:
+        sentence = context_error(limits.max_model_len, len(spec.tokens), field="input")
+        raise InvalidRequestError(sentence, param="input", value=len(spec.tokens))
+    need = cache.blocks_for(len(spec.tokens))
+    if need > cache.num_blocks:
+        raise InvalidRequestError(
+            f"{len(spec.tokens)} tokens need {need} KV blocks, but the whole cache has {cache.num_blocks} "
+            f"({cache.num_blocks * cache.block_size} tokens). Shorten the input, or start the server with a larger "
+            "--kv-cache-memory-bytes.",
+            param="input",
+            value=len(spec.tokens),
+        )
+    return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
 from octavo.core.request import Request
@@ -23,29 +24,37 @@ def prompt_news(request: Request, found: list[TokenLogprobs]) -> list[TokenDelta
     return [TokenDelta(request.id, request.index, [], prompt_logprobs=fresh)] if fresh else []
 
 
-def last_news(
-    request: Request,
-    eos: Collection[int],
-    tokens: list[int],
-    logprobs: list[TokenLogprobs] | None,
-    *,
-    error: str | None,
-    complete: bool,
-    refused: str | None,
-) -> TokenDelta:
+@dataclass(frozen=True, slots=True)
+class Last:
+    """What else there is to tell at a request's end; the fields are those of `TokenDelta`."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    complete: bool = False
+    refused: str | None = None
+    found: dict[str, bytes] | None = None
+
+
+NOTHING = Last()
+
+
+def last_news(request: Request, eos: Collection[int], last: Last) -> TokenDelta:
     """The last news of a request, whose `finish` is set."""
-    stopped = request.finish is FinishReason.STOP and not complete and bool(tokens)
+    tokens = last.tokens
+    stopped = request.finish is FinishReason.STOP and not last.complete and bool(tokens)
     return TokenDelta(
         request.id,
         request.index,
         tokens,
-        logprobs,
+        last.logprobs,
         request.num_cached,
         request.finish,
         tokens[-1] if stopped and tokens[-1] not in eos else None,
-        error,
+        last.error,
         RequestTimes(request.spec.arrival, request.first_scheduled, request.first_token, time.monotonic()),
         request.num_preemptions,
-        complete,
-        refused,
+        last.complete,
+        last.refused,
+        found=last.found,
     )

@@ -8,7 +8,6 @@ differ only in that number.
 from __future__ import annotations
 
 import bisect
-import enum
 import random
 import time
 from collections.abc import Sequence
@@ -26,18 +25,12 @@ from octavo.schedule.counters import Counters
 from octavo.schedule.endings import append
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.limits import Limits, checked_max_tokens
-from octavo.schedule.news import last_news, prompt_news
+from octavo.schedule.news import NOTHING, Last, last_news, prompt_news
 from octavo.schedule.policy import Policy, Rank
 from octavo.schedule.quarantine import Quarantine
 from octavo.schedule.queue import WaitingQueue
-from octavo.schedule.step import Step
+from octavo.schedule.step import Admission, Step
 from octavo.schedule.victims import displaced_by, victim_of
-
-
-class _Admission(enum.Enum):
-    DONE = enum.auto()
-    WAIT = enum.auto()  # others may pass
-    FULL = enum.auto()  # nobody may
 
 
 class Scheduler:
@@ -216,11 +209,11 @@ class Scheduler:
         """Whatever room it needs is taken from the others, who stand still meanwhile."""
         others = sorted((r for r in self._running if r is not suspect), key=self._policy.victim_rank)
         if suspect.slot < 0:
-            while (found := self._admit(step, suspect) if self._free_slots else _Admission.FULL) is _Admission.FULL:
+            while (found := self._admit(step, suspect) if self._free_slots else Admission.FULL) is Admission.FULL:
                 self._preempt(others.pop())
-            if found is _Admission.DONE:
+            if found is Admission.DONE:
                 self._waiting.remove(suspect)
-            return found is _Admission.DONE
+            return found is Admission.DONE
         num_tokens = self._allowed(suspect, step.budget)
         while num_tokens > 0 and not self._add_row(step, suspect, num_tokens):
             self._preempt(others.pop())
@@ -248,28 +241,29 @@ class Scheduler:
             if request is None or (before is not None and self._policy.rank(request) > before):
                 return
             admission = self._admit(step, request)
-            if admission is _Admission.FULL:
+            if admission is Admission.FULL:
                 return
             self._waiting.pop()
-            if admission is _Admission.WAIT:
+            if admission is Admission.WAIT:
                 step.deferred.append(request)
 
-    def _admit(self, step: Step, request: Request) -> _Admission:
+    def _admit(self, step: Step, request: Request) -> Admission:
         """Give a waiting request the KV it can share, a slot, and its first row."""
         if not self._share(step, request):
-            return _Admission.WAIT
+            return Admission.WAIT
         shared = request.num_computed
         num_tokens = self._allowed(request, step.budget)
         if num_tokens <= 0 or self._shortage(request) > 0:
             self._unshare(request)
-            return _Admission.WAIT if num_tokens <= 0 else _Admission.FULL
+            waits = num_tokens <= 0 and not self.limits.whole_prompts
+            return Admission.WAIT if waits else Admission.FULL
         request.slot = self._free_slots.pop()
         if not self._add_row(step, request, num_tokens):
             raise AssertionError(f"no KV block for request {request.id}, although there was room")
         step.add_new(request, shared, self._beams.params(request))
         bisect.insort(self._running, request, key=self._policy.rank)
         self._counters.admission(request, shared)
-        return _Admission.DONE
+        return Admission.DONE
 
     def _share(self, step: Step, request: Request) -> bool:
         """Give a waiting request the KV that is there already; False if the choice that computes it is not done."""
@@ -281,7 +275,7 @@ class Scheduler:
                 return False
             self.cache.fork(leader.table, request.table, request.num_prompt)
             request.num_computed = request.num_prompt - 1
-        elif request.params.prompt_logprobs is None:  # else its whole prompt is looked at, so none of it is shared
+        elif request.reads_cache:
             request.num_computed = self.cache.match(request.table, self._namespace(request), request.tokens)
         return True
 
@@ -291,7 +285,7 @@ class Scheduler:
 
     def _shortage(self, request: Request) -> int:
         """Free blocks that lack for all known tokens, a copy of a shared block, and some growth of the running ones."""
-        missing = self.cache.blocks_for(len(request.tokens) + 1) - len(request.table.blocks)
+        missing = self.cache.blocks_for(len(request.tokens) + min(request.max_tokens, 1)) - len(request.table.blocks)
         copied = 1 if len(request.table.blocks) * self.cache.block_size > request.num_computed else 0
         reserve = min(len(self._running), self.cache.num_blocks // 50)
         return missing + copied + reserve - self.cache.num_free
@@ -299,6 +293,8 @@ class Scheduler:
     def _allowed(self, request: Request, budget: int) -> int:
         """How many of its tokens the request computes in this step; drafts go all together or not at all."""
         num_tokens = min(request.uncomputed, budget)
+        if self.limits.whole_prompts and num_tokens < request.uncomputed:
+            return 0
         for hook in self._hooks:
             try:
                 num_tokens = min(num_tokens, hook.admit(request, num_tokens))
@@ -315,7 +311,7 @@ class Scheduler:
         growth = self.cache.grow(request.table, start, end)
         if growth is None:
             return False
-        samples = num_tokens == request.uncomputed
+        samples = num_tokens == request.uncomputed and request.max_tokens > 0
         drafts = request.num_drafts if samples else 0
         step.add_row(request, num_tokens, growth, samples=samples, drafts=drafts)
         if self._beams.moved(request):
@@ -392,6 +388,8 @@ class Scheduler:
                         deltas += self._report(request, found[0])
                     else:
                         deltas.append(self._append(request, sampled, found))
+            elif request.finish is None and not request.inflight and request.certain_to_finish:
+                deltas += self._answer(request, output, row)
             if request.finish is not None and not request.inflight and request.slot >= 0:
                 self._release(request)
         return deltas
@@ -402,7 +400,7 @@ class Scheduler:
         for one, hypothesis in self._beams.report(beam, found, self.cache):
             one.first_token = time.monotonic()
             reason = FinishReason.STOP if hypothesis.stopped else FinishReason.LENGTH
-            delta = self._finish(one, reason, tokens=hypothesis.tokens)
+            delta = self._finish(one, reason, Last(hypothesis.tokens))
             if one.index < one.params.n:
                 self._counters.stats.generation_tokens += len(hypothesis.tokens)
                 deltas.append(delta)
@@ -412,8 +410,17 @@ class Scheduler:
         self, request: Request, reason: FinishReason, *, error: str | None = None, refused: str | None = None
     ) -> list[TokenDelta]:
         """End a request before its time; beams end together, and only those that would be answered are told of."""
-        deltas = [self._finish(r, reason, error=error, refused=refused) for r in self._beams.together(request)]
+        last = Last(error=error, refused=refused)
+        deltas = [self._finish(r, reason, last) for r in self._beams.together(request)]
         return [delta for delta in deltas if delta.index < request.params.n]
+
+    def _answer(self, request: Request, output: StepOutput, row: int) -> list[TokenDelta]:
+        """End a request that ends with its prompt, with what the features found in it."""
+        self._quarantine.passed(request)
+        error, found = output.errors.get(row), output.found.get(row)
+        if error is not None:
+            return self._end(request, FinishReason.ERROR, error=error)
+        return [self._finish(request, FinishReason.STOP, Last(complete=True, found=found))]
 
     def _append(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None) -> TokenDelta:
         tokens, reason = append(request, sampled)
@@ -423,22 +430,12 @@ class Scheduler:
         complete = [hook.on_commit(request, tokens) for hook in self._hooks]
         kept = None if logprobs is None else logprobs[: len(tokens)]
         if any(complete) and reason is not FinishReason.STOP:
-            return self._finish(request, FinishReason.STOP, tokens=tokens, logprobs=kept, complete=True)
+            return self._finish(request, FinishReason.STOP, Last(tokens, kept, complete=True))
         if reason is not None:
-            return self._finish(request, reason, tokens=tokens, logprobs=kept)
+            return self._finish(request, reason, Last(tokens, kept))
         return TokenDelta(request.id, request.index, tokens, kept, request.num_cached)
 
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        tokens: list[int] | None = None,
-        logprobs: list[TokenLogprobs] | None = None,
-        error: str | None = None,
-        complete: bool = False,
-        refused: str | None = None,
-    ) -> TokenDelta:
+    def _finish(self, request: Request, reason: FinishReason, last: Last = NOTHING) -> TokenDelta:
         """The one place where a request ends. Its slot and blocks go now if no launched step holds them, else later."""
         request.finish = reason
         if request.slot < 0:
@@ -446,7 +443,7 @@ class Scheduler:
             self._forget(request)
         elif not request.inflight:
             self._release(request)
-        return last_news(request, self._eos, tokens or [], logprobs, error=error, complete=complete, refused=refused)
+        return last_news(request, self._eos, last)
 
     def _release(self, request: Request) -> None:
         self._give_back(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from octavo.cache.cache import Growth
@@ -9,6 +10,14 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, PlanDraft
 from octavo.core.request import Request
 from octavo.schedule.policy import Rank
+
+
+class Admission(enum.Enum):
+    """What became of an attempt to admit a request."""
+
+    DONE = enum.auto()
+    WAIT = enum.auto()  # others may pass
+    FULL = enum.auto()  # nobody may
 
 
 @dataclass(slots=True)

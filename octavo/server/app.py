@@ -17,6 +17,7 @@ from octavo.config import ServerConfig
 from octavo.hub.cache import data_dir
 from octavo.server import errors, schema
 from octavo.server.admission import Admission
+from octavo.server.anthropic.errors import error_response
 from octavo.server.anthropic.protocol import CountBody, MessagesBody
 from octavo.server.batch.execute import Executor
 from octavo.server.batch.routes import BatchBody, batch_routes
@@ -29,6 +30,7 @@ from octavo.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBo
 from octavo.server.openai.respond.protocol import ResponseBody
 from octavo.server.routes.inference import inference_routes
 from octavo.server.routes.status import status_routes
+from octavo.server.routes.vectors import BODIES, vector_routes
 from octavo.server.stream import CLIENT_CLOSED_REQUEST, ClientGoneError
 from octavo.text.frontend import Frontend
 from octavo.version import __version__
@@ -58,7 +60,6 @@ def create_app(
         title="Octavo",
         version=__version__,
         description="Serves a large language model with an API that OpenAI's clients understand.",
-        root_path=config.root_path,
         docs_url="/docs" if config.enable_docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if config.enable_docs else None,
@@ -66,11 +67,12 @@ def create_app(
     )
     app.include_router(status_routes(ctx))
     app.include_router(inference_routes(ctx))
+    app.include_router(vector_routes(ctx))
     batches = _batch_service(ctx)
-    app.state.batches = batches
+    app.state.batches, app.state.metrics = batches, ctx.metrics
     app.include_router(batch_routes(ctx, batches))
-    schema.install(app, [*INFERENCE_BODIES, BatchBody])
-    errors.install(app)
+    schema.install(app, [*INFERENCE_BODIES, *BODIES, BatchBody])
+    errors.install(app, error_response)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
     return app
@@ -99,8 +101,9 @@ def make_context(
 
 def background_executor(ctx: ServerContext) -> Executor:
     """Runs the lines of batches through the routes, in the room that other requests leave."""
-    router = inference_routes(replace(ctx, background=True))
-    found = [route for route in router.routes if isinstance(route, APIRoute) and "POST" in (route.methods or ())]
+    quiet = replace(ctx, background=True)
+    routes = [*inference_routes(quiet).routes, *vector_routes(quiet).routes]
+    found = [route for route in routes if isinstance(route, APIRoute) and "POST" in (route.methods or ())]
     return Executor({route.path: route.endpoint for route in found if not route.param_convertors})
 
 

@@ -6,6 +6,7 @@ exception into an error object.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -14,9 +15,9 @@ import uuid
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.server.anthropic.errors import REQUEST_ID, error_response, speaks_anthropic
 from octavo.server.context import ServerContext
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.stream import CLIENT_CLOSED_REQUEST
@@ -66,12 +67,16 @@ class Door:
         self._app = app
         self._ctx = ctx
         self._keys = ApiKeys(ctx.config.api_keys)
+        # Requests are answered with and without it: some proxies take it off the path, some don't.
+        self._root = "/" + ctx.config.root_path.strip("/") if ctx.config.root_path.strip("/") else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = _Visit(send, _request_id(Headers(scope=scope)))
+        scope["root_path"] = self._root
+        names = ("X-Request-Id", REQUEST_ID) if speaks_anthropic(scope) else ("X-Request-Id",)
+        visit = _Visit(send, _request_id(Headers(scope=scope)), names)
         scope.setdefault("state", {})["request_id"] = visit.request_id
         started = time.monotonic()
         try:
@@ -79,7 +84,7 @@ class Door:
         except Exception as exc:
             error = as_api_error(exc, visit.request_id)
             if not visit.status:
-                await error.response()(scope, receive, visit.send)
+                await error_response(scope, error)(scope, receive, visit.send)
             else:
                 raise
         finally:
@@ -94,40 +99,73 @@ class Door:
             return
         refusal = self._refusal(scope)
         if refusal is not None:
-            await refusal(scope, receive, send)
+            await error_response(scope, refusal)(scope, receive, send)
             return
         with self._ctx.lifecycle.serving():
-            await self._app(scope, receive, send)
+            await self._app(scope, _in_time(receive, self._ctx.config.body_timeout_s), send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _refusal(self, scope: Scope) -> ApiError | None:
         if scope["method"] != "OPTIONS" and not self._keys.allow(Headers(scope=scope)):
             return ApiError(
                 401,
                 "A valid API key is required: send 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",
                 headers={"WWW-Authenticate": "Bearer"},
-            ).response()
-        if self._ctx.lifecycle.draining and scope["method"] == "POST":
+            )
+        most = self._ctx.config.max_concurrent_requests
+        if most is not None and self._ctx.lifecycle.inflight >= most:
             return ApiError(
-                503, "The server is shutting down and takes no new requests.", headers={"Retry-After": "5"}
-            ).response()
+                503,
+                f"The server answers {most} requests at once, as many as --max-concurrent-requests allows; come back.",
+                headers={"Retry-After": "1"},
+            )
+        if self._ctx.lifecycle.draining and scope["method"] == "POST":
+            return ApiError(503, "The server is shutting down and takes no new requests.", headers={"Retry-After": "5"})
         return None
 
 
 class _Visit:
-    """One request's way out: it notes the status and adds the request id to the response's headers."""
+    """One request's way out: it notes the status and adds the request id to the response's headers, by their names."""
 
-    __slots__ = ("_send", "request_id", "status")
+    __slots__ = ("_names", "_send", "request_id", "status")
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, names: tuple[str, ...]) -> None:
         self._send = send
+        self._names = names
         self.request_id = request_id
         self.status = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["X-Request-Id"] = self.request_id
+            headers = MutableHeaders(scope=message)
+            for name in self._names:
+                headers[name] = self.request_id
         await self._send(message)
+
+
+def _in_time(receive: Receive, seconds: float) -> Receive:
+    """`receive`, which fails once the body has taken longer than that; afterwards it may wait for ever."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    complete = False
+
+    async def limited() -> Message:
+        nonlocal complete
+        if complete:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"The request's body had not come after {seconds:g} s; send it faster, or start the server with a "
+                "longer --body-timeout.",
+                headers={"Connection": "close"},
+            ) from None
+        complete = not message.get("more_body", False)
+        return message
+
+    return limited
 
 
 def _request_id(headers: Headers) -> str:

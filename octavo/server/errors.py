@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -12,8 +12,16 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
-from octavo.core.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OctavoError, QueueFullError
+from octavo.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OctavoError,
+    QueueFullError,
+    SlowReaderError,
+)
 
 logger = logging.getLogger("octavo.server")
 
@@ -22,6 +30,7 @@ _TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
@@ -88,6 +97,8 @@ def as_api_error(exc: Exception, request_id: str = "") -> ApiError:
             return ApiError(404, str(exc), param="model")
         case QueueFullError():
             return ApiError(429, str(exc), headers={"Retry-After": str(exc.retry_after_s)})
+        case SlowReaderError():
+            return ApiError(408, str(exc))
         case EngineDeadError():
             return ApiError(503, str(exc))
         case HTTPException():
@@ -104,15 +115,15 @@ def _from_http(exc: HTTPException) -> ApiError:
     return ApiError(exc.status_code, str(exc.detail), headers=exc.headers)
 
 
-def install(app: FastAPI) -> None:
-    """Make `app` answer every deliberate error, and its router's own, with the error object."""
+def install(app: FastAPI, respond: Callable[[Scope, ApiError], Response]) -> None:
+    """Make `app` answer every deliberate error, and its router's own, with what `respond` makes of it."""
 
     async def deliberate(request: Request, exc: Exception) -> Response:
-        return as_api_error(exc, request.state.request_id).response()
+        return respond(request.scope, as_api_error(exc, request.state.request_id))
 
     async def http(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
-        return _explain_http(request, exc).response()
+        return respond(request.scope, _explain_http(request, exc))
 
     app.add_exception_handler(OctavoError, deliberate)
     app.add_exception_handler(HTTPException, http)

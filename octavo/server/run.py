@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
 import socket
@@ -15,20 +14,22 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.config import ServerConfig
-from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.errors import OctavoError
+from octavo.server.address import base_url, bind, release
 from octavo.server.app import create_app
 from octavo.server.batch.service import BatchService
+from octavo.server.connection import connection_class
 from octavo.server.keys import with_key_file
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics.log_line import log_stats
+from octavo.server.metrics.metrics import Metrics
 from octavo.server.routes.home import curl_example
+from octavo.server.tls import check_tls, refresh
 from octavo.text.frontend import Frontend
 
 logger = logging.getLogger("octavo.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_KEEP_ALIVE_S = 65
-"""Longer than clients keep idle connections, so that it is they who close them."""
 _AFTER_ABORT_S = 5.0
 _BACKLOG = 4096
 
@@ -50,33 +51,15 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: C
     level = getattr(logging, config.log_level.upper(), logging.INFO)
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     try:
+        check_tls(config)
         with bind(config) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_run(open_frontend, config, sock, announce))
+            try:
+                return runner.run(_run(open_frontend, config, sock, announce))
+            finally:
+                release(config)
     except OctavoError as exc:
         print(f"octavo: error: {exc}", file=sys.stderr)
         return 1
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """A socket bound to the configured address, not yet listening. Port 0 takes any free port.
-
-    Raises:
-        ConfigError: the address can't be had; the text says why and which flag changes it.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as exc:
-        raise ConfigError(f"{config.host!r} is not an address to listen on ({exc.strerror}); change --host.") from exc
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as exc:
-        sock.close()
-        raise ConfigError(_why_not_bound(config, exc)) from exc
-    return sock
 
 
 async def serve(
@@ -109,10 +92,13 @@ async def serve(
         server = _Server(_uvicorn_config(app, config))
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         batches: BatchService = app.state.batches
-        stats = asyncio.create_task(log_stats(frontend.engine.stats, config.log_stats_interval_s))
+        interval = 0 if config.disable_log_stats else config.log_stats_interval_s
+        background = [asyncio.create_task(log_stats(frontend.engine.stats, interval))]
         try:
             await _until(serving, server.ready)
             await batches.start()
+            if config.enable_ssl_refresh and server.config.ssl is not None:
+                background.append(asyncio.create_task(refresh(server.config.ssl, config)))
             announce(_ready_line(frontend, config, bound))
             await _until(serving, stop.first)
             lifecycle.drain()
@@ -123,9 +109,9 @@ async def serve(
             await serving
         finally:
             await batches.stop()
-            stats.cancel()
-            serving.cancel()
-            await asyncio.wait([stats, serving])
+            for task in (*background, serving):
+                task.cancel()
+            await asyncio.wait([*background, serving])
 
 
 class Stop:
@@ -193,9 +179,10 @@ class _Server(uvicorn.Server):
 
 def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     debug = config.log_level == "debug"
+    metrics: Metrics = app.state.metrics
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=connection_class(config.unread_timeout_s, metrics.http.count_unread),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -203,8 +190,13 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         access_log=debug,
         server_header=False,
         backlog=_BACKLOG,
-        root_path=config.root_path,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=config.keep_alive_s,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile_password=config.ssl_keyfile_password,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+        ssl_ciphers=config.ssl_ciphers,
         timeout_graceful_shutdown=1,
     )
 
@@ -246,24 +238,16 @@ async def _wait_any(*events: asyncio.Event, timeout: float) -> None:
 
 
 def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = base_url(config, sock)
     model = (*config.served_model_name, frontend.info.name)[0]
-    curl = curl_example(url + config.root_path, model, needs_key=bool(config.api_keys))
-    return f"The server is ready at {url} and serves {model}. Try it:\n  {curl}"
-
-
-def _why_not_bound(config: ServerConfig, exc: OSError) -> str:
-    where = f"{config.host}:{config.port}"
-    if exc.errno == errno.EADDRINUSE:
-        return f"Port {config.port} is in use ({where}); stop what listens there, or choose another with --port."
-    if exc.errno == errno.EACCES:
-        return f"Port {config.port} may not be used without privileges; choose one above 1023 with --port."
-    if exc.errno == errno.EADDRNOTAVAIL:
-        return f"{config.host} is not an address of this machine; change --host."
-    return f"Can't listen on {where}: {exc.strerror}. Change --host or --port."
+    curl = curl_example(
+        url + config.root_path.rstrip("/"),
+        model,
+        needs_key=bool(config.api_keys),
+        generates="generate" in frontend.info.tasks,
+        uds=config.uds,
+    )
+    return f"The server is ready at {config.uds or url} and serves {model}. Try it:\n  {curl}"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

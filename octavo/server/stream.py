@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import types
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499
+
+_BURST_BYTES = 16 * 1024
 
 _ENCODER = msgspec.json.Encoder()
 # Legal in JSON and in events, but clients that cut lines with Python's str.splitlines would cut here too.
@@ -118,13 +121,66 @@ class EventStream(Response):
 
     async def _pump(self, send: Send, request_id: str) -> None:
         async with aclosing(self._events) as events:
-            data = await anext(events)
+            burst = Burst(send)
+            burst.add(await anext(events))
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-                async for data in events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                while True:
+                    burst.add(await next_or_flush(events, burst.flush))
+                    if burst.size > _BURST_BYTES:
+                        await burst.flush()
+            except StopAsyncIteration:
+                pass
             except Exception as exc:
-                error = self._on_error(as_api_error(exc, request_id))
-                await send({"type": "http.response.body", "body": error, "more_body": True})
-            await send({"type": "http.response.body", "body": self._closing, "more_body": False})
+                burst.add(self._on_error(as_api_error(exc, request_id)))
+            burst.add(self._closing)
+            await burst.flush(last=True)
+
+
+class Burst:
+    """What is ready to be written, written at once: a write costs far more than an event."""
+
+    __slots__ = ("_pieces", "_send", "size")
+
+    def __init__(self, send: Send) -> None:
+        self.size = 0
+        self._send = send
+        self._pieces: list[bytes] = []
+
+    def add(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self.size += len(data)
+
+    async def flush(self, *, last: bool = False) -> None:
+        if self._pieces or last:
+            body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces, self.size = [], 0
+            await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+
+
+@types.coroutine
+def next_or_flush(
+    source: AsyncGenerator[T, None], flush: Callable[[], Coroutine[Any, Any, None]]
+) -> Generator[Any, Any, T]:
+    """`anext(source)`; if that has to wait, it waits only after `flush`.
+
+    Raises:
+        StopAsyncIteration: there is no more.
+    """
+    step = source.__anext__().__await__()
+    try:
+        awaited = step.send(None)
+        try:
+            yield from flush().__await__()
+        except BaseException as exc:
+            awaited = step.throw(exc)
+        while True:
+            try:
+                sent = yield awaited
+            except BaseException as exc:
+                awaited = step.throw(exc)
+            else:
+                awaited = step.send(sent)
+    except StopIteration as ready:
+        item: T = ready.value
+        return item

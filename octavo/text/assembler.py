@@ -30,6 +30,7 @@ class RequestAssembler:
         params = request.params
         skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         after_text = any(token not in skipped for token in request.tokens)
+        self._open = params.n
         self._choices = [Choice(index, params, tokenizer, after_text=after_text) for index in range(params.n)]
         self._num_cached = 0
         self._preemptions: dict[int, int] = {}
@@ -43,7 +44,7 @@ class RequestAssembler:
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish is not None for choice in self._choices)
+        return not self._open
 
     def push(self, delta: TokenDelta) -> RequestOutput | None:
         """Takes one delta; returns an item for the user, or None if there is nothing to show now."""
@@ -57,6 +58,7 @@ class RequestAssembler:
             if not delta.tokens and delta.finish is None:
                 return None
         choice.push(delta)
+        self._open -= choice.finish is not None
         if choice.stopped_by_string and delta.finish is None:
             self.aborts = [choice.index]
         if self.request.params.output_kind is OutputKind.FINAL_ONLY:

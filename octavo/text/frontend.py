@@ -16,7 +16,8 @@ from octavo.engine.protocol import EngineClient
 from octavo.text.answers import AnswerFormats
 from octavo.text.assembler import RequestAssembler
 from octavo.text.chat import ChatTemplate, no_template_error
-from octavo.text.prepare import Preparer, Prompt, sampling_defaults, with_defaults
+from octavo.text.pooling import PoolingPreparer
+from octavo.text.prepare import Preparer, Prompt, not_generating, sampling_defaults, with_defaults
 from octavo.text.tokenizer import Tokenizer
 
 # Tokenising longer texts on the event loop would hold up the streams of others; `tokenizers` works without the GIL.
@@ -51,6 +52,7 @@ class Frontend:
         self.chat = chat
         self.answers = answers or AnswerFormats.of(chat)
         self.preparer = Preparer(tokenizer, info)
+        self.pooling = PoolingPreparer(tokenizer, info)
         self.default_sampling = sampling_defaults(default_sampling or {})
 
     def prepare(
@@ -89,7 +91,7 @@ class Frontend:
             InvalidRequestError: there is no template, or it can't render these messages.
         """
         if self.chat is None:
-            raise no_template_error()
+            raise no_template_error() if "generate" in self.info.tasks else not_generating(self.info)
         return self.chat.render(messages, **options)
 
     def default_params(self, **overrides: Any) -> SamplingParams:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,22 @@ from octavo.text.router import Router
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools.formats import ToolFormat
 from octavo.text.tools.tool import Tool, ToolUse
+
+# With these, what a schema declares is not all in one place.
+_COMPOSED = {
+    "$ref",
+    "$dynamicRef",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "dependentSchemas",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+    "unevaluatedProperties",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +191,20 @@ def _arguments_schema(tool: Tool) -> dict[str, Any]:
     options: dict[str, Any] = {"whitespace_pattern": JSON_WHITESPACE}
     if not tool.strict:
         options["lenient"] = True
-    return {"x-guidance": options, "type": "object", **tool.parameters}
+    return {"x-guidance": options, "type": "object", **_closed({"properties": {}} | dict(tool.parameters))}
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without properties that it does not declare, where it leaves that open: functions don't take them."""
+    if not isinstance(schema, Mapping) or schema.keys() & _COMPOSED:
+        return schema
+    closed = dict(schema)
+    if isinstance(closed.get("properties"), Mapping):
+        closed["properties"] = {name: _closed(one) for name, one in closed["properties"].items()}
+        closed.setdefault("additionalProperties", False)
+    if "items" in closed:
+        closed["items"] = _closed(closed["items"])
+    return closed
 
 
 def _quoted(text: str) -> str:

@@ -38,7 +38,7 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt
 # length alone unless it is over the bound by this factor.
 _SLACK = 4
 # generation_config.json's name -> ours
-_DEFAULTS = {
+SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -88,13 +88,15 @@ class Preparer:
             InvalidRequestError: the message names the field, the value and the limit.
         """
         arrival = time.monotonic()
-        text, tokens, salt = _parts(prompt, param)
+        if "generate" not in self.info.tasks:
+            raise not_generating(self.info)
+        text, tokens, salt = parts_of(prompt, param)
         if tokens is None:
             assert text is not None
-            self._check_chars(text, param)
+            self.check_chars(text, param)
             tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
-            self._check_ids(tokens, param)
+            self.check_ids(tokens, param)
         if not tokens:
             raise InvalidRequestError(
                 f"The {param} is empty; give at least one token.", param=param, value=[] if text is None else text
@@ -121,20 +123,20 @@ class Preparer:
             raise UnsupportedError("This engine has no structured output; leave it out.", param=form.param)
         return params.replace(structured_outputs=None), {_GRAMMAR: msgspec.Raw(msgspec.msgpack.encode(form))}
 
-    def _check_chars(self, text: str, param: str) -> None:
+    def check_chars(self, text: str, param: str) -> None:
         """Refuses a text that can't fit, before time is spent on tokenising it."""
         per_token = self.tokenizer.max_token_chars if len(text) > self.info.max_model_len else 0
         if len(text) > _SLACK * per_token * self.info.max_model_len > 0:
-            raise self._too_long(f"at least {len(text) // per_token}", param, len(text))
+            raise self.too_long(f"at least {len(text) // per_token}", param, len(text))
 
-    def _too_long(self, count: str, param: str, value: int) -> InvalidRequestError:
+    def too_long(self, count: str, param: str, value: int) -> InvalidRequestError:
         sentence = context_error(self.info.max_model_len, count, field=_field(param))
         return InvalidRequestError(sentence, param=param, value=value)
 
     def _with_max_tokens(self, params: SamplingParams, num_prompt: int, param: str) -> SamplingParams:
         room = self.info.max_model_len - num_prompt
         if room < 1:
-            raise self._too_long(str(num_prompt), param, num_prompt)
+            raise self.too_long(str(num_prompt), param, num_prompt)
         if params.max_tokens is None:
             return params.replace(max_tokens=room)
         if params.max_tokens > room:
@@ -142,7 +144,7 @@ class Preparer:
             raise InvalidRequestError(sentence, param="max_tokens", value=params.max_tokens)
         return params
 
-    def _check_ids(self, tokens: list[int], param: str) -> None:
+    def check_ids(self, tokens: list[int], param: str) -> None:
         size = self.info.vocab_size
         for place, token in enumerate(tokens):
             if type(token) is not int:
@@ -194,6 +196,14 @@ class Preparer:
                     )
 
 
+def not_generating(info: ModelInfo) -> UnsupportedError:
+    """For whoever wants text of a model that makes vectors."""
+    return UnsupportedError(
+        f"This server's model {info.name} makes embeddings and does not generate text. Use POST /v1/embeddings, "
+        "/v1/score or /v1/rerank, or serve a model that generates (without --runner pooling)."
+    )
+
+
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `SamplingParams` that a checkpoint's generation_config.json sets.
 
@@ -202,7 +212,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = {
         ours: generation_config[theirs]
-        for theirs, ours in _DEFAULTS.items()
+        for theirs, ours in SAMPLING_DEFAULTS.items()
         if generation_config.get(theirs) is not None
     }
     try:
@@ -225,10 +235,10 @@ def with_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 
 def _field(param: str) -> str:
-    return "messages" if param == "messages" else "prompt"
+    return param if param in ("messages", "input") else "prompt"
 
 
-def _parts(prompt: Prompt, param: str) -> tuple[str | None, list[int] | None, str | None]:
+def parts_of(prompt: Prompt, param: str) -> tuple[str | None, list[int] | None, str | None]:
     """Text, token ids and salt; at least one of the former two is there."""
     if isinstance(prompt, str):
         return prompt, None, None

@@ -28,6 +28,9 @@ class Piece:
 
 class Router:
     """
+    Attributes:
+        transparent: there is nothing to look for: all text is content.
+
     Args:
         tools: how calls are written; None routes none.
         forced: the output consists of calls.
@@ -44,6 +47,7 @@ class Router:
         thinking: bool = False,
     ) -> None:
         self.calls = 0
+        self.transparent = tools is None and reasoning is None
         self._tools = tools
         self._forced = forced
         self._reasoning = reasoning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
@@ -81,6 +81,43 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError) as exc:
             raise _not_text(text) from exc
         return ids
+
+    def encode_within(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        limit: int | None = None,
+        side: Literal["left", "right"] = "right",
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of one text, or of two as one sequence, and each token's type: which text it belongs to.
+
+        Args:
+            limit: no more ids than that, the marks that the tokenizer adds among them. Of two texts the longer one
+                loses its tokens first.
+            side: where they are lost.
+
+        Raises:
+            InvalidRequestError: as `encode`; or not even the marks are within the limit.
+        """
+        texts = [text] if pair is None else [text, pair]
+        try:
+            parts = [self.backend.encode(one, add_special_tokens=False) for one in texts]
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise _not_text(next((one for one in texts if not _is_whole(one)), text)) from exc
+        if limit is not None:
+            marks = self.backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
+            if limit <= marks:
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens must be more than the {marks} marks of the tokenizer, got {limit}.",
+                    param="truncate_prompt_tokens",
+                    value=limit,
+                )
+            for part, room in zip(parts, _shares([len(part) for part in parts], limit - marks), strict=True):
+                part.truncate(room, direction=side)
+        whole = self.backend.post_process(parts[0], parts[1] if pair is not None else None, add_special_tokens)
+        return whole.ids, whole.type_ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
@@ -184,6 +221,25 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         if path.is_file():
             templates[name] = path.read_text(encoding="utf-8")
     return templates
+
+
+def _shares(lengths: list[int], room: int) -> list[int]:
+    """What each of one or two texts may keep of `room` tokens, so that the longer one is cut first."""
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    first, second = lengths
+    if first + second <= room:
+        return lengths
+    half = room // 2
+    if first <= half:
+        return [first, room - first]
+    if second <= room - half:
+        return [room - second, second]
+    return [half, room - half]
+
+
+def _is_whole(text: Any) -> bool:
+    return isinstance(text, str) and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _not_text(text: Any) -> InvalidRequestError:

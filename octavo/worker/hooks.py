@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from octavo.core.output import StepOutput
-from octavo.models.model import Model
+from octavo.models.model import Encoding, Model
 from octavo.nn.step import StepInput
+
+Findings = Callable[[], tuple[Mapping[int, bytes], Mapping[int, str]]]
+"""Waits for what a feature made of rows, encoded, and for the reasons why it could make nothing of others."""
 
 
 class WorkerHook:
@@ -22,7 +25,7 @@ class WorkerHook:
 
     name: str = ""
 
-    def attach(self, model: Model) -> None:
+    def attach(self, model: Model | Encoding) -> None:
         """The model is loaded; wrap what must be wrapped."""
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:
@@ -30,6 +33,13 @@ class WorkerHook:
 
     def before_forward(self, step: StepInput, payload: Any) -> None:
         """The batch is laid out; the model has not run."""
+
+    def after_forward(self, hidden: Tensor, payload: Any) -> Findings | None:
+        """The model has run: `hidden` [T, H] is what `Model.forward` gave. Only called with a payload.
+
+        Returns what goes back to the clients of requests that end with their prompt.
+        """
+        return None
 
     def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> Mapping[int, str]:
         """Change the rows of logits [S, vocab] in place; row i belongs to `slots[i]`. Only called with a payload.
@@ -57,3 +67,25 @@ def apply_hooks(
         if payload.get(hook.name) is not None:
             failed.update(hook.apply(logits, slots, payload[hook.name]))
     return failed
+
+
+def find(hooks: Sequence[WorkerHook], hidden: Tensor, payload: Mapping[str, Any]) -> dict[str, Findings]:
+    """`WorkerHook.after_forward` of each hook that has a payload, by its name."""
+    found = {
+        hook.name: hook.after_forward(hidden, payload[hook.name])
+        for hook in hooks
+        if payload.get(hook.name) is not None
+    }
+    return {name: findings for name, findings in found.items() if findings is not None}
+
+
+def gather(findings: Mapping[str, Findings]) -> tuple[dict[int, dict[str, bytes]], dict[int, str]]:
+    """All that was found, row -> feature -> bytes, and errors by row; waits for it."""
+    found: dict[int, dict[str, bytes]] = {}
+    errors: dict[int, str] = {}
+    for name, wait in findings.items():
+        made, failed = wait()
+        errors.update(failed)
+        for row, data in made.items():
+            found.setdefault(row, {})[name] = data
+    return found, errors

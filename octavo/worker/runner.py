@@ -20,7 +20,7 @@ from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.prompt_logprobs import prompt_logprobs
 from octavo.sampling.sampler import Sampler
-from octavo.worker.hooks import WorkerHook, apply_hooks
+from octavo.worker.hooks import Findings, WorkerHook, apply_hooks, find, gather
 from octavo.worker.inputs import build_input
 from octavo.worker.slots import Slots
 
@@ -48,6 +48,7 @@ class RunnerStep:
     input: StepInput
     hidden: Tensor
     prompts: list[PromptRow]
+    findings: dict[str, Findings]
     output: StepOutput | None = None
 
     def result(self) -> StepOutput:
@@ -90,9 +91,10 @@ class Runner:
         for hook in self._hooks:
             hook.before_forward(step, plan.payload.get(hook.name))
         hidden = self._model.forward(self._model.embed(step), step)
+        findings = find(self._hooks, hidden, plan.payload)
         prompts = self._prompt_rows(plan)
         self._slots.advance(rows, counts)
-        return RunnerStep(plan, step, hidden, prompts)
+        return RunnerStep(plan, step, hidden, prompts, findings)
 
     @torch.inference_mode()
     def sample(self, step: RunnerStep, payload: dict[str, Any]) -> None:
@@ -121,7 +123,8 @@ class Runner:
             )
             for one in step.prompts
         }
-        step.output = StepOutput(tokens, logprobs, errors, prompted)
+        found, unfound = gather(step.findings)
+        step.output = StepOutput(tokens, logprobs, errors | unfound, prompted, found)
         for hook in self._hooks:
             hook.after_sample(step.input, step.output)
 

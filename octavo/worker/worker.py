@@ -17,6 +17,7 @@ from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
+from octavo.models.load.renamed import with_root
 from octavo.models.load.weights import load_weights, wanted_bytes
 from octavo.models.model import Model, compiled
 from octavo.models.native import NativeDecoder, reason_against
@@ -55,7 +56,7 @@ class Worker:
 
     def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles, cache: CacheConfig) -> None:
         self.device: Device = select_device(device.device)
-        self.device.setup(device.threads)
+        self.device.setup(device.threads, device.cpu_bind)
         self.spec: DecoderSpec = spec_of(files.config)
         self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
         self.kv_dtype = kv_dtype(cache.kv_cache_dtype, self.dtype)
@@ -103,9 +104,10 @@ class Worker:
         self._compile_ahead(model)
         kind = self.device.torch_device.type
         checkpoint = open_checkpoint(self._files, self._config.load_format, self._config.seed, kind)
-        report = load_weights(model, checkpoint)
+        rooted = with_root(checkpoint, "model")
+        report = load_weights(model, rooted)
         if is_fp8(self.kv_dtype):
-            self._stored_scales = stored_scales(model.attention_layers, checkpoint)
+            self._stored_scales = stored_scales(model.attention_layers, rooted)
         self.model = compiled(model, self.attention, 1 if self._config.activation_dtype == "int8" else 2)
         self.weight_bytes = report.nbytes
         self.step_parameters = (

@@ -46,7 +46,8 @@ def main(step_s: float, flags: list[str]) -> int:
 
     @contextlib.asynccontextmanager
     async def open_frontend() -> AsyncIterator[Frontend]:
-        client = await CoreClient.start(CoreProcess("octavo.engine.stub", stub))
+        process = CoreProcess("octavo.engine.stub", stub)
+        client = await CoreClient.start(process, max_unread_tokens=config.max_unread_tokens)
         try:
             yield Frontend(client, tokenizer, client.info, chat=ChatTemplate(TEMPLATE, tokenizer))
         finally:

@@ -123,6 +123,18 @@ def test_a_context_in_parts(monkeypatch, splits):
         check(ragged.make_case(fresh_seed(), torch.float32, heads=(2, 2), head_dim=64, block_size=16, **rows))
 
 
+def test_tiles_with_the_most_keys_come_first():
+    case = ragged.make_case(1, HALF, heads=(1, 1), head_dim=64, block_size=16, rows=[(140, 140), (10, 9), (3, 1)])
+    backend = TritonAttention(case.dtype, case.spec)
+    step, _, _ = ragged.prepared(case, backend, case.q(1), device=DEVICE)
+    step.query_lens, step.past_lens = [140, 9, 1], [0, 1, 2]
+    assert backend.prepare(step, 16).many.tiles.cpu().view(-1, 2).tolist() == [[0, 128], [1, 0], [0, 0]]
+    step.past_lens = [0, 5000, 2]
+    launches = backend.prepare(step, 16)
+    assert launches.many.tiles.cpu().view(-1, 2).tolist() == [[1, 0], [0, 128], [0, 0]]
+    assert launches.few.rows.tolist() == [2]
+
+
 def test_padding_rows_are_finite():
     """A row of length 0 reads nothing: its cache and table may hold anything."""
     case = ragged.make_case(3, torch.float32, heads=(1, 2), head_dim=32, block_size=16, rows=[(20, 1), (7, 1)])

@@ -98,7 +98,8 @@ class World:
         try:
             self.loop.add(request)
         except InvalidRequestError:
-            need = len(request.tokens) + request.params.max_tokens + self.num_drafts
+            generated = 0 if request.prompt_only else request.params.max_tokens + self.num_drafts
+            need = len(request.tokens) + generated
             assert need > min(MAX_LEN, self.num_blocks * BLOCK), "refused although it fits"
             del self.asked[request.id]
 
@@ -143,6 +144,8 @@ class World:
         params, delta = request.params, self.reasons[key]
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS})
         expected = toy_generate(request.tokens, params.max_tokens, stop_ids=stops, seed=params.seed + index)
+        if request.prompt_only:
+            stops, expected = set(), []
         fatal = [*request.tokens, *expected[:-1]]
         assert self.ends[key] == 1
         if delta.finish is FinishReason.ABORT:
@@ -152,7 +155,9 @@ class World:
             assert self.outputs[key] == expected[: max(0, fatal.index(self.poison) + 1 - len(request.tokens))]
         else:
             assert self.outputs[key] == expected
-            assert delta.finish is (FinishReason.STOP if expected[-1] in stops else FinishReason.LENGTH)
+            stopped = request.prompt_only or expected[-1] in stops
+            assert delta.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert not request.prompt_only or request.reads_cache or not delta.num_cached
 
 
 @st.composite
@@ -181,7 +186,17 @@ def random_requests(rng: random.Random, count: int) -> list[GenerateRequest]:
             ignore_eos=rng.random() < 0.3,
             stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.3 else None,
         )
-        requests.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, priority=rng.choice([0, 0, 1, 2])))
+        alone = rng.random() < 0.2
+        requests.append(
+            GenerateRequest(
+                id=f"r{i}",
+                tokens=prompt,
+                params=params.replace(n=1) if alone else params,
+                priority=rng.choice([0, 0, 1, 2]),
+                prompt_only=alone,
+                reads_cache=rng.random() < 0.8,
+            )
+        )
     return requests
 
 
@@ -224,7 +239,7 @@ def test_the_urgent_go_first_and_each_displaces_one(seed, depth, slots):
     limits = Limits(max_num_seqs=slots, max_num_batched_tokens=32, max_model_len=MAX_LEN, max_ahead=depth + 1)
     scheduler = Scheduler(KVCache(200, BLOCK), limits, make_policy("priority"), eos_token_ids=[EOS])
     loop = EngineLoop(scheduler, ToyDevice(200, BLOCK, seed=seed), depth)
-    requests = [r for r in random_requests(rng, 12) if r.params.n == 1]
+    requests = [r for r in random_requests(rng, 12) if r.params.n == 1 and not r.prompt_only]
     arrivals, classes = list(requests), Counter(r.priority for r in requests)
     preemptions: Counter = Counter()
     outputs: dict[str, list[int]] = {r.id: [] for r in requests}

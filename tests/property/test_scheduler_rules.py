@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from octavo.cache.cache import KVCache
+from octavo.cache.no_cache import NoCache
 from octavo.core.errors import InvalidRequestError
-from octavo.core.output import FinishReason
+from octavo.core.output import FinishReason, StepOutput
 from octavo.core.params import SamplingParams
 from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.engine.loop import EngineLoop
@@ -352,3 +353,82 @@ def test_background_work_makes_way_under_every_policy(policy, depth):
     assert list(ends) == ["first", "second", "back1", "back2", "back3"]
     assert ends == {"first": 0, "second": 0, "back1": 1, "back2": 1, "back3": 0}
     assert engine.output("back1") == toy_generate([1] * 5, 12, stop_ids=())
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_alone_may_fill_the_context_and_the_cache(depth):
+    """Nothing is sampled, so no room is kept for it; chunk by chunk the prompt is computed once."""
+    engine = Engine(num_blocks=4, budget=6, depth=depth)
+    engine.loop.add(GenerateRequest(id="a", tokens=list(range(1, 17)), params=SamplingParams(), prompt_only=True))
+    engine.run()
+    assert [d.finish for d in engine.deltas] == [FinishReason.STOP]
+    assert engine.output("a") == []
+    assert engine.device.cells_computed == 16
+    stats = engine.scheduler.stats()
+    assert (stats.prompt_tokens, stats.generation_tokens) == (16, 0)
+    with pytest.raises(InvalidRequestError, match="maximum context length is 16 tokens"):
+        engine.loop.add(GenerateRequest(id="b", tokens=[1] * 17, params=SamplingParams(), prompt_only=True))
+
+
+def test_a_request_that_does_not_read_the_cache_fills_it_for_others():
+    engine = Engine()
+    for name, reads in (("a", True), ("b", False), ("c", True)):
+        params = SamplingParams()
+        tokens = list(range(1, 10))
+        engine.loop.add(GenerateRequest(id=name, tokens=tokens, params=params, prompt_only=True, reads_cache=reads))
+        engine.run()
+    assert [d.num_cached for d in engine.deltas] == [0, 0, 8]
+    assert engine.scheduler.stats().prefix_cache_queries == 18
+
+
+class WholeDevice:
+    """An executor that notes which prompts it was given in each step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def forward(self, plan):
+        self.steps.append(list(plan.num_tokens))
+        assert len(plan.new) == len(plan.slots)
+        assert not plan.block_writes
+        assert not any(plan.samples)
+        return WholeStep(plan)
+
+    def sample(self, step, payload):
+        pass
+
+    def close(self):
+        pass
+
+
+class WholeStep:
+    def __init__(self, plan):
+        self.plan = plan
+
+    def result(self):
+        return StepOutput(
+            [[] for _ in self.plan.slots], found={row: {"x": b"1"} for row in range(len(self.plan.slots))}
+        )
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prompts_that_can_not_be_cut_go_whole_and_in_order(depth):
+    """The step's budget fills with whole prompts; one that does not fit waits, and is not overtaken."""
+    limits = Limits(
+        max_num_seqs=8, max_num_batched_tokens=10, max_model_len=10, max_ahead=depth + 1, whole_prompts=True
+    )
+    scheduler = Scheduler(NoCache(), limits, make_policy("fcfs"))
+    device = WholeDevice()
+    loop = EngineLoop(scheduler, device, depth)
+    for number, size in enumerate([4, 5, 3, 10, 1, 1, 1, 1]):
+        loop.add(GenerateRequest(id=str(number), tokens=[1] * size, params=SamplingParams(), prompt_only=True))
+    deltas = []
+    while loop.busy:
+        deltas += loop.step()
+        assert scheduler.stats().num_waiting_deferred == 0
+    assert device.steps == [[4, 5], [3], [10], [1, 1, 1, 1]]
+    assert [d.id for d in deltas] == list("01234567")
+    assert all(d.found == {"x": b"1"} for d in deltas)
+    loop.check_idle()
+    stats = scheduler.stats()
+    assert (stats.kv_usage, stats.kv_slots_filled, stats.kv_slots_allocated) == (0, 0, 0)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # Of keys and values in FP8; read apart from the weights, where the KV cache is in FP8.
 _SCALES = (".k_scale", ".v_scale")
 # Buffers that older checkpoints carry along; they are computed, not learnt.
-_NOT_WEIGHTS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+_NOT_WEIGHTS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "embeddings.position_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,14 @@ class LoadReport:
     unread: tuple[str, ...]
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> LoadReport:
+def load_weights(model: nn.Module, checkpoint: Checkpoint, *, unneeded: tuple[str, ...] = ()) -> LoadReport:
     """Give every layer its tensors, a few layers at a time, so that little more than the model itself is in memory.
 
     Tensors that nobody asked for are logged as a warning: they often mean that the checkpoint holds something which
     the model, as Octavo understands it, leaves out.
+
+    Args:
+        unneeded: beginnings of names that may go unread without a word.
 
     Raises:
         ModelFileError: a tensor is missing, unreadable or of another shape than its layer needs.
@@ -55,6 +58,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> LoadReport:
     _fill(layers, checkpoint)
     read = {want.name for layer in layers for want in layer.wanted() if _present(want, checkpoint)}
     unread = _unread(checkpoint.names(), read.union(*(layer.superseded for layer in layers)))
+    unread = tuple(name for name in unread if not unneeded or not name.startswith(unneeded))
     if unread:
         logger.warning(
             "%d tensors in %s were not used by the model: %s", len(unread), checkpoint.origin, _listed(unread)

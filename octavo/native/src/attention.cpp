@@ -93,7 +93,7 @@ struct Reader {
     const int next_begin;            // the first key of the next task
 
     // Scratch of the thread.
-    uint32_t* queries;  // [rows][dim] as words
+    uint32_t* queries;  // [rows][dim] as words, interleaved tile by tile
     uint32_t* weights;  // [rows][kTile] as words
     float* scores;      // [rows][kTile]
     Vec* totals;        // [rows]: the running totals of `part`, lane by lane
@@ -130,11 +130,20 @@ struct Reader {
     int visible_end(int m) const { return position + m / group + 1; }
     int visible_begin(int m) const { return op.window > 0 ? std::max(0, visible_end(m) - op.window) : 0; }
 
-    void fetch_queries(const Program& program) {
-        for (int i = 0; i < task.count; i++)
-            std::memcpy(reinterpret_cast<T*>(queries) + i * group * dim,
-                        program.at<T>(op.input, token(i)) + task.kv_head * group * dim, sizeof(T) * group * dim);
-    }
+    struct Fetch {
+        const Reader& r;
+        const Program& program;
+        template <int M>
+        void run(int first) const {
+            const int words = r.dim / kPerWord<T>;
+            uint32_t* to = r.queries + (int64_t)first * words;
+            for (int m = 0; m < M; m++) {
+                const int row = first + m, head = r.task.kv_head * r.group + row % r.group;
+                const T* query = program.at<T>(r.op.input, r.token(row / r.group)) + head * r.dim;
+                for (int k = 0; k < words; k++) std::memcpy(to + k * M + m, query + k * kPerWord<T>, 4);
+            }
+        }
+    };
 
     const uint32_t* values_of(const Place& place, int channel_panel) const {
         return place.values + channel_panel * (step.block_size * kPanel / kPerWord<T>);
@@ -198,7 +207,7 @@ struct Reader {
             const int words = r.dim / kPerWord<T>;
             const uint32_t* keys[] = {r.places[panel].keys, r.places[panel + 1].keys};
             const uint32_t* next[] = {r.soon[panel].keys, r.soon[panel + 1].keys};
-            multiply<T>(tile, r.queries + (int64_t)first * words, words, keys, words, ahead<Few>(next));
+            multiply<T>(tile, Interleaved<M>{r.queries + (int64_t)first * words}, keys, words, ahead<Few>(next));
             tile.write(r.scores + first * kTile + panel * kPanel, kTile);
         }
     };
@@ -253,22 +262,30 @@ struct Reader {
     struct Gather {
         const Reader& r;
         int panel, begin, end;
+        static constexpr int per = kPerWord<T>;
+
         template <int M>
         void run(int first) const {
             Tile<M, P> tile;
             float* sums = r.part.sums + (int64_t)first * r.dim + panel * kPanel;
             tile.read(sums, r.dim);
-            for (int at = begin; at < end; at += kPanel) {
-                const int place = (at - begin) / kPanel;
-                const uint32_t *values[P], *next[P];
-                for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
-                for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
-                constexpr int per = kPerWord<T>;
-                const uint32_t* weights = r.weights + first * (kTile / per) + (at - begin) / per;
-                const int words = (std::min(end - at, kPanel) + per - 1) / per;
-                multiply<T>(tile, weights, kTile / per, values, words, ahead<Few>(next));
-            }
+            const uint32_t* weights = r.weights + first * (kTile / per);
+            int place = 0;
+            for (int at = begin; at + kPanel <= end; at += kPanel, place++) add(tile, weights, place, kPanel / per);
+            // Past the context's end a block holds anything, which not even zero may be multiplied with.
+            const int left = end - begin - place * kPanel;
+            if (left > 0) add(tile, weights, place, (left + per - 1) / per);
             tile.write(sums, r.dim);
+        }
+
+        // The values of 16 tokens, or the first words of them.
+        template <int M>
+        __attribute__((always_inline)) void add(Tile<M, P>& tile, const uint32_t* weights, int place, int words) const {
+            const uint32_t *values[P], *next[P];
+            for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
+            for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
+            const Rowwise rows{weights + place * (kPanel / per), kTile / per};
+            multiply<T>(tile, rows, values, words, ahead<Few>(next));
         }
     };
 
@@ -290,7 +307,7 @@ struct Reader {
     }
 
     void run(Program& program) {
-        fetch_queries(program);
+        for_row_tiles<kMaxRows>(rows, Fetch{*this, program});
         const int last = context.end;
         if (task.part >= 0) {
             attend(task.part * kPart, (task.part + 1) * kPart);

@@ -137,14 +137,6 @@ void turn(float* head, const OctavoOp& op, const float* norm, const float* cos_s
     }
 }
 
-inline void narrow(float x, float* to) { *to = x; }
-
-inline void narrow(float x, bf16* to) {
-    uint32_t b;
-    std::memcpy(&b, &x, sizeof b);
-    to->bits = x != x ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
-}
-
 // Where attention.cpp expects a token's key and value. Keys: [token panel][word of channels][token]; values:
 // [channel panel][word of tokens][channel].
 template <class T>
@@ -160,30 +152,33 @@ struct Place {
         values = keys + half;
     }
 
-    void put_key(const float* k) const {
+    void put_key(const T* k) const {
         constexpr int per = kPerWord<T>;
         T* to = keys + offset / kPanel * kPanel * op.head_dim + offset % kPanel * per;
-        for (int c = 0; c < op.head_dim; c += per)
-            for (int i = 0; i < per; i++) narrow(k[c + i], to + c * kPanel + i);
+        for (int c = 0; c < op.head_dim; c += per) std::memcpy(to + c * kPanel, k + c, sizeof(uint32_t));
     }
 
     // A word of values holds several tokens. Those that will come are blanked, for they are read, and multiplied
     // with zero, before they are written.
-    void put_value(const float* v, bool blank) const {
+    void put_value(const T* v, bool blank) const {
         constexpr int per = kPerWord<T>;
-        for (int panel = 0; panel < op.head_dim / kPanel; panel++) {
+        for (int panel = 0; panel < op.head_dim / kPanel; panel++, v += kPanel) {
             T* to = values + (panel * block_size + offset / per * per) * kPanel + offset % per;
-            for (int c = 0; c < kPanel; c++) {
-                narrow(v[panel * kPanel + c], to + c * per);
-                if (blank)
-                    for (int i = 1; i < per; i++) narrow(0.0f, to + c * per + i);
-            }
+            for (int c = 0; c < kPanel; c++) to[c * per] = v[c];
+            if (!blank) continue;
+            for (int c = 0; c < kPanel; c++)
+                for (int i = 1; i < per; i++) to[c * per + i] = T{};
         }
     }
 };
 
 template <class T>
-void rope_row(Program& program, const OctavoOp& op, int row) {
+void narrow(const float* from, int size, T* to) {
+    for (int c = 0; c < size; c += W) store(to + c, load(from + c));
+}
+
+template <class T>
+void rope_row(Program& program, const OctavoOp& op, int row, int thread) {
     const OctavoStep& step = program.step();
     const float* cos_sin = static_cast<const float*>(op.weight) + step.positions[row] * op.rotary_dim;
     const int dim = op.head_dim;
@@ -191,26 +186,29 @@ void rope_row(Program& program, const OctavoOp& op, int row) {
     T* queries = program.at<T>(op.output, row);
     for (int h = 0; h < op.heads; h++) {
         turn(heads + h * dim, op, static_cast<const float*>(op.second), cos_sin);
-        for (int c = 0; c < dim; c += W) store(queries + h * dim + c, load(heads + h * dim + c));
+        narrow(heads + h * dim, dim, queries + h * dim);
     }
     const int64_t slot = step.slots[row];
     const bool starts_word = slot % kPerWord<T> == 0;
     const bool followed = row + 1 < step.tokens && step.slots[row + 1] == slot + 1;
     float *keys = heads + op.heads * dim, *values = keys + op.kv_heads * dim;
+    T *key = static_cast<T*>(program.scratch(thread, 2 * dim * sizeof(T))), *value = key + dim;
     for (int h = 0; h < op.kv_heads; h++) {
         const Place<T> place(op, slot, h, step.block_size);
         turn(keys + h * dim, op, static_cast<const float*>(op.third), cos_sin);
-        place.put_key(keys + h * dim);
-        place.put_value(values + h * dim, starts_word && !followed);
+        narrow(keys + h * dim, dim, key);
+        narrow(values + h * dim, dim, value);
+        place.put_key(key);
+        place.put_value(value, starts_word && !followed);
     }
 }
 
-void run_rope(Program& program, const OctavoOp& op, int64_t task, int) {
+void run_rope(Program& program, const OctavoOp& op, int64_t task, int thread) {
     for_rows(program, task, [&](int row) {
         if (op.dtype == kBfloat)
-            rope_row<bf16>(program, op, row);
+            rope_row<bf16>(program, op, row, thread);
         else
-            rope_row<float>(program, op, row);
+            rope_row<float>(program, op, row, thread);
     });
 }
 

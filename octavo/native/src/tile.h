@@ -47,10 +47,24 @@ struct Ahead {
     }
 };
 
-// Adds a [M rows][words] times the panels b. Strides in words.
-template <class T, int M, int P, class Soon = Nothing>
-__attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, const uint32_t* a, int64_t a_stride,
-                                                    const uint32_t* const (&b)[P], int words, const Soon& ahead = {}) {
+// The rows that are multiplied with panels: one after the other, or the same word of M rows side by side, which needs no
+// more than one address.
+struct Rowwise {
+    const uint32_t* words;
+    int64_t stride;
+    uint32_t operator()(int m, int k) const { return words[m * stride + k]; }
+};
+
+template <int M>
+struct Interleaved {
+    const uint32_t* words;
+    uint32_t operator()(int m, int k) const { return words[k * M + m]; }
+};
+
+// Adds a [M rows][words] times the panels b.
+template <class T, int M, int P, class Rows, class Soon = Nothing>
+__attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, const Rows& a, const uint32_t* const (&b)[P],
+                                                    int words, const Soon& ahead = {}) {
     for (int k = 0; k < words; k++) {
         ahead.fetch(k);
         Word columns[P * VP];
@@ -60,7 +74,7 @@ __attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, const uint
             for (int v = 0; v < VP; v++) columns[p * VP + v] = load_as<Word>(b[p] + k * kPanel + v * W);
 #pragma GCC unroll 24
         for (int m = 0; m < M; m++) {
-            const Word row = splat(a[m * a_stride + k]);
+            const Word row = splat(a(m, k));
 #pragma GCC unroll 16
             for (int j = 0; j < P * VP; j++) tile.sums[m][j] = multiply_add<T>(tile.sums[m][j], columns[j], row);
         }

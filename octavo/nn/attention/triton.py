@@ -72,7 +72,7 @@ class TritonAttention:
         lens = step.query_lens if step.query_lens is not None else step.query_start.diff().tolist()
         if step.max_query_len <= _MAX_FEW:
             return Launches(Few(None, step.num_rows, _MAX_FEW), None)
-        return self._divide(np.asarray(lens, dtype=np.int32), step.device)
+        return self._divide(np.asarray(lens, dtype=np.int32), step.past_lens or [0] * len(lens), step.device)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         _, heads, dim = k.shape
@@ -114,13 +114,13 @@ class TritonAttention:
         """See `FusedBackend`."""
         return cache.abs().amax((0, 3, 4)).float()
 
-    def _divide(self, lens: np.ndarray, device: torch.device) -> Launches:
+    def _divide(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> Launches:
         """One query goes to the first kernel, more to the second, whose tiles with the most keys come first."""
         single = np.flatnonzero(lens == 1).astype(np.int32)
         tiles = [
             (row, first) for row in np.flatnonzero(lens > 1).tolist() for first in range(0, lens[row], self._query_tile)
         ]
-        tiles.sort(key=lambda tile: -tile[1])
+        tiles.sort(key=lambda tile: -(past[tile[0]] + tile[1]))
         sent_tiles, sent_single = upload_parts([np.asarray(tiles, dtype=np.int32).ravel(), single], device)
         few = Few(sent_single, len(single), 1) if len(single) else None
         return Launches(few, Many(sent_tiles, len(tiles)))
@@ -317,7 +317,7 @@ def _cells(cache: Tensor) -> tuple[int, Tensor]:
 
 def num_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
     """Parts of each context, a power of two: enough to fill the chip, none shorter than 256 keys."""
-    wanted = 4 * _multiprocessors(device) // max(programs, 1)
+    wanted = 8 * _multiprocessors(device) // max(programs, 1)
     useful = max_seq_len // 256
     return 1 << max(0, min(wanted, useful, _MAX_SPLITS).bit_length() - 1)
 

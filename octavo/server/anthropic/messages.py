@@ -3,61 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.output import CompletionOutput, RequestOutput
+from octavo.server.anthropic.errors import error_event
 from octavo.server.anthropic.events import Blocks
 from octavo.server.anthropic.protocol import CountBody, MessagesBody, as_chat
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
-from octavo.server.errors import ApiError, as_api_error, json_response
+from octavo.server.errors import json_response
 from octavo.server.openai.chat import Chat, prepare_chat
 from octavo.server.openai.generation import run
 from octavo.server.openai.routing import Message
 from octavo.server.openai.unsupported import check_extras
-from octavo.server.stream import ClientGoneError, EventStream, named_event, until_disconnect
+from octavo.server.stream import EventStream, named_event, until_disconnect
 
-_ERRORS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def messages(ctx: ServerContext, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
-    return await _told(request, _messages(ctx, request))
-
-
-async def count_tokens(ctx: ServerContext, request: Request) -> Response:
-    """How many tokens the conversation has."""
-    return await _told(request, _count_tokens(ctx, request))
-
-
-async def _messages(ctx: ServerContext, request: Request) -> Response:
     body = await parse_body(request, MessagesBody, ctx.config.max_body_bytes)
     answer = _Answer(f"msg_{request.state.request_id}", ctx.check_model(body.model))
     translated = as_chat(body)
     warnings = check_extras(translated, chat=True, strict=ctx.config.strict_params)
     chat = await prepare_chat(ctx, translated, answer.id)
     if body.stream:
-        return EventStream(_stream(ctx, chat, answer), closing=b"", on_error=_error_event)
+        return EventStream(_stream(ctx, chat, answer), closing=b"", on_error=error_event)
     whole = await until_disconnect(request.receive, _whole(ctx, chat, answer))
     return json_response(whole | ({"warnings": warnings} if warnings else {}))
 
 
-async def _count_tokens(ctx: ServerContext, request: Request) -> Response:
+async def count_tokens(ctx: ServerContext, request: Request) -> Response:
+    """How many tokens the conversation has."""
     body = await parse_body(request, CountBody, ctx.config.max_body_bytes)
     ctx.check_model(body.model)
     chat = await prepare_chat(ctx, as_chat(body), "count")
@@ -151,7 +135,7 @@ def _content(message: Message) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
-    if message.content or not message.calls:
+    if message.content or not (message.calls or message.reasoning):
         blocks.append({"type": "text", "text": message.content})
     for call in message.calls:
         function = call.function
@@ -165,24 +149,3 @@ def _input(arguments: str) -> Any:
         return json.loads(arguments)
     except ValueError:
         return {}
-
-
-async def _told(request: Request, work: Awaitable[Response]) -> Response:
-    """The response, with errors in Anthropic's form."""
-    try:
-        return await work
-    except (ClientDisconnect, ClientGoneError):
-        raise
-    except Exception as exc:
-        error = as_api_error(exc, request.state.request_id)
-        return Response(_error_body(error), error.status, error.headers, media_type="application/json")
-
-
-def _error_body(error: ApiError) -> bytes:
-    kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    told = {"type": kind, "message": error.message, "param": error.param, "code": error.status}
-    return msgspec.json.encode({"type": "error", "error": told})
-
-
-def _error_event(error: ApiError) -> bytes:
-    return b"event: error\ndata: " + _error_body(error) + b"\n\n"

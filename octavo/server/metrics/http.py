@@ -14,11 +14,18 @@ class HttpMetrics:
     """`requests` by (handler, method, status class), `durations` by (handler, method).
 
     The handler is a route's template, or "none" for paths that no route answers, so that strangers can't make labels.
+
+    Attributes:
+        unread_closed: connections closed because their clients did not read.
     """
 
     def __init__(self) -> None:
+        self.unread_closed = 0
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.durations: dict[tuple[str, str], Histogram] = {}
+
+    def count_unread(self) -> None:
+        self.unread_closed += 1
 
     def observe(self, handler: str, method: str, status: int, seconds: float) -> None:
         method = method if method in _METHODS else "other"

@@ -118,6 +118,14 @@ class Metrics(Collector):
         for reason, count in self.requests.refused.items():
             rejections.add_metric([*values, reason], count)
         yield rejections
+        slow = CounterMetricFamily(
+            prefix + "slow_readers",
+            "Clients that read too slowly: their request was ended, or their connection closed.",
+            labels=[*self._labels, "outcome"],
+        )
+        slow.add_metric([*values, "request_ended"], self._engine.slow_readers)
+        slow.add_metric([*values, "connection_closed"], self.http.unread_closed)
+        yield slow
         yield from self._batch_families(prefix)
         for name, (text, _) in HISTOGRAMS.items():
             family = HistogramMetricFamily(prefix + name, text, labels=list(self._labels))

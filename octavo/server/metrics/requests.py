@@ -111,6 +111,11 @@ class RequestRecord:
             self._times = output.times
             self._preemptions = max(self._preemptions, output.num_preemptions)
 
+    def observe_whole(self, times: RequestTimes | None, *, cached: int, preemptions: int) -> None:
+        """A request that ends with its prompt has been answered."""
+        self._reasons[0] = FinishReason.STOP.value
+        self._times, self._cached, self._preemptions = times, cached, preemptions
+
     def _follow(self, index: int, now: float) -> None:
         last = self._last.get(index)
         if last is not None:
@@ -130,7 +135,7 @@ class RequestRecord:
         metrics.observe("request_max_num_generation_tokens", max(self._tokens))
         metrics.observe("request_prefill_kv_computed_tokens", len(self._request.tokens) - self._cached)
         metrics.observe("request_params_n", params.n)
-        if params.max_tokens is not None:
+        if params.max_tokens is not None and not self._request.prompt_only:
             metrics.observe("request_params_max_tokens", params.max_tokens)
         metrics.observe("request_num_preemptions", self._preemptions)
         if self._times is not None:

@@ -18,7 +18,7 @@ from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.openai.generation import Job, UsageCounter, prepare, run
-from octavo.server.openai.logprobs import LogprobWriter
+from octavo.server.openai.logprobs import LogprobWriter, tokens_as_ids
 from octavo.server.openai.messages import render
 from octavo.server.openai.protocol import ChatBody
 from octavo.server.openai.reply import Reply
@@ -44,7 +44,7 @@ async def chat_completions(ctx: ServerContext, request: Request) -> Response:
     reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(body, chat=True, strict=ctx.config.strict_params))
     chat = await prepare_chat(ctx, body, reply.id)
     params = chat.job.request.params
-    writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids))
+    writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=tokens_as_ids(ctx, body))
     if body.streamed:
         return EventStream(_stream(ctx, chat, reply, writer))
     return json_response(await until_disconnect(request.receive, _whole(ctx, chat, reply, writer)))
@@ -75,7 +75,7 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        options=_template_options(body),
+        options=_template_options(ctx, body),
         template=body.chat_template,
         tools=use.offered if use else (),
     )
@@ -99,8 +99,8 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
     return Chat(job, plan, body.include_reasoning is not False)
 
 
-def _template_options(body: ChatBody) -> dict[str, Any]:
-    options = dict(body.chat_template_kwargs or {})
+def _template_options(ctx: ServerContext, body: ChatBody) -> dict[str, Any]:
+    options = ctx.config.default_chat_template_kwargs | (body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":

@@ -17,7 +17,7 @@ from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.openai.generation import Job, UsageCounter, collect, prepare, run
-from octavo.server.openai.logprobs import EchoedPrompt, LogprobWriter
+from octavo.server.openai.logprobs import EchoedPrompt, LogprobWriter, tokens_as_ids
 from octavo.server.openai.protocol import CompletionBody
 from octavo.server.openai.reply import Reply
 from octavo.server.openai.responses import Completion, CompletionChoice
@@ -34,7 +34,7 @@ async def completions(ctx: ServerContext, request: Request) -> Response:
     reply = Reply.of(ctx, request, body, "cmpl-", check_extras(body, chat=False, strict=ctx.config.strict_params))
     params = completion_params(ctx, body)
     jobs = await _prepare(ctx, body, reply, params)
-    writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids))
+    writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=tokens_as_ids(ctx, body))
     if body.streamed:
         return EventStream(_stream(ctx, jobs, reply, writer, body))
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))

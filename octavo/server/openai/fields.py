@@ -108,7 +108,7 @@ Content = Annotated[
 PromptItem = str | list[int]
 
 
-def _prompts(value: Any) -> list[PromptItem]:
+def _prompts(value: Any, name: str = "prompt") -> list[PromptItem]:
     """One entry a prompt: its text or its token ids."""
     if isinstance(value, str):
         return [value]
@@ -120,9 +120,9 @@ def _prompts(value: Any) -> list[PromptItem]:
         if all(isinstance(one, list) and _all_ints(one) for one in value):
             return value
     if value == []:
-        raise InvalidRequestError("prompt must not be empty.")
+        raise InvalidRequestError(f"{name} must not be empty.")
     raise InvalidRequestError(
-        "prompt must be a string, a list of strings, a list of token ids or a list of such lists."
+        f"{name} must be a string, a list of strings, a list of token ids or a list of such lists."
     )
 
 
@@ -131,17 +131,15 @@ def _all_ints(values: list[Any]) -> bool:
 
 
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
-Prompts = Annotated[
-    list[Any],
-    BeforeValidator(_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                _TOKENS,
-                {"type": "array", "items": _TOKENS},
-            ]
-        }
-    ),
-]
+_PROMPTS_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}},
+            _TOKENS,
+            {"type": "array", "items": _TOKENS},
+        ]
+    }
+)
+Prompts = Annotated[list[Any], BeforeValidator(_prompts), _PROMPTS_SCHEMA]
+Inputs = Annotated[list[Any], BeforeValidator(lambda value: _prompts(value, "input")), _PROMPTS_SCHEMA]

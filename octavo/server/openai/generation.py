@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 from msgspec import UNSET
 
@@ -17,6 +17,8 @@ from octavo.server.errors import ApiError
 from octavo.server.merge import merge
 from octavo.server.openai.protocol import GenerationBody
 from octavo.server.openai.responses import CachedTokens, CompletionTokens, Usage
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,7 +62,14 @@ async def prepare(
 
 def run(ctx: ServerContext, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of all jobs as they come, each with its job's number. Closing it aborts what is not done."""
-    return merge([_tracked(ctx, job) for job in jobs])
+    sources = [_tracked(ctx, number, job) for number, job in enumerate(jobs)]
+    return sources[0] if len(sources) == 1 else _merged(sources)
+
+
+async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    async with aclosing(merge(sources)) as items:
+        async for _, item in items:
+            yield item
 
 
 async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput]:
@@ -72,7 +81,7 @@ async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput
     return [last[number] for number in range(len(jobs))]
 
 
-async def _tracked(ctx: ServerContext, job: Job) -> AsyncGenerator[RequestOutput, None]:
+async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     ctx.admission.enter(job.request)
     record = ctx.metrics.requests.begin(job.request)
     active = ctx.lifecycle.active
@@ -85,7 +94,7 @@ async def _tracked(ctx: ServerContext, job: Job) -> AsyncGenerator[RequestOutput
                 ctx.admission.begun(job.request)
                 if any(choice.finish_reason == "error" for choice in output.outputs):
                     raise ApiError(500, "The engine could not finish this request; send it again.")
-                yield output
+                yield number, output
     finally:
         active.discard(job.request.id)
         ctx.admission.leave(job.request)

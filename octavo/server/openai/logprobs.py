@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from octavo.core.output import CompletionOutput, Logprob
+from octavo.server.context import ServerContext
+from octavo.server.openai.protocol import GenerationBody
 from octavo.server.openai.responses import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -21,6 +23,12 @@ EchoedPrompt = Sequence[tuple[int, dict[int, Logprob] | None]]
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON can't say."""
+
+
+def tokens_as_ids(ctx: ServerContext, body: GenerationBody) -> bool:
+    """Whether tokens are written as `token_id:<id>`: as the request says, or else the server's setting."""
+    given = body.return_tokens_as_token_ids
+    return ctx.config.return_tokens_as_token_ids if given is None else given
 
 
 class LogprobWriter:

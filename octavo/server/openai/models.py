@@ -27,4 +27,4 @@ def retrieve_model(ctx: ServerContext, name: str) -> Response:
 
 def _card(ctx: ServerContext, name: str) -> ModelCard:
     info = ctx.frontend.info
-    return ModelCard(id=name, created=ctx.started, root=info.name, max_model_len=info.max_model_len)
+    return ModelCard(id=name, created=ctx.started, root=info.name, max_model_len=info.max_model_len, tasks=info.tasks)

@@ -209,6 +209,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    tasks: list[str]
     permission: list[str] = msgspec.field(default_factory=list)
 
 

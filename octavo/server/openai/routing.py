@@ -38,6 +38,9 @@ class Routed:
         self._calls = 0
 
     def take(self, choice: CompletionOutput) -> News:
+        if self._router.transparent:
+            finish = choice.finish_reason
+            return News(choice.text, finish=None if finish is None else self._finish(finish))
         thinking = self._router.in_reasoning
         news = News()
         pieces = self._router.push(choice.text)

@@ -32,7 +32,7 @@ async def tokenize(ctx: ServerContext, request: Request) -> Response:
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            options=body.chat_template_kwargs,
+            options=ctx.config.default_chat_template_kwargs | (body.chat_template_kwargs or {}),
         )
     tokens = await _encode(ctx, text, bool(special))
     strings = [ctx.frontend.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from html import escape
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -37,7 +38,9 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
     """The page, with links that hold behind a proxy too."""
     root = request.scope.get("root_path", "")
     model = ctx.model_names[0]
-    curl = curl_example(str(request.base_url).rstrip("/"), model, needs_key=bool(ctx.config.api_keys))
+    generates = "generate" in ctx.frontend.info.tasks
+    base = str(request.base_url).rstrip("/")
+    curl = curl_example(base, model, needs_key=bool(ctx.config.api_keys), generates=generates)
     paths = ["/v1/models", "/health", "/metrics", "/version"]
     if ctx.config.enable_docs:
         paths = ["/docs", "/openapi.json", *paths]
@@ -56,8 +59,11 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
     return Response(page, media_type="text/html")
 
 
-def curl_example(base_url: str, model: str, *, needs_key: bool) -> str:
-    """A command that asks the server something."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+def curl_example(base_url: str, model: str, *, needs_key: bool, generates: bool = True, uds: str | None = None) -> str:
+    """A command that asks the server something, through the socket file `uds` if that is where it listens."""
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    path, asked = ("chat/completions", asked) if generates else ("embeddings", {"input": "The capital of France"})
+    body = json.dumps({"model": model, **asked})
     key = " -H 'Authorization: Bearer '\"$OCTAVO_API_KEY\"" if needs_key else ""
-    return f"curl {base_url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    socket = f"--unix-socket {shlex.quote(uds)} " if uds else ""
+    return f"curl {socket}{base_url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

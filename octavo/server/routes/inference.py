@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.anthropic import messages as anthropic
+from octavo.server.anthropic import models as anthropic_models
+from octavo.server.anthropic.errors import speaks_anthropic
 from octavo.server.anthropic.protocol import CountBody, MessagesBody
 from octavo.server.context import ServerContext
 from octavo.server.openai import chat, completions, models, tokens
@@ -71,12 +73,15 @@ def inference_routes(ctx: ServerContext) -> APIRouter:
         return await tokens.detokenize(ctx, request)
 
     async def list_models(request: Request) -> Response:
-        """The names under which the model is served."""
-        return models.list_models(ctx)
+        """The names under which the model is served; for Anthropic's clients in their form."""
+        return anthropic_models.list_models(ctx) if speaks_anthropic(request.scope) else models.list_models(ctx)
 
     async def retrieve_model(request: Request) -> Response:
         """One of them."""
-        return models.retrieve_model(ctx, request.path_params["model_id"])
+        name = request.path_params["model_id"]
+        if speaks_anthropic(request.scope):
+            return anthropic_models.retrieve_model(ctx, name)
+        return models.retrieve_model(ctx, name)
 
     def post(path: str, endpoint: Any, body: Any, tag: str) -> None:
         router.add_api_route(path, endpoint, methods=["POST"], tags=[tag], openapi_extra=describe(body))

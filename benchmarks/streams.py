@@ -1,0 +1,276 @@
+"""What the API process costs: many streams at once from an engine core that only pretends.
+
+    python benchmarks/streams.py                     # all parts, about two minutes; results/streams.json
+
+The core (`octavo.engine.stub`) gives every stream a token at every step, over the real wire. The server is the real
+one with a real tokenizer, pinned to one CPU; core and client share another. A chunk is one event of a streamed chat.
+
+Parts and their bars:
+    capacity  1,000 streams, more than it can keep up with: chunks a second, and for each second of CPU time; bar 20,000
+    latency   1,000 streams at half that rate: time from the core's step to the client's `recv`
+    stalled   the same with 100 more clients that never read: the others' p99 changes by less than 10 %
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+
+RESULTS = Path(__file__).with_name("results") / "streams.json"
+WORDS = 4000
+
+
+def tokens_of(tokenizer: Any) -> dict[str, int]:
+    """Text -> token, for tokens that are a word by themselves."""
+    found: dict[str, int] = {}
+    for token in range(300, tokenizer.vocab_size):
+        text = tokenizer.token_bytes(token).decode("utf-8", "replace")
+        if text[1:].isalpha() and text[0] == " " and text.isascii() and len(text) < 8:
+            found.setdefault(text, token)
+        if len(found) == WORDS:
+            break
+    return found
+
+
+def serve(step_s: float, crowd: int, port: int, log: str) -> int:
+    """The server process."""
+    from octavo.config import ServerConfig
+    from octavo.engine.client import CoreClient
+    from octavo.engine.fake import fake_info
+    from octavo.engine.process import CoreProcess
+    from octavo.engine.stub import Stub
+    from octavo.hub.resolve import resolve
+    from octavo.server.run import run_server
+    from octavo.text.frontend import Frontend
+    from octavo.text.model_text import load_text
+
+    text = load_text(resolve("smollm2"))
+    info = fake_info(name="stub", vocab_size=text.tokenizer.vocab_size, max_model_len=1_000_000, max_num_seqs=2048)
+    stub = Stub(info, tuple(tokens_of(text.tokenizer).values()), step_s, aligned=True, crowd=crowd, log=log)
+
+    @contextlib.asynccontextmanager
+    async def open_frontend() -> AsyncIterator[Frontend]:
+        process = CoreProcess("octavo.engine.stub", stub)
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(process.pid, cpus[1:] or cpus)
+        os.sched_setaffinity(0, cpus[:1])
+        client = await CoreClient.start(process)
+        try:
+            yield Frontend(client, text.tokenizer, client.info, chat=text.chat)
+        finally:
+            await client.close()
+
+    return run_server(open_frontend, ServerConfig(port=port, log_stats_interval_s=0))
+
+
+class Server:
+    """The server process, from the outside."""
+
+    def __init__(self, step_s: float, crowd: int) -> None:
+        self.log = tempfile.NamedTemporaryFile(suffix=".steps")  # noqa: SIM115
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port: int = sock.getsockname()[1]
+        command = [sys.executable, __file__, "--serve", str(step_s), str(crowd), str(self.port), self.log.name]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)) as sock:
+                sock.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+                if b"200" in sock.recv(4096):
+                    return
+            if self.process.poll() is not None:
+                raise SystemExit("the server did not start")
+            time.sleep(0.1)
+
+    def cpu_s(self) -> float:
+        """CPU time of the process so far, all threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def memory(self) -> int:
+        """Resident bytes."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def stop(self) -> list[float]:
+        """End it; the times of the core's steps."""
+        self.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(30)
+        return [float(line) for line in Path(self.log.name).read_text().splitlines()]
+
+
+def open_stream(port: int, *, tiny: bool = False) -> socket.socket:
+    sock = socket.socket()
+    if tiny:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", port))
+    body = {"messages": [{"role": "user", "content": "Tell me."}], "stream": True, "max_tokens": 900_000}
+    data = json.dumps(body).encode()
+    sock.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(data) + data
+    )
+    return sock
+
+
+class Reader:
+    """Reads all streams; notes when the chunks of some of them came."""
+
+    def __init__(self, socks: list[socket.socket], sampled: int) -> None:
+        self._selector = selectors.EpollSelector()
+        self._sampled = set(socks[:sampled])
+        self.silent = set(socks)
+        self.chunks = 0
+        self.seen: list[tuple[float, str]] = []
+        for sock in socks:
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def read(self, seconds: float) -> None:
+        """Count chunks for so long."""
+        end = time.monotonic() + seconds
+        sampled, seen = self._sampled, self.seen
+        while (now := time.monotonic()) < end:
+            for key, _ in self._selector.select(end - now):
+                sock: socket.socket = key.fileobj  # type: ignore[assignment]
+                data = sock.recv(1 << 18)
+                if not data:
+                    raise SystemExit("the server closed a stream")
+                self.chunks += data.count(b"data: ")
+                self.silent.discard(sock)
+                if sock in sampled:
+                    moment = time.monotonic()
+                    for part in data.split(b'"content":"')[1:]:
+                        seen.append((moment, part.partition(b'"')[0].decode()))
+
+    def forget(self) -> None:
+        self.chunks, self.seen = 0, []
+
+
+def measure(
+    step_s: float, streams: int, seconds: float, *, stalled: int = 0, words: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """One run; rates over `seconds`, and latencies if `words` (text -> number) are given."""
+    server = Server(step_s, streams + stalled)
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[1:] or cpus)
+    try:
+        quiet = [open_stream(server.port, tiny=True) for _ in range(stalled)]
+        socks = [open_stream(server.port) for _ in range(streams)]
+        reader = Reader(socks, streams // 10 if words else 0)
+        while reader.silent:
+            reader.read(0.5)
+        reader.read(2.0)
+        reader.forget()
+        cpu, began = server.cpu_s(), time.monotonic()
+        reader.read(seconds)
+        cpu, wall = server.cpu_s() - cpu, time.monotonic() - began
+        memory = server.memory()
+        for sock in [*socks, *quiet]:
+            sock.close()
+    finally:
+        steps = server.stop()
+    figures: dict[str, Any] = {
+        "streams": streams,
+        "stalled": stalled,
+        "step_ms": step_s * 1e3,
+        "seconds": round(wall, 2),
+        "chunks": reader.chunks,
+        "chunks_per_s": round(reader.chunks / wall),
+        "api_cpu_s": round(cpu, 2),
+        "chunks_per_cpu_s": round(reader.chunks / cpu),
+        "api_memory_mib": round(memory / 2**20),
+    }
+    if words:
+        figures |= latencies(reader.seen, steps, words)
+    return figures
+
+
+def latencies(seen: list[tuple[float, str]], steps: list[float], words: dict[str, int]) -> dict[str, Any]:
+    """Milliseconds from the step that made a token to its arrival."""
+    found = []
+    for moment, text in seen:
+        place = words.get(text)
+        if place is None:
+            continue
+        made = max((steps[k] for k in range(place, len(steps), len(words)) if steps[k] <= moment), default=None)
+        if made is not None:
+            found.append((moment - made) * 1e3)
+    cuts = statistics.quantiles(found, n=1000)
+    return {
+        "samples": len(found),
+        "latency_ms": {"p50": round(cuts[499], 2), "p90": round(cuts[899], 2), "p99": round(cuts[989], 2)},
+    }
+
+
+def words_of_model() -> dict[str, int]:
+    """Text -> the number of the step that says it."""
+    from octavo.hub.resolve import resolve
+    from octavo.text.model_text import load_text
+
+    return {text: number for number, text in enumerate(tokens_of(load_text(resolve("smollm2")).tokenizer))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", nargs=4, metavar=("STEP", "CROWD", "PORT", "LOG"), help=argparse.SUPPRESS)
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--parts", nargs="+", default=["capacity", "latency", "stalled"])
+    parser.add_argument("--runs", type=int, default=3, help="of the parts latency and stalled, interleaved")
+    args = parser.parse_args()
+    if args.serve:
+        step_s, crowd, port, log = args.serve
+        sys.exit(serve(float(step_s), int(crowd), int(port), log))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
+    results: dict[str, Any] = {"machine": describe()}
+    cpus = sorted(os.sched_getaffinity(0))
+    words = words_of_model()
+    if "capacity" in args.parts:
+        results["capacity"] = run(args.streams / 30_000, args.streams, args.seconds, cpus)
+    half = args.streams / 10_000
+    for _ in range(args.runs):
+        for part, stalled in (("latency", 0), ("stalled", 100)):
+            if part in args.parts:
+                results.setdefault(part, []).append(
+                    run(half, args.streams, args.seconds, cpus, stalled=stalled, words=words)
+                )
+    if {"latency", "stalled"} <= set(args.parts):
+        plain, with_stalled = (median_p99(results[part]) for part in ("latency", "stalled"))
+        results["p99_change"] = round(with_stalled / plain - 1, 3)
+        print(f"p99 {plain} ms, with 100 stalled readers {with_stalled} ms: {results['p99_change']:+.1%} (bar 10 %)")
+    if set(args.parts) == {"capacity", "latency", "stalled"}:
+        RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def run(step_s: float, streams: int, seconds: float, cpus: list[int], **options: Any) -> dict[str, Any]:
+    """One run, printed; this process keeps off the server's CPU."""
+    os.sched_setaffinity(0, cpus)
+    figures = measure(step_s, streams, seconds, **options)
+    print(json.dumps(figures), flush=True)
+    return figures
+
+
+def median_p99(runs: list[dict[str, Any]]) -> float:
+    return statistics.median(run["latency_ms"]["p99"] for run in runs)
+
+
+if __name__ == "__main__":
+    main()

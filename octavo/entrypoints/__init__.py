@@ -1,0 +1,1 @@
+"""Modules at the paths where users of other servers start theirs."""

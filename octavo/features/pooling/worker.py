@@ -1,0 +1,160 @@
+"""`PoolingWorker`: the worker half. It makes vectors of hidden states, in float32, on the device that computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.core.pooling import Activation, Pooled, PoolingParams
+from octavo.device.transfer import Download, upload
+from octavo.features.pooling.engine import Span
+from octavo.models.model import Encoding, Model
+from octavo.nn.step import StepInput
+from octavo.worker.hooks import Findings, WorkerHook
+
+_UNUSABLE = "The model produced no usable vector (NaN or infinite) for this request."
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """One slot's request, and what is kept of the chunks of its prompt that were computed: the sum of their states [H],
+    the state of the first token [H], or all of them."""
+
+    params: PoolingParams
+    kept: Tensor | None = None
+    parts: list[Tensor] = field(default_factory=list)
+
+
+class PoolingWorker(WorkerHook):
+    """Rows that want the same are pooled together, in a handful of operations."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._prompts: dict[int, _Prompt] = {}
+        self._decode = msgspec.msgpack.Decoder(PoolingParams).decode
+
+    def attach(self, model: Model | Encoding) -> None:
+        self._model = model
+
+    def add(self, slot: int, options: msgspec.Raw | None) -> None:
+        """A prompt begins in this slot, anew if it was preempted."""
+        self._prompts.pop(slot, None)
+        if options is not None:
+            self._prompts[slot] = _Prompt(self._decode(options))
+
+    def after_forward(self, hidden: Tensor, payload: Sequence[Span]) -> Findings | None:
+        groups: dict[PoolingParams, list[Span]] = {}
+        for span in payload:
+            asked = self._prompts[span.slot].params
+            groups.setdefault(msgspec.structs.replace(asked, segment=None), []).append(span)
+        found: list[tuple[Span, Download, int | None]] = []
+        for params, spans in groups.items():
+            if params.task == "token_embed":
+                for span in spans:
+                    found += self._tokens(hidden, span, params)
+            else:
+                ending = [span for span in spans if span.ends]
+                vectors = self._vectors(hidden, spans, params)
+                if ending:
+                    sent = Download(self._finish(vectors, params))
+                    found += [(span, sent, place) for place, span in enumerate(ending)]
+        return (lambda: _findings(found)) if found else None
+
+    def _vectors(self, hidden: Tensor, spans: list[Span], params: PoolingParams) -> Tensor:
+        """[N, H] float32 of the N spans that end; what the others leave to their next chunk is kept."""
+        if params.pooling == "mean":
+            vectors = self._sums(hidden, spans)
+        else:
+            last = params.pooling == "last"
+            places = [span.start + (span.count - 1 if last else 0) for span in spans]
+            vectors = self._states(hidden, np.asarray(places))
+        ending = []
+        for place, span in enumerate(spans):
+            prompt = self._prompts[span.slot]
+            if prompt.kept is not None:
+                vectors[place] = prompt.kept + vectors[place] if params.pooling == "mean" else prompt.kept
+            if span.ends:
+                ending.append(place)
+            elif params.pooling != "last":
+                prompt.kept = vectors[place].clone()
+        if len(ending) < len(spans):
+            vectors = vectors[upload(np.asarray(ending, dtype=np.int64), hidden.device)]
+        if params.pooling != "mean":
+            return vectors
+        lengths = [span.first + span.count for span in spans if span.ends]
+        return vectors / upload(np.asarray(lengths, dtype=np.float32)[:, None], hidden.device)
+
+    def _sums(self, hidden: Tensor, spans: list[Span]) -> Tensor:
+        """[len(spans), H]: over each span's tokens."""
+        counts = np.asarray([span.count for span in spans])
+        states = hidden
+        if counts.sum() < len(hidden):
+            starts = np.asarray([span.start for span in spans])
+            offsets = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+            states = hidden[upload(np.repeat(starts, counts) + offsets, hidden.device)]
+        states = self._model.final(states).float()
+        return torch.segment_reduce(states, "sum", lengths=upload(counts, hidden.device), axis=0)
+
+    def _states(self, hidden: Tensor, places: np.ndarray) -> Tensor:
+        return self._model.final(hidden[upload(places, hidden.device)]).float()
+
+    def _tokens(self, hidden: Tensor, span: Span, params: PoolingParams) -> list[tuple[Span, Download, int | None]]:
+        prompt = self._prompts[span.slot]
+        states = self._model.final(hidden[span.start : span.start + span.count]).float()
+        prompt.parts.append(self._finish(states, params))
+        return [(span, Download(torch.cat(prompt.parts)), None)] if span.ends else []
+
+    def _finish(self, vectors: Tensor, params: PoolingParams) -> Tensor:
+        if params.task == "classify":
+            vectors = self._model.classify(vectors).float()
+        if params.dimensions is not None:
+            vectors = vectors[:, : params.dimensions]
+        return _activated(vectors, params.activation)
+
+
+class SegmentedPoolingWorker(PoolingWorker):
+    """For encoders, some of which want to know which of two texts a token belongs to."""
+
+    def before_forward(self, step: StepInput, payload: Sequence[Span] | None) -> None:
+        split = [
+            (span, segment)
+            for span in payload or ()
+            if (segment := self._prompts[span.slot].params.segment) is not None
+        ]
+        if not split:
+            return
+        types = np.zeros(step.num_tokens, dtype=np.int64)
+        for span, segment in split:
+            types[span.start + segment : span.start + span.count] = 1
+        step.token_types = upload(types, step.device)
+
+
+def _activated(vectors: Tensor, activation: Activation) -> Tensor:
+    match activation:
+        case "normalize":
+            return F.normalize(vectors, dim=-1)
+        case "sigmoid":
+            return vectors.sigmoid()
+        case "softmax":
+            return vectors.softmax(-1)
+    return vectors
+
+
+def _findings(found: list[tuple[Span, Download, int | None]]) -> tuple[Mapping[int, bytes], Mapping[int, str]]:
+    """By row; `place` is the row of what was downloaded, None for all of it."""
+    made: dict[int, bytes] = {}
+    errors: dict[int, str] = {}
+    for span, sent, place in found:
+        values = sent.wait().numpy().astype("<f4", copy=False)
+        mine = values if place is None else values[place]
+        if np.isfinite(mine).all():
+            made[span.row] = msgspec.msgpack.encode(Pooled(list(mine.shape), mine.tobytes()))
+        else:
+            errors[span.row] = _UNUSABLE
+    return made, errors

@@ -1,0 +1,172 @@
+"""How a checkpoint wants its vectors made: sentence-transformers' files, the model's config, and the user's word.
+
+Format: https://sbert.net/docs/sentence_transformer/usage/custom_models.html (modules.json names a folder each).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.core.pooling import Activation, PoolerInfo, Pooling
+from octavo.hub.files import ModelFiles
+from octavo.hub.json_file import read_json, read_json_if_there
+
+_MODULES = "modules.json"
+_KINDS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last", "lasttoken": "last"}
+_FLAGS: Mapping[str, str] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_SETTINGS = "pooling_type, seq_pooling_type, normalize, use_activation, is_matryoshka, matryoshka_dimensions"
+
+
+def is_sentence_transformer(files: ModelFiles) -> bool:
+    """Whether the checkpoint says itself that it is there for embeddings."""
+    return files.format == "safetensors" and (files.path / _MODULES).is_file()
+
+
+def max_sequence_length(files: ModelFiles) -> int | None:
+    """Tokens up to which the authors of a sentence-transformers model meant it to be used, if they said so."""
+    if not is_sentence_transformer(files):
+        return None
+    names = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
+    for name in (*names, "sentence_xlm-roberta_config.json"):
+        value = read_json_if_there(files.path / name).get("max_seq_length")
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def pooler_of(
+    files: ModelFiles, override: Mapping[str, Any], *, size: int, default: Pooling, labels: int = 0
+) -> PoolerInfo:
+    """The model's way to make vectors.
+
+    Args:
+        override: the setting `pooler_config`.
+        size: elements of a hidden state.
+        default: the pooling of a checkpoint that says nothing.
+        labels: outputs of its classification head.
+
+    Raises:
+        ConfigError: the checkpoint or the override asks for what Octavo can't do.
+        ModelFileError: a file of the checkpoint is corrupt.
+    """
+    pooling, normalize = default, True
+    if is_sentence_transformer(files):
+        pooling, normalize = _from_modules(files.path, stated="pooling_type" in override, default=default)
+    chosen = _checked(override)
+    return PoolerInfo(
+        pooling=chosen.get("pooling", pooling),
+        normalize=chosen.get("normalize", normalize),
+        size=size,
+        matryoshka=chosen.get("matryoshka", _matryoshka(files.config, size)),
+        labels=_labels(files.config, labels),
+        activation=_head_activation(files, labels),
+    )
+
+
+def _from_modules(folder: Path, *, stated: bool, default: Pooling) -> tuple[Pooling, bool]:
+    """Pooling and normalisation. `stated`: the user has chosen the pooling, so the checkpoint's need not be known."""
+    try:
+        modules = json.loads((folder / _MODULES).read_bytes())
+        kinds = [(str(module["type"]).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        raise ModelFileError(f"{folder / _MODULES} is corrupt: {exc}. Download the file again.") from exc
+    pooling, normalize = default, False
+    for kind, path in kinds:
+        match kind:
+            case "Transformer":
+                pass
+            case "Pooling":
+                pooling = pooling if stated else _pooling_mode(folder / path / "config.json")
+            case "Normalize":
+                normalize = True
+            case _:
+                raise ConfigError(
+                    f"{folder / _MODULES} puts a module {kind} behind the model, which Octavo does not have; it has "
+                    "Transformer, Pooling and Normalize. Take another model."
+                )
+    return pooling, normalize
+
+
+def _pooling_mode(path: Path) -> Pooling:
+    config = read_json(path)
+    mode = config.get("pooling_mode")
+    modes = [str(mode)] if mode else [name for flag, name in _FLAGS.items() if config.get(flag)]
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        raise ConfigError(
+            f"{path} pools by {' and '.join(modes) or 'nothing'}; Octavo knows mean, cls and last, one of them at a "
+            'time. Take another model, or choose one with --pooler-config \'{"pooling_type": "MEAN"}\', which gives '
+            "other vectors than the model was trained for."
+        )
+    return _KINDS[modes[0]]
+
+
+def _checked(override: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's settings under our names.
+
+    Raises:
+        ConfigError: an unknown name or value.
+    """
+    chosen: dict[str, Any] = {}
+    for name, value in override.items():
+        match name:
+            case "pooling_type" | "seq_pooling_type" if str(value).lower() in _KINDS:
+                chosen["pooling"] = _KINDS[str(value).lower()]
+            case "normalize" | "use_activation" if isinstance(value, bool):
+                chosen["normalize"] = value
+            case "is_matryoshka" if isinstance(value, bool):
+                chosen.setdefault("matryoshka", [] if value else None)
+            case "matryoshka_dimensions" if _are_sizes(value):
+                chosen["matryoshka"] = sorted(value)
+            case "pooling_type" | "seq_pooling_type":
+                raise ConfigError(f"--pooler-config: {name} is MEAN, CLS or LAST, not {value!r}.")
+            case "normalize" | "use_activation" | "is_matryoshka" | "matryoshka_dimensions":
+                wanted = "a list of whole numbers" if name == "matryoshka_dimensions" else "true or false"
+                raise ConfigError(f"--pooler-config: {name} is {wanted}, not {value!r}.")
+            case _:
+                raise ConfigError(f"--pooler-config has no setting {name!r}; it has {_SETTINGS}.")
+    return chosen
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int and one > 0 for one in value)
+
+
+def _matryoshka(config: Mapping[str, Any], size: int) -> list[int] | None:
+    dimensions = config.get("matryoshka_dimensions")
+    if _are_sizes(dimensions):
+        return sorted(one for one in cast("list[int]", dimensions) if one <= size)
+    return [] if config.get("is_matryoshka") else None
+
+
+def _labels(config: Mapping[str, Any], count: int) -> list[str]:
+    named = config.get("id2label") or {}
+    return [str(named.get(str(i), f"LABEL_{i}")) for i in range(count)]
+
+
+def _head_activation(files: ModelFiles, labels: int) -> Activation:
+    """What a cross-encoder's authors put behind its head; else as Transformers' pipelines choose."""
+    nested = files.config.get("sentence_transformers") or {}
+    stated = nested.get("activation_fn") or files.config.get("sbert_ce_default_activation_function")
+    if stated is not None:
+        kind = str(stated).rpartition(".")[2].lower()
+        known: dict[str, Activation] = {"identity": "none", "sigmoid": "sigmoid", "softmax": "softmax"}
+        if kind not in known:
+            raise ConfigError(f"The model's config asks for the activation {stated}; Octavo has {', '.join(known)}.")
+        return known[kind]
+    if files.config.get("problem_type") == "regression":
+        return "none"
+    if not labels:
+        return "none"
+    several = files.config.get("problem_type") == "multi_label_classification"
+    return "sigmoid" if labels == 1 or several else "softmax"

@@ -1,0 +1,1 @@
+"""Models that read a whole text at once, in both directions, and make vectors or labels of it."""

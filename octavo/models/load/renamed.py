@@ -1,0 +1,54 @@
+"""Checkpoints whose tensors bear other names than the model asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+
+from torch import Tensor
+
+from octavo.models.load.checkpoint import Checkpoint, Index
+from octavo.nn.weights import Blocks, TensorSpec
+
+
+class RenamedCheckpoint:
+    """`source`, each of whose tensors is known under `rename(its name)`."""
+
+    def __init__(self, source: Checkpoint, rename: Callable[[str], str]) -> None:
+        self.origin = source.origin
+        self._source = source
+        self._stored = {rename(name): name for name in source.names()}
+
+    def names(self) -> Set[str]:
+        return self._stored.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._source.shape(self._stored[name])
+
+    def blocks(self, name: str) -> Blocks | None:
+        return self._source.blocks(self._stored[name])
+
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
+        return self._source.tensor(self._stored[name], spec, index)
+
+
+def with_root(checkpoint: Checkpoint, root: str) -> Checkpoint:
+    """The checkpoint with names that begin with `root.`, as it has them unless it holds the bare model only."""
+    names = checkpoint.names()
+    if not names or any(name.startswith(f"{root}.") for name in names):
+        return checkpoint
+    return RenamedCheckpoint(checkpoint, lambda name: name if name.startswith("lm_head.") else f"{root}.{name}")
+
+
+def with_modern_norms(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with `weight` and `bias` of norms, which the oldest ones call gamma and beta."""
+    if not any(name.endswith((".gamma", ".beta")) for name in checkpoint.names()):
+        return checkpoint
+    return RenamedCheckpoint(checkpoint, _modern)
+
+
+def _modern(name: str) -> str:
+    place, _, last = name.rpartition(".")
+    return f"{place}.{ {'gamma': 'weight', 'beta': 'bias'}.get(last, last) }"

@@ -1,0 +1,62 @@
+"""Attention of whole sequences in which every token sees all others, or those near it; nothing is cached.
+
+The batch is ragged and stays so: sequences of one length are computed together, and none is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.device.transfer import upload
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences of one length. `tokens` [count * length] int64 are their places in the batch."""
+
+    tokens: Tensor
+    count: int
+    length: int
+
+
+def groups_of(lengths: Sequence[int], device: torch.device) -> list[Group]:
+    """The groups of a batch whose sequences lie one after the other."""
+    counts = np.asarray(lengths, dtype=np.int64)
+    starts = counts.cumsum() - counts
+    groups = []
+    for length in np.unique(counts):
+        places = starts[counts == length][:, None] + np.arange(length)
+        groups.append(Group(upload(places.ravel(), device), len(places), int(length)))
+    return groups
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], reach: int | None = None) -> Tensor:
+    """softmax(q kᵀ / sqrt(head_dim)) v within each sequence.
+
+    Args:
+        q, k, v: [T, heads, head_dim].
+        reach: a token sees those at most so many places away; None for all.
+
+    Returns:
+        [T, heads, head_dim].
+    """
+    out = torch.empty_like(q)
+    for group in groups:
+        shape = (group.count, group.length, *q.shape[1:])
+        heads = [x[group.tokens].view(shape).transpose(1, 2) for x in (q, k, v)]
+        mask = _band(group.length, reach, q.device) if reach is not None and reach < group.length - 1 else None
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        out[group.tokens] = attended.transpose(1, 2).reshape(-1, *q.shape[1:])
+    return out
+
+
+def _band(length: int, reach: int, device: torch.device) -> Tensor:
+    """[length, length], true where two places are near enough."""
+    places = torch.arange(length, device=device)
+    return (places[:, None] - places).abs() <= reach

@@ -1,0 +1,47 @@
+"""`connection_class`: one HTTP connection, whose client has to read what it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger("octavo.server")
+
+
+def connection_class(unread_timeout_s: float, closed: Callable[[], None]) -> type[HttpToolsProtocol]:
+    """Uvicorn's protocol, with an end to waiting.
+
+    What can't be sent is bounded: a response is not asked for more while 64 KiB of it wait. If the client takes none of
+    them for `unread_timeout_s` seconds, the connection is closed, and `closed` is told. An orderly end would wait for
+    the client, too, so this is an abrupt one.
+    """
+
+    class Connection(HttpToolsProtocol):
+        _unread: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(unread_timeout_s, self._drop)
+
+        def resume_writing(self) -> None:
+            self._watch_no_more()
+            super().resume_writing()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._watch_no_more()
+            super().connection_lost(exc)
+
+        def _drop(self) -> None:
+            closed()
+            logger.warning("A client has read nothing for %.0f s; its connection is closed.", unread_timeout_s)
+            self.transport.abort()
+
+        def _watch_no_more(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
+
+    return Connection

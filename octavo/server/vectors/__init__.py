@@ -1,0 +1,1 @@
+"""Requests that are answered with vectors, labels and scores instead of text."""

@@ -1,0 +1,113 @@
+"""What clients may send: OpenAI's embeddings, Cohere's and Jina's rerank, and what servers of this ecosystem add."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from octavo.core.errors import InvalidRequestError
+from octavo.server.openai.fields import Inputs, Int
+
+
+def _texts(value: Any) -> list[str] | None:
+    """One text, or a list of them."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return value
+    raise InvalidRequestError("must be a string or a list of strings.")
+
+
+def _document(value: Any) -> Any:
+    """A text, or an object with one."""
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        return value["text"]
+    if isinstance(value, str):
+        return value
+    raise InvalidRequestError("must be a string, or an object with a string in its field 'text'.")
+
+
+Texts = Annotated[list[str] | None, BeforeValidator(_texts)]
+Document = Annotated[str, BeforeValidator(_document)]
+
+
+class VectorBody(BaseModel):
+    """What all of them have in common. `truncate_prompt_tokens` is -1 for as many tokens as the model takes."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = None
+    user: str | None = None
+    priority: Int | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Fields that are not declared."""
+        return self.model_extra or {}
+
+
+class EmbeddingBody(VectorBody):
+    """`POST /v1/embeddings`. `normalize` has the model's own way unless it is given; `use_activation` is the same."""
+
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+
+class PoolingBody(EmbeddingBody):
+    """`POST /pooling`: what a `task` makes of each input; a vector of each token unless it is said."""
+
+    task: Literal["embed", "token_embed", "classify"] | None = None
+
+
+class ClassifyBody(VectorBody):
+    """`POST /classify`."""
+
+    input: Inputs
+    use_activation: bool | None = None
+
+
+class ScoreBody(VectorBody):
+    """`POST /score`: one text with each of many, or pair by pair. Either of the pairs of names will do."""
+
+    text_1: Texts = None
+    text_2: Texts = None
+    queries: Texts = None
+    documents: Texts = None
+    data_1: Texts = None
+    data_2: Texts = None
+
+    def sides(self) -> tuple[tuple[list[str], list[str]], tuple[str, str]]:
+        """The texts, and the names of the fields that they came in.
+
+        Raises:
+            InvalidRequestError: no pair of fields is complete.
+        """
+        for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")):
+            first, second = getattr(self, names[0]), getattr(self, names[1])
+            if first is not None and second is not None:
+                return (first, second), names
+            if first is not None or second is not None:
+                lacking = names[0] if first is None else names[1]
+                raise InvalidRequestError(f"{lacking} is required; add it to the request.", param=lacking)
+        raise InvalidRequestError("text_1 and text_2 are required; add them to the request.", param="text_1")
+
+
+class RerankBody(VectorBody):
+    """`POST /rerank`: documents in the order of their relevance to a query. `top_n` of 0 means all."""
+
+    query: str
+    documents: Annotated[list[Document], Field(min_length=1)]
+    top_n: Annotated[Int, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Annotated[Int, Field(ge=1)] | None = None

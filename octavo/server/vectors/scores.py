@@ -1,0 +1,73 @@
+"""`POST /score` and `POST /rerank`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.body import parse_body
+from octavo.server.context import ServerContext
+from octavo.server.errors import json_response
+from octavo.server.vectors.answers import RerankDocument, Reranking, RerankItem, ScoreItem, Scores
+from octavo.server.vectors.protocol import RerankBody, ScoreBody, VectorBody
+from octavo.server.vectors.work import Reply, check_count, compute, in_thread_if_long, preparation, usage_of
+from octavo.text.pooling import Pair
+from octavo.text.scoring import ScorePlan, paired, plan_scores
+
+
+async def score(ctx: ServerContext, request: Request) -> Response:
+    """How well texts go together, one with each of many, or pair by pair."""
+    body = await parse_body(request, ScoreBody, ctx.config.max_body_bytes)
+    reply = Reply.of(ctx, request, body, "score-")
+    (first, second), names = body.sides()
+    for texts, name in zip((first, second), names, strict=True):
+        check_count(ctx, len(texts), name)
+    plan = await _plan(ctx, body, reply, paired(first, second, names), names[1])
+    found = plan.scores(await compute(ctx, request, plan.requests))
+    answer = Scores(
+        id=reply.id,
+        created=reply.created,
+        model=reply.model,
+        data=[ScoreItem(index=place, score=value) for place, value in enumerate(found)],
+        usage=usage_of(plan.requests),
+        warnings=reply.warnings,
+    )
+    return json_response(answer)
+
+
+async def rerank(ctx: ServerContext, request: Request) -> Response:
+    """Documents in the order of their relevance to a query, the best first."""
+    body = await parse_body(request, RerankBody, ctx.config.max_body_bytes)
+    reply = Reply.of(ctx, request, body, "rerank-")
+    check_count(ctx, len(body.documents), "documents")
+    if body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = body.max_tokens_per_doc
+    pairs = [(body.query, document) for document in body.documents]
+    plan = await _plan(ctx, body, reply, pairs, "documents")
+    found = plan.scores(await compute(ctx, request, plan.requests))
+    best = sorted(range(len(found)), key=lambda place: -found[place])[: body.top_n or None]
+    shown = body.return_documents is not False
+    items = [
+        RerankItem(
+            index=place,
+            relevance_score=found[place],
+            document=RerankDocument(body.documents[place]) if shown else UNSET,
+        )
+        for place in best
+    ]
+    answer = Reranking(
+        id=reply.id, model=reply.model, results=items, usage=usage_of(plan.requests), warnings=reply.warnings
+    )
+    return json_response(answer)
+
+
+async def _plan(ctx: ServerContext, body: VectorBody, reply: Reply, pairs: Sequence[Pair], param: str) -> ScorePlan:
+    prepare = preparation(ctx, body, reply)
+
+    def work() -> ScorePlan:
+        return plan_scores(pairs, ctx.frontend.pooling, lambda prompt, params: prepare(prompt, params, param=param))
+
+    return await in_thread_if_long([text for pair in pairs for text in pair], work)

@@ -1,0 +1,179 @@
+"""One HTTP request's way through the engine: its inputs prepared, counted, computed together, and released."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.core.pooling import Pooled, PooledOutput, PoolingParams
+from octavo.core.request import BACKGROUND, GenerateRequest
+from octavo.server.body import require
+from octavo.server.context import ServerContext, engine_id
+from octavo.server.errors import ApiError
+from octavo.server.merge import merge
+from octavo.server.stream import until_disconnect
+from octavo.server.vectors.answers import VectorUsage
+from octavo.server.vectors.protocol import VectorBody
+from octavo.text.pooling import Pair, PoolingFailedError, pool
+from octavo.text.prepare import Prompt
+
+T = TypeVar("T")
+
+LONG_TEXT = 16_384
+"""Characters from which inputs are tokenised in a thread, so that streams of others need not wait for it."""
+
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "messages": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "instruction": (None, ""),
+    "mm_processor_kwargs": (None, {}),
+    "rank_fields": (None, []),
+    "softmax": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What is the same in every answer."""
+
+    id: str
+    created: int
+    model: str
+    warnings: list[str] | UnsetType
+
+    @classmethod
+    def of(cls, ctx: ServerContext, request: Request, body: VectorBody, prefix: str) -> Reply:
+        """Checks that the model is served and the body has nothing that can't be had."""
+        warnings = _extras(body, strict=ctx.config.strict_params)
+        own = body.request_id or request.state.request_id
+        return cls(
+            id=own if own.startswith(prefix) else prefix + own,
+            created=int(time.time()),
+            model=ctx.check_model(body.model),
+            warnings=warnings or UNSET,
+        )
+
+
+def preparation(ctx: ServerContext, body: VectorBody, reply: Reply) -> Callable[..., GenerateRequest]:
+    """`PoolingPreparer.prepare` with what the body says for all its inputs."""
+
+    def prepare(prompt: Prompt | Pair, params: PoolingParams, *, param: str = "input") -> GenerateRequest:
+        return ctx.frontend.pooling.prepare(
+            prompt,
+            params,
+            request_id=engine_id(reply.id),
+            priority=BACKGROUND if ctx.background else body.priority or 0,
+            namespace=body.cache_salt or "",
+            add_special_tokens=body.add_special_tokens is not False,
+            truncate=body.truncate_prompt_tokens,
+            side=body.truncation_side or "right",
+            param=param,
+        )
+
+    return prepare
+
+
+async def prepare_inputs(
+    ctx: ServerContext, body: VectorBody, reply: Reply, inputs: Sequence[Any], params: PoolingParams
+) -> list[GenerateRequest]:
+    """A request for each input; errors name its place if there are several."""
+    check_count(ctx, len(inputs), "input")
+    prepare = preparation(ctx, body, reply)
+
+    def work() -> list[GenerateRequest]:
+        made = []
+        for number, one in enumerate(inputs):
+            try:
+                made.append(prepare(one, params))
+            except InvalidRequestError as exc:
+                if len(inputs) > 1 and exc.param in (None, "input"):
+                    raise InvalidRequestError(exc.message, param=f"input.{number}", value=exc.value) from None
+                raise
+        return made
+
+    return await in_thread_if_long(inputs, work)
+
+
+async def in_thread_if_long(texts: Sequence[Any], work: Callable[[], T]) -> T:
+    """The result of `work`, which tokenises the texts."""
+    if sum(len(text) for text in texts) > LONG_TEXT:
+        return await asyncio.to_thread(work)
+    return work()
+
+
+def check_count(ctx: ServerContext, count: int, param: str) -> None:
+    """Refuses more inputs than the server takes in one request."""
+    limit = ctx.config.max_inputs
+    require(
+        count <= limit,
+        param,
+        f"{count} entries",
+        f"{param} must have at most {limit} entries on this server (--max-inputs), got {count}.",
+    )
+
+
+async def compute(ctx: ServerContext, request: Request, jobs: Sequence[GenerateRequest]) -> list[Pooled]:
+    """The results in the jobs' order. If the client leaves, or one fails, the others are aborted."""
+    done: dict[int, Pooled] = {}
+
+    async def collect() -> list[Pooled]:
+        async with aclosing(merge([_tracked(ctx, job) for job in jobs])) as outputs:
+            async for number, output in outputs:
+                done[number] = output.pooled
+        return [done[number] for number in range(len(jobs))]
+
+    return await until_disconnect(request.receive, collect())
+
+
+def usage_of(jobs: Sequence[GenerateRequest]) -> VectorUsage:
+    total = sum(len(job.tokens) for job in jobs)
+    return VectorUsage(total, total)
+
+
+async def _tracked(ctx: ServerContext, job: GenerateRequest) -> AsyncGenerator[PooledOutput, None]:
+    ctx.admission.enter(job)
+    record = ctx.metrics.requests.begin(job)
+    active = ctx.lifecycle.active
+    active.add(job.id)
+    try:
+        output = await pool(ctx.frontend.engine, job)
+        record.observe_whole(output.times, cached=output.num_cached_tokens, preemptions=output.num_preemptions)
+        yield output
+    except PoolingFailedError as exc:
+        raise ApiError(500, str(exc)) from exc
+    finally:
+        active.discard(job.id)
+        ctx.admission.leave(job)
+        record.end()
+
+
+def _extras(body: VectorBody, *, strict: bool) -> list[str]:
+    """Warnings about fields that nobody knows, which are refused if `strict`.
+
+    Raises:
+        InvalidRequestError: nobody knows a field, and that is not let pass.
+        UnsupportedError: a known parameter asks for something that this version does not do.
+    """
+    warnings = []
+    for name, value in body.extra.items():
+        if name in _KNOWN:
+            if not any(value == one and type(value) is type(one) for one in _KNOWN[name]):
+                raise UnsupportedError(
+                    f"{name} is not supported by this version; leave it out.", param=name, value=value
+                )
+        elif strict:
+            raise InvalidRequestError(f"{name} is not a parameter that this server knows.", param=name, value=value)
+        else:
+            warnings.append(f"The unknown field `{name}` was ignored.")
+    return warnings

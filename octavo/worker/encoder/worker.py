@@ -1,0 +1,64 @@
+"""`EncoderWorker`: one device's share of an engine that serves an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.config import DeviceConfig, ModelConfig
+from octavo.device.base import Device
+from octavo.device.select import select_device
+from octavo.hub.files import ModelFiles
+from octavo.models.encoders.registry import build_encoder, encoder_spec
+from octavo.models.load import open_checkpoint
+from octavo.models.load.renamed import with_modern_norms
+from octavo.models.load.weights import load_weights, wanted_bytes
+from octavo.models.model import Encoding
+from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.onednn import OneDNN, packing_works
+from octavo.worker.encoder.runner import EncoderRunner
+from octavo.worker.hooks import WorkerHook
+
+
+class EncoderWorker:
+    """Built in the order in which memory is taken. Sizes in bytes.
+
+    Raises:
+        ConfigError: device or dtype can't be used here, or the model asks for what Octavo can't do.
+        ModelFileError: the weights are not what the configuration says.
+    """
+
+    def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles) -> None:
+        self.device: Device = select_device(device.device)
+        self.device.setup(device.threads, device.cpu_bind)
+        self.spec = encoder_spec(files.config)
+        # A configuration without a dtype is one of float32.
+        stored = files.config.get("dtype") or files.config.get("torch_dtype") or "float32"
+        self.dtype = self.device.pick_dtype(config.dtype, stored)
+        self._config = config
+        self._files = files
+        self.weight_bytes = 0
+        self._model: Encoding | None = None
+
+    @property
+    def weight_form(self) -> str:
+        """The form in which the weights are kept, in words."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def load(self) -> None:
+        """Build the model and pull its weights."""
+        checkpoint = with_modern_norms(open_checkpoint(self._files, self._config.load_format, self._config.seed))
+        packs = self.device.torch_device.type == "cpu" and packing_works(self.dtype)
+        model = build_encoder(
+            self._files.config,
+            dtype=self.dtype,
+            device=self.device.torch_device,
+            scheme=OneDNN if packs else Unquantised,
+            stored=checkpoint.names(),
+        )
+        self.device.check_fits(wanted_bytes(model), None)
+        self.weight_bytes = load_weights(model, checkpoint, unneeded=model.unneeded).nbytes
+        self._model = model
+
+    def make_runner(self, hooks: Sequence[WorkerHook]) -> EncoderRunner:
+        assert self._model is not None, "the weights must be loaded first"
+        return EncoderRunner(self._model, self.device.torch_device, hooks)

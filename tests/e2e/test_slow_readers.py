@@ -1,0 +1,71 @@
+"""Clients that do not read what they asked for, on real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Server, wait_until
+
+pytestmark = pytest.mark.e2e
+
+STUB = Path(__file__).with_name("stub_server.py")
+LIMIT = 500
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--max-unread-tokens", str(LIMIT), "--unread-timeout", "1")
+    server = Server("", tmp_path_factory.mktemp("stub") / "log", *flags, command=[sys.executable, str(STUB), "0.0001"])
+    try:
+        server.wait_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output(), server.output()
+    finally:
+        server.close()
+
+
+def ask(server: Server, max_tokens: int) -> socket.socket:
+    """A stream on a socket that holds next to nothing."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", server.port))
+    body = json.dumps({"prompt": "Go on", "max_tokens": max_tokens, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    sock.sendall(head.encode() + b"\r\n\r\n" + body)
+    return sock
+
+
+def test_one_that_never_reads_is_given_up_and_costs_the_others_nothing(stub: Server) -> None:
+    with ask(stub, 90_000):
+        wait_until(lambda: stub.metric("octavo:slow_readers_total", outcome="request_ended") == 1, "the limit")
+        wait_until(lambda: stub.metric("octavo:num_requests_running") == 0, "the end of its request")
+        answer = stub.http.post("/v1/completions", json={"prompt": "Go on", "max_tokens": 2000})
+        assert answer.json()["usage"]["completion_tokens"] == 2000
+        wait_until(lambda: stub.metric("octavo:slow_readers_total", outcome="connection_closed") == 1, "the timeout")
+    assert "reads too slowly" in stub.output()
+
+
+def test_one_that_reads_late_gets_what_there_is_and_the_reason(stub: Server) -> None:
+    before = stub.metric("octavo:slow_readers_total", outcome="request_ended")
+    with ask(stub, 90_000) as sock:
+        wait_until(lambda: stub.metric("octavo:slow_readers_total", outcome="request_ended") > before, "the limit")
+        sock.settimeout(30)
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            part = sock.recv(1 << 20)
+            assert part
+            data += part
+    events = [line.removeprefix(b"data: ") for line in data.splitlines() if line.startswith(b"data: ")]
+    assert events[-1] == b"[DONE]"
+    error = json.loads(events[-2])["error"]
+    assert (error["code"], error["type"]) == (408, "RequestTimeoutError")
+    assert "--max-unread-tokens" in error["message"]
+    text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-2])
+    assert len(text) > LIMIT
+    assert ("The quick brown fox jumps over the lazy dog. " * (len(text) // 45 + 1)).startswith(text)

@@ -1,0 +1,171 @@
+"""Encoders and their heads against Transformers, on tiny random checkpoints, through the whole engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toy_tokenizers
+import transformers
+
+from octavo import LLM
+from octavo.core.errors import InvalidRequestError
+
+_BERT = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "max_position_embeddings": 40,
+    "initializer_range": 0.3,
+}
+_DISTIL = {
+    "vocab_size": 61,
+    "dim": 48,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 80,
+    "max_position_embeddings": 40,
+    "initializer_range": 0.3,
+}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bert": (transformers.BertConfig, _BERT),
+    "bert-tanh-gelu": (transformers.BertConfig, {**_BERT, "hidden_act": "gelu_new", "type_vocab_size": 1}),
+    "roberta": (transformers.RobertaConfig, {**_BERT, "max_position_embeddings": 42, "hidden_act": "relu"}),
+    "xlm-roberta": (transformers.XLMRobertaConfig, {**_BERT, "type_vocab_size": 1, "pad_token_id": 0}),
+    "distilbert": (transformers.DistilBertConfig, _DISTIL),
+}
+LENGTHS = (1, 7, 3, 36, 7, 20)
+
+
+def make(family: str, folder: Path, head: str = "", **more: Any) -> Any:
+    """A random checkpoint with a tokenizer; the Transformers model, all of whose numbers matter."""
+    config_class, settings = FAMILIES[family]
+    torch.manual_seed(len(family))
+    config = config_class(**{**settings, **more})
+    auto = transformers.AutoModelForSequenceClassification if head == "labels" else transformers.AutoModel
+    auto = transformers.AutoModelForMaskedLM if head == "masked" else auto
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    toy_tokenizers.bert().save(str(folder / "tokenizer.json"))
+    return model
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, 57, size).tolist() for size in LENGTHS]
+
+
+def states(model: Any, tokens: list[int], **inputs: Any) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), **inputs).last_hidden_state[0].numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Several steps, in which sequences of different and of equal lengths lie side by side."""
+    model = make(family, tmp_path)
+    with LLM(str(tmp_path), max_num_batched_tokens=48, threads=1) as llm:
+        found = llm.encode(prompts(), normalize=False)
+        longest = llm.info.max_model_len
+        steps = llm.stats().num_steps
+    assert steps == 2
+    expected_length = {"roberta": 40, "xlm-roberta": 39}.get(family, 40)
+    assert longest == expected_length
+    for tokens, one in zip(prompts(), found, strict=True):
+        np.testing.assert_allclose(np.array(one.outputs.data), states(model, tokens), atol=2e-5)
+
+
+@pytest.mark.parametrize("pooling", ["MEAN", "CLS", "LAST"])
+def test_pooling_is_what_it_is_called(pooling: str, tmp_path: Path) -> None:
+    model = make("bert", tmp_path)
+    with LLM(str(tmp_path), pooler_config={"pooling_type": pooling}, threads=1) as llm:
+        found = llm.embed(prompts(), normalize=False)
+        unit = llm.embed(prompts())
+    for tokens, one, other in zip(prompts(), found, unit, strict=True):
+        hidden = states(model, tokens)
+        expected = {"MEAN": hidden.mean(0), "CLS": hidden[0], "LAST": hidden[-1]}[pooling]
+        np.testing.assert_allclose(one.outputs.embedding, expected, atol=2e-5)
+        np.testing.assert_allclose(other.outputs.embedding, expected / np.linalg.norm(expected), atol=2e-6)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+@pytest.mark.parametrize("labels", [1, 3])
+def test_heads_equal_those_of_transformers(family: str, labels: int, tmp_path: Path) -> None:
+    model = make(family, tmp_path, head="labels", num_labels=labels)
+    with LLM(str(tmp_path), threads=1) as llm:
+        found = llm.classify(prompts())
+    for tokens, one in zip(prompts(), found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0]
+        expected = logits.sigmoid() if labels == 1 else logits.softmax(-1)
+        np.testing.assert_allclose(one.outputs.probs, expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
+def test_a_cross_encoder_reads_two_texts_as_one(family: str, tmp_path: Path) -> None:
+    """With token types where the model knows more than one; an activation of its authors' choice."""
+    model = make(family, tmp_path, head="labels", num_labels=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = toy_tokenizers.bert()
+    documents = ["ab, cd.", "a", "what is a dog."]
+    with LLM(str(tmp_path), threads=1) as llm:
+        scores = llm.score("the dog", documents)
+        cut = llm.score("abcdefgh", ["ijklmnopq"], truncate_prompt_tokens=11)
+        with pytest.raises(InvalidRequestError, match="maximum context length"):
+            llm.score("a" * 30, "b" * 30)
+    for document, one in zip(documents, scores, strict=True):
+        pair = tokenizer.encode("the dog", document)
+        types = {"token_type_ids": torch.tensor([pair.type_ids])} if family == "bert" else {}
+        assert one.prompt_token_ids == pair.ids
+        with torch.no_grad():
+            expected = model(torch.tensor([pair.ids]), **types).logits.item()
+        assert one.outputs.score == pytest.approx(expected, abs=2e-5)
+    assert cut[0].prompt_token_ids == tokenizer.encode("abcd", "ijkl").ids
+
+
+def test_several_labels_are_no_score(tmp_path: Path) -> None:
+    make("bert", tmp_path, head="labels", num_labels=3)
+    with LLM(str(tmp_path), threads=1) as llm, pytest.raises(InvalidRequestError, match="3 labels"):
+        llm.score("a", "b")
+
+
+@pytest.mark.parametrize("old_norms", [False, True])
+def test_a_checkpoint_for_training_serves_its_encoder(tmp_path: Path, old_norms: bool, caplog: Any) -> None:
+    """Its names have a root, it has a head that nobody needs; the oldest call a norm's weights gamma and beta."""
+    model = make("bert", tmp_path, head="masked")
+    if old_norms:
+        import safetensors.torch
+
+        path = tmp_path / "model.safetensors"
+        tensors = safetensors.torch.load_file(path)
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            renamed = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            tensors[renamed] = tensors.pop(name)
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    with LLM(str(tmp_path), threads=1) as llm:
+        found = llm.encode(prompts(), normalize=False)
+    for tokens, one in zip(prompts(), found, strict=True):
+        np.testing.assert_allclose(np.array(one.outputs.data), states(model.bert, tokens), atol=2e-5)
+    assert "not used" not in caplog.text
+
+
+def test_what_an_encoder_can_not_do_is_said(tmp_path: Path) -> None:
+    make("bert", tmp_path)
+    with LLM(str(tmp_path), threads=1) as llm:
+        for ask in (lambda: llm.generate("a"), lambda: llm.chat([{"role": "user", "content": "a"}])):
+            with pytest.raises(InvalidRequestError, match="makes embeddings and does not generate text"):
+                ask()
+        with pytest.raises(InvalidRequestError, match="no classification head"):
+            llm.classify("a")

@@ -1,0 +1,58 @@
+"""Which cores are chosen, on machines described by folders."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from octavo.core.errors import ConfigError
+from octavo.device.binding import bind, format_cores, parse_cores
+
+
+@pytest.fixture
+def affinity(monkeypatch):
+    """A machine on which this process may use the cores 0 to 7; returns what was set."""
+    chosen: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: chosen.append(set(cores)))
+    return chosen
+
+
+def machine(path, *nodes):
+    for i, cores in enumerate(nodes):
+        (path / f"node{i}").mkdir()
+        (path / f"node{i}" / "cpulist").write_text(cores + "\n")
+    return path
+
+
+def test_lists_are_read_and_written():
+    assert parse_cores("0-3,8") == {0, 1, 2, 3, 8}
+    assert format_cores({8, 0, 1, 2, 3}) == "0-3,8"
+    for text in ("", "a", "3-1", "-1", "1,,2"):
+        with pytest.raises(ValueError):
+            parse_cores(text)
+
+
+def test_auto_takes_the_node_of_which_there_is_most(tmp_path, affinity):
+    bind("auto", machine(tmp_path, "0-2", "3-15", ""))
+    assert affinity == [{3, 4, 5, 6, 7}]
+
+
+def test_one_node_is_left_alone(tmp_path, affinity):
+    bind("auto", machine(tmp_path, "0-7"))
+    bind("auto", tmp_path / "nothing")
+    bind("nobind")
+    assert affinity == []
+
+
+def test_a_list_is_taken_as_it_is(affinity):
+    bind("1,4-5")
+    assert affinity == [{1, 4, 5}]
+
+
+@pytest.mark.parametrize(("text", "words"), [("x", "list of cores like"), ("6-9", "8-9, which this process may not")])
+def test_what_cannot_be_is_refused(affinity, text, words):
+    with pytest.raises(ConfigError, match=words):
+        bind(text)
+    assert affinity == []

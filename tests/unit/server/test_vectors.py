@@ -1,0 +1,226 @@
+"""The routes of vectors, labels and scores, on an engine that plays vectors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+from server_kit import TOKENIZER, VOCAB_SIZE, Answer, Visitor, ask_now, eventually, get_now
+
+from octavo.config import ServerConfig
+from octavo.core.pooling import OPTION, Pooled, PoolerInfo, PoolingParams
+from octavo.core.request import GenerateRequest
+from octavo.engine.fake import FakeEngine, fake_info
+from octavo.server.app import create_app
+from octavo.text.frontend import Frontend
+
+POOLER = PoolerInfo(pooling="mean", normalize=True, size=3, matryoshka=[2])
+
+
+def play(request: GenerateRequest) -> dict[str, bytes]:
+    """How many "a", "b" and other tokens there are; a vector for each token, or the number of tokens as a label."""
+    params = msgspec.msgpack.decode(request.options[OPTION], type=PoolingParams)
+    letters = [TOKENIZER.token_text(token) for token in request.tokens]
+    counts = [float(letters.count("a")), float(letters.count("b")), float(len(letters))]
+    if params.task == "classify":
+        rows = [[float(len(letters)), 1.0]]
+    elif params.task == "token_embed":
+        rows = [[float(token), 0.0, 1.0] for token in request.tokens]
+    else:
+        rows = [counts[: params.dimensions]]
+    shape = [len(rows), len(rows[0])] if params.task == "token_embed" else [len(rows[0])]
+    data = array("f", [value for row in rows for value in row]).tobytes()
+    return {OPTION: msgspec.msgpack.encode(Pooled(shape, data))}
+
+
+def house(config: ServerConfig | None = None, pace: Any = None, **info: Any) -> tuple[Any, FakeEngine]:
+    pooler = info.get("pooler", POOLER)
+    tasks = ["embed", "token_embed", *(["classify"] if pooler and pooler.labels else [])]
+    settings = {"tasks": tasks, "pooler": POOLER, "num_blocks": 0, **info}
+    engine = FakeEngine(
+        lambda request: [], info=fake_info(name="toy", vocab_size=VOCAB_SIZE, **settings), found=play, pace=pace
+    )
+    return create_app(Frontend(engine, TOKENIZER, engine.info), config), engine
+
+
+def post(path: str, body: dict[str, Any], app: Any = None, **info: Any) -> Answer:
+    return ask_now(app or house(**info)[0], path, body)
+
+
+def test_embeddings_come_in_the_order_of_their_inputs() -> None:
+    app, engine = house()
+    body = post("/v1/embeddings", {"model": "toy", "input": ["aab", "b"], "user": "me"}, app).json()
+    assert body["object"] == "list"
+    assert body["id"].startswith("embd-")
+    assert body["model"] == "toy"
+    assert body["data"] == [
+        {"object": "embedding", "index": 0, "embedding": [2.0, 1.0, 3.0]},
+        {"object": "embedding", "index": 1, "embedding": [0.0, 1.0, 1.0]},
+    ]
+    assert body["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+    assert all(request.prompt_only for request in engine.requests)
+    assert "warnings" not in body
+
+
+@pytest.mark.parametrize("given", ["ab", ["ab"], [TOKENIZER.encode("ab")], TOKENIZER.encode("ab")])
+def test_an_input_has_four_forms(given: Any) -> None:
+    assert post("/v1/embeddings", {"input": given}).json()["data"][0]["embedding"] == [1.0, 1.0, 2.0]
+
+
+def test_base64_holds_the_same_numbers() -> None:
+    body = post("/v1/embeddings", {"input": "aab", "encoding_format": "base64", "dimensions": 2}).json()
+    assert array("f", base64.b64decode(body["data"][0]["embedding"])).tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [""]}, "input"),
+        ({"input": ["a", ""]}, "input.1"),
+        ({"input": ["a", 3]}, "input"),
+        ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+        ({"input": "a", "dimensions": 1}, "dimensions"),
+        ({"input": "a", "dimensions": "2"}, "dimensions"),
+        ({"input": "a" * 2000}, "input"),
+        ({"input": "a", "truncate_prompt_tokens": 5000}, "truncate_prompt_tokens"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
+        ({"input": "a", "normalize": True, "use_activation": False}, "use_activation"),
+        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"input": ["a"] * 2049}, "input"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    answer = post("/v1/embeddings", fields)
+    assert answer.status == 400
+    assert answer.error()["param"] == param
+
+
+def test_fields_that_nobody_knows_are_told_of_or_refused() -> None:
+    assert post("/v1/embeddings", {"input": "a", "foo": 1, "endianness": "little"}).json()["warnings"] == [
+        "The unknown field `foo` was ignored."
+    ]
+    strict = house(ServerConfig(strict_params=True))[0]
+    assert post("/v1/embeddings", {"input": "a", "foo": 1}, strict).error()["param"] == "foo"
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    assert post("/v1/embeddings", {"model": "other", "input": "a"}).status == 404
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_come_best_first(path: str) -> None:
+    documents = ["bbbb", {"text": "aa"}, "ab"]
+    body = post(path, {"query": "aa", "documents": documents, "top_n": 2}).json()
+    assert [(one["index"], one["document"]["text"]) for one in body["results"]] == [(1, "aa"), (2, "ab")]
+    assert body["results"][0]["relevance_score"] == pytest.approx(1)
+    assert body["usage"]["total_tokens"] == 2 + 4 + 2
+    assert body["meta"]["api_version"] == {"version": "2"}
+
+
+def test_documents_may_stay_away_from_the_answer() -> None:
+    body = post("/rerank", {"query": "a", "documents": ["b", "a"], "return_documents": False}).json()
+    assert [one["index"] for one in body["results"]] == [1, 0]
+    assert all("document" not in one for one in body["results"])
+
+
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
+def test_scores_of_pairs(names: tuple[str, str]) -> None:
+    body = post("/v1/score", {names[0]: "a", names[1]: ["a", "b"]}).json()
+    assert [one["index"] for one in body["data"]] == [0, 1]
+    assert body["data"][0]["score"] == pytest.approx(1)
+    assert body["data"][1]["score"] == pytest.approx(0.5)
+
+
+def test_a_cross_encoder_scores_by_its_head() -> None:
+    head = PoolerInfo(pooling="cls", normalize=True, size=3, labels=["relevant"], activation="none")
+    app, engine = house(pooler=head)
+    body = post("/score", {"text_1": "ab", "text_2": ["a", "bbb"]}, app).json()
+    assert [one["score"] for one in body["data"]] == [3.0, 5.0]
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {}, "text_1"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": 3}, "text_2"),
+        ("/rerank", {"query": "a"}, "documents"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": [{"txt": "a"}]}, "documents.0"),
+        ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+    ],
+)
+def test_what_is_wrong_with_pairs_is_named(path: str, fields: dict[str, Any], param: str) -> None:
+    answer = post(path, fields)
+    assert answer.status == 400
+    assert answer.error()["param"] == param
+
+
+def test_labels_bear_their_names() -> None:
+    head = PoolerInfo(pooling="cls", normalize=True, size=3, labels=["long", "short"], activation="softmax")
+    body = post("/classify", {"input": ["aaa"]}, pooler=head).json()
+    assert body["data"] == [{"index": 0, "label": "long", "probs": [3.0, 1.0], "num_classes": 2}]
+
+
+def test_pooling_gives_a_vector_for_each_token() -> None:
+    tokens = TOKENIZER.encode("ab")
+    body = post("/pooling", {"input": "ab"}).json()
+    assert body["data"][0]["data"] == [[float(tokens[0]), 0.0, 1.0], [float(tokens[1]), 0.0, 1.0]]
+    assert post("/pooling", {"input": "ab", "task": "embed"}).json()["data"][0]["data"] == [1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+    ],
+)
+def test_text_of_a_model_that_makes_vectors_is_refused_with_the_remedy(path: str, body: dict[str, Any]) -> None:
+    answer = post(path, body)
+    assert answer.status == 400
+    assert "/v1/embeddings" in answer.error()["message"]
+
+
+def test_vectors_of_a_model_that_makes_none_are_refused_with_the_remedy() -> None:
+    answer = post("/v1/embeddings", {"input": "a"}, tasks=["generate"], pooler=None)
+    assert answer.status == 400
+    assert "--runner pooling" in answer.error()["message"]
+
+
+def test_the_card_says_what_the_model_is_for() -> None:
+    app, _ = house()
+    assert get_now(app, "/v1/models").json()["data"][0]["tasks"] == ["embed", "token_embed"]
+    assert "/v1/embeddings" in get_now(app, "/").json()["try"]
+    metrics = get_now(app, "/metrics").body.decode()
+    assert "generation_tokens_total" in metrics
+
+
+def test_a_client_that_leaves_takes_its_requests_along() -> None:
+    async def scene() -> None:
+        gate = asyncio.Event()
+        app, engine = house(pace=gate.wait)
+        visitor = Visitor(app, "/v1/embeddings", {"input": ["a", "b", "ab"]})
+        await eventually(lambda: len(engine.running) == 3)
+        visitor.leaves.set()
+        await visitor.whole()
+        assert len(engine.abandoned) == 3
+        assert not engine.running
+
+    asyncio.run(scene())
+
+
+def test_a_full_queue_refuses_and_counts() -> None:
+    app, _ = house(ServerConfig(max_num_queued_reqs=1), max_num_seqs=1)
+    answer = post("/v1/embeddings", {"input": ["a", "b", "c"]}, app)
+    assert answer.status == 429
+    assert int(answer.headers["retry-after"]) >= 1
