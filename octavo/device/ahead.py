@@ -29,7 +29,8 @@ class Ahead:
         run = JITFunction.run
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-            key = (kernel, *map(_variant, args), *options.items())
+            named = zip(kernel.params, args, strict=False)
+            key = (kernel, *(_variant(param, arg) for param, arg in named), *options.items())
             if key not in self._jobs:
                 self._jobs[key] = self._pool.submit(_compile, run, kernel, [_stand_in(arg) for arg in args], options)
 
@@ -54,12 +55,13 @@ def _compile(run: Callable[..., Any], kernel: Any, args: list[Any], options: dic
         prepare()  # builds the launcher and loads the kernel
 
 
-def _variant(value: Any) -> Any:
+def _variant(param: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if type(value) is int:
-        return "int", value == 1, value % 16 == 0, value.bit_length() > 31
-    return value if isinstance(value, bool | str | torch.dtype | float) else id(value)
+    if type(value) is int and not param.is_constexpr:
+        wide = value.bit_length() > 31
+        return (wide,) if param.do_not_specialize else (wide, value == 1, value % 16 == 0)
+    return value if isinstance(value, bool | int | float | str) else id(value)
 
 
 def _stand_in(value: Any) -> Any:

@@ -22,6 +22,8 @@ from octavo.sampling.state import PreparedParams
 from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
 
 _SLOTS = 80
+"""Rows enough that no context is divided over several programs."""
+_LONG = 8192
 _PENALISED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
 
 
@@ -41,8 +43,9 @@ def compile_ahead(
     ahead = Ahead()
     with ahead.collecting():
         _products(spec, dtype, residual, device)
-        slots = ResidentSlots(_SLOTS, max_model_len, -(-max_model_len // block_size), spec.vocab_size, device)
-        for counts in ([1] * _SLOTS, [1], [1, 9], [2, 2]):
+        slots = ResidentSlots(_SLOTS + 1, max_model_len, -(-max_model_len // block_size), spec.vocab_size, device)
+        long = min(max_model_len - 1, _LONG)
+        for counts in ([1] * _SLOTS, [1], [1, 9], [2, 2], [1] * _SLOTS + [9], [long]):
             step = _step(slots, counts, block_size)
             for window in {*spec.windows}:
                 _attend(spec, dtype, kv_dtype, attention, step, window, block_size)
