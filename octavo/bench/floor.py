@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from octavo.core.info import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine does at best, measured.
+    """What the machine does at best; `device/ceilings.py` measures it.
 
     Attributes:
         bytes_per_s: read and written by a large copy.
@@ -28,39 +25,6 @@ class Ceilings:
 
     def figures(self) -> dict[str, float]:
         return asdict(self)
-
-
-def measure_ceilings(device: str, dtype: str) -> Ceilings:
-    """Takes a moment and, on a GPU, 1 GiB.
-
-    Args:
-        device: "cuda" or "cpu".
-        dtype: the name of a torch dtype.
-    """
-    import torch  # the front of house does without
-
-    gpu = device == "cuda"
-    source = torch.randint(0, 255, (1 << (29 if gpu else 27),), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    size = 8192 if gpu else 1024
-    kind = getattr(torch, dtype)
-    a, b = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
-    wait = torch.cuda.synchronize if gpu else lambda: None
-    copied = _seconds(lambda: target.copy_(source), wait)
-    multiplied = _seconds(lambda: a @ b, wait)
-    return Ceilings(2 * source.numel() / copied, 2 * size**3 / multiplied)
-
-
-def _seconds(run: Callable[[], Any], wait: Callable[[], Any]) -> float:
-    """Median of some runs, after two that don't count."""
-    taken = []
-    for _ in range(9):
-        wait()
-        began = time.perf_counter()
-        run()
-        wait()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[2:])
 
 
 def floor_seconds(lengths: Sequence[tuple[int, int]], info: ModelInfo, ceilings: Ceilings) -> float:

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.floor import floor_seconds, measure_ceilings
+from octavo.bench.floor import floor_seconds
 from octavo.bench.report import percentile, save
 from octavo.cli import units
 from octavo.cli.args import add_engine_settings
-from octavo.cli.offline import fixed_length, open_llm
+from octavo.cli.offline import ceilings_of, fixed_length, open_llm
 from octavo.cli.parser import OctavoParser, say
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
             once()
         latencies = [once() for _ in range(args.num_iters)]
         info = llm.info
-    ceilings = measure_ceilings(info.accelerator, info.dtype)
+    ceilings = ceilings_of(info)
     least = floor_seconds([(args.input_len, args.output_len)] * args.batch_size, info, ceilings)
     print(f"Avg latency: {statistics.fmean(latencies):.4f} seconds")
     for percent in PERCENTILES:

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.floor import floor_seconds, measure_ceilings
+from octavo.bench.floor import floor_seconds
 from octavo.bench.report import save
 from octavo.cli.args import add_engine_settings
 from octavo.cli.bench_data import add_data_flags, make_samples
-from octavo.cli.offline import fixed_length, open_llm
+from octavo.cli.offline import ceilings_of, fixed_length, open_llm
 from octavo.cli.parser import OctavoParser, say
 
 
@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
         seconds = time.perf_counter() - start
         stats, info = llm.stats(), llm.info
     lengths = [(len(output.prompt_token_ids), len(output.outputs[0].token_ids)) for output in outputs]
-    ceilings = measure_ceilings(info.accelerator, info.dtype)
+    ceilings = ceilings_of(info)
     least = floor_seconds(lengths, info, ceilings)
     tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
     tokens_out = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)

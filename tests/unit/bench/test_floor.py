@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.bench.floor import Ceilings, floor_seconds, measure_ceilings
+from octavo.bench.floor import Ceilings, floor_seconds
 from octavo.core.info import ModelInfo
+from octavo.device.ceilings import measure_ceilings
 
 CEILINGS = Ceilings(bytes_per_s=1e9, operations_per_s=1e12)
 INFO = ModelInfo(
@@ -49,7 +50,7 @@ def test_many_rows_are_bound_by_operations():
 
 
 def test_ceilings_are_measured():
-    found = measure_ceilings("cpu", "float32")
+    found = Ceilings(*measure_ceilings("cpu", "float32"))
     assert found.bytes_per_s > 1e8
     assert found.operations_per_s > 1e8
     assert "GB/s" in found.text()

@@ -14,13 +14,12 @@ from triton.runtime.jit import JITFunction
 
 from octavo.device.ahead import Ahead
 
-KERNEL = SimpleNamespace(
-    params=[
-        SimpleNamespace(is_constexpr=False, do_not_specialize=False),
-        SimpleNamespace(is_constexpr=False, do_not_specialize=False),
-        SimpleNamespace(is_constexpr=False, do_not_specialize=True),
-    ]
-)
+
+class Kernel:
+    params = tuple(SimpleNamespace(is_constexpr=False, do_not_specialize=last) for last in (False, False, True))
+
+
+KERNEL = Kernel()
 
 
 @pytest.fixture
