@@ -129,6 +129,11 @@ def _build_encoder(config: EngineConfig, files: ModelFiles, timer: PhaseTimer) -
             f"--runner generate: {files.name} is an encoder ({_architecture(files)}), which makes vectors and can't "
             "generate text. Leave it out, or serve another model."
         )
+    if config.cache.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype {config.cache.kv_cache_dtype}: {files.name} is an encoder ({_architecture(files)}), "
+            "which has no KV cache. Leave it out."
+        )
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
     worker = EncoderWorker(config.model, config.device, files)

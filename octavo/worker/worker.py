@@ -60,7 +60,7 @@ class Worker:
         self.spec: DecoderSpec = spec_of(files.config)
         self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
         self.kv_dtype = kv_dtype(cache.kv_cache_dtype, self.dtype)
-        if is_fp8(self.kv_dtype) and self.device.torch_device.type == "cpu":
+        if is_fp8(self.kv_dtype) and not self.device.resident:
             raise ConfigError(
                 f"--kv-cache-dtype {cache.kv_cache_dtype} needs an NVIDIA GPU (--device cuda): a CPU keeps keys and "
                 "values in the model's dtype. Leave it out."
