@@ -96,6 +96,13 @@ MODEL = (
 CACHE = (
     Flag("block-size", "cache.block_size", "tokens in one block of the KV cache", "16", units.count, metavar="TOKENS"),
     Flag(
+        "kv-cache-dtype",
+        "cache.kv_cache_dtype",
+        "what keys and values are stored in; fp8 (fp8_e4m3) halves their memory on a GPU",
+        "auto",
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    ),
+    Flag(
         "kv-cache-memory-bytes",
         "cache.memory_bytes",
         "size of the KV cache (512MiB, 2G, plain bytes)",
@@ -122,12 +129,19 @@ CACHE = (
 )
 
 SCHEDULING = (
-    Flag("max-num-seqs", "scheduler.max_num_seqs", "sequences that run at once", "256", units.count, metavar="N"),
+    Flag(
+        "max-num-seqs",
+        "scheduler.max_num_seqs",
+        "sequences that run at once",
+        "256; on a GPU 1024",
+        units.count,
+        metavar="N",
+    ),
     Flag(
         "max-num-batched-tokens",
         "scheduler.max_num_batched_tokens",
         "tokens computed in one step; longer prompts are computed in chunks",
-        "2048",
+        "2048; on a GPU 8192",
         units.count,
         metavar="TOKENS",
     ),

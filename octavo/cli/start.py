@@ -64,7 +64,8 @@ def _cache_rows(info: ModelInfo) -> list[tuple[str, str]]:
     if not info.num_blocks:
         return []
     size = f"{info.num_blocks:,} blocks of {info.block_size}, {show_bytes(info.kv_bytes_per_token)} a token"
-    return [("KV cache holds", f"{info.kv_tokens:,} tokens ({size})")]
+    form = f", {info.kv_form}" if info.kv_form else ""
+    return [("KV cache holds", f"{info.kv_tokens:,} tokens ({size}{form})")]
 
 
 def print_memory(info: ModelInfo) -> None:

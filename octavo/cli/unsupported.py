@@ -151,7 +151,6 @@ FLAGS: dict[str, Missing | Needless] = {
     "enable-expert-parallel": _switch("expert parallelism is"),
     "distributed-executor-backend": _value("a distributed executor is", "uni"),
     "quantization": _value("quantized computation is (a GGUF file is dequantized as it loads)", "none", "None", "auto"),
-    "kv-cache-dtype": _value("a KV cache in another dtype than the model's is", "auto"),
     "enable-lora": _switch(_LORA),
     "lora-modules": _value(_LORA),
     "max-loras": _value(_LORA),

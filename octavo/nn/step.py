@@ -29,6 +29,7 @@ class StepInput:
         embeds: [T, H], when something other than the embedding table fed the model.
         token_types: [T] int64, which of several texts in one sequence each token belongs to; None for all the first.
         query_lens: each row's tokens in this step as the host knows them, where reading them off the device would wait.
+        past_lens: each row's tokens before this step, as the host knows them; a hint for the order of work.
     """
 
     input_ids: Tensor
@@ -44,6 +45,7 @@ class StepInput:
     embeds: Tensor | None = None
     table_rows: Tensor | None = None
     query_lens: Sequence[int] | None = None
+    past_lens: Sequence[int] | None = None
     token_types: Tensor | None = None
 
     @property

@@ -370,6 +370,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
         """Take in a step's tokens; the news for their requests, some of which end here."""
         deltas = []
+        self._counters.idle(output.idle_s)
         for row, request in enumerate(self._launched.pop(plan.id)):
             request.inflight -= 1
             if row in output.prompt_logprobs and request.finish is None:

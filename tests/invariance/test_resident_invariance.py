@@ -6,7 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, on few and short requests
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,17 @@ def test_greedy_tokens_are_those_of_the_cpu(name, monkeypatch):
     assert resident(requests(), monkeypatch, **FEATURES[name]) == expected
 
 
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+def test_fp8_keys_and_values(kind, monkeypatch):
+    """The same tokens whatever the depth and the batch; that they are the right ones is for tests/oracle/ to say."""
+    monkeypatch.setattr("octavo.worker.kv_scales._TOKENS", 16)
+    settings = {"kv_cache_dtype": kind, "enable_prefix_caching": False}
+    asked = requests()[: 20 if GPU else 2]
+    expected = resident(asked, monkeypatch, **settings)
+    assert {name: len(tokens) for name, tokens in expected.items()} == {r.id: len(truth()[r.id]) for r in asked}
+    assert resident(asked, monkeypatch, **settings, async_scheduling=False, max_num_seqs=1) == expected
+
+
 def test_drawn_tokens_depend_on_the_request_alone(monkeypatch):
     together = resident(drawn(), monkeypatch)
     alone: dict[str, list[int]] = {}
@@ -277,7 +288,7 @@ class Unrecorded(DecodeGraphs):
 
     replayed: dict[str, int]
 
-    def capture(self, max_rows: int) -> None:
+    def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
         self._reserve(max_rows)
         for size in self._sizes:
             self._graphs[size] = graphs._Size(Again(self, "forward", size), Again(self, "sample", size))

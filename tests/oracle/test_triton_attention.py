@@ -71,12 +71,68 @@ def test_random_batches(trial):
     check(ragged.make_case(rng.randrange(2**31), HALF, rows=rows))
 
 
+@pytest.mark.parametrize("rows", [FEW, MANY, DRAFTS], ids=["few", "many", "drafts"])
+@pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"head_dim": 64}, {"head_dim": 96, "window": 37}, {"head_dim": 32, "soft_cap": 20.0}, {"head_dim": 128}],
+    ids=str,
+)
+def test_from_the_projection(options, kind, rows):
+    """Rows with many queries take this step's keys as they were projected; all others come from the cache."""
+    check_fused(ragged.make_case(fresh_seed(), HALF, heads=(2, 2), block_size=16, **rows, **options), kind)
+
+
+def check_fused(case: ragged.Case, kind: torch.dtype | None) -> None:
+    """Without rotation and norms, which have tests of their own. `kind` is an FP8 cache's dtype."""
+    spec, backend = case.spec, TritonAttention(case.dtype, case.spec)
+    q = case.q(len(case.label))
+    plain = ragged.filled_cache(case, backend, DEVICE)
+    step, _, _ = ragged.prepared(case, backend, q, plain.clone(), DEVICE)
+    scales, cache = None, plain
+    if kind is not None:
+        generator = torch.Generator().manual_seed(1)
+        scales = torch.rand(2, spec.num_kv_heads, generator=generator) / (32 if kind == torch.float8_e4m3fn else 4096)
+        scales += scales.max() / 2
+        cache = (plain.float() / scales.to(DEVICE)[:, :, None, None]).to(kind)
+        few = max(s.queries for s in case.sequences) <= 8
+        for s in case.sequences:
+            rounded = s.length - (0 if few or s.queries == 1 else s.queries)
+            for part, x in enumerate((s.k, s.v)):
+                unit = scales[part][:, None]
+                x[:rounded] = ((x[:rounded].float() / unit).to(kind).float() * unit).to(x.dtype)
+        q = q / 8  # rounding to the case's dtype just now moves scores less
+    parts = [q, *(torch.cat([getattr(s, name)[s.length - s.queries :] for s in case.sequences]) for name in "kv")]
+    qkv = torch.cat(parts, dim=1).to(DEVICE)
+    half = spec.head_dim // 2
+    still = torch.cat([torch.ones(LONGEST, half), torch.zeros(LONGEST, half)], dim=1).to(DEVICE)
+    there = None if scales is None else scales.to(DEVICE)
+    got = backend.rotate_and_attend(qkv, None, still, cache, there, step, spec)
+    assert got.dtype == q.dtype
+    expected = case.expected(q)
+    wrong = (got.cpu().double() - expected).abs() / (1 + expected.abs())
+    limit = ragged.TOLERANCE[case.dtype] * (1 if kind is None else 2)
+    assert bool((wrong <= limit).all()), f"off by {wrong.nan_to_num(torch.inf).max()} with {kind} {case.label}"
+
+
 @pytest.mark.parametrize("splits", [2, 8])
 def test_a_context_in_parts(monkeypatch, splits):
     """Also where some parts are empty, because the context is short."""
     monkeypatch.setattr("octavo.nn.attention.triton.num_splits", lambda *_: splits)
     for rows in (FEW, DRAFTS):
         check(ragged.make_case(fresh_seed(), torch.float32, heads=(2, 2), head_dim=64, block_size=16, **rows))
+
+
+def test_tiles_with_the_most_keys_come_first():
+    case = ragged.make_case(1, HALF, heads=(1, 1), head_dim=64, block_size=16, rows=[(140, 140), (10, 9), (3, 1)])
+    backend = TritonAttention(case.dtype, case.spec)
+    step, _, _ = ragged.prepared(case, backend, case.q(1), device=DEVICE)
+    step.query_lens, step.past_lens = [140, 9, 1], [0, 1, 2]
+    assert backend.prepare(step, 16).many.tiles.cpu().view(-1, 2).tolist() == [[0, 128], [1, 0], [0, 0]]
+    step.past_lens = [0, 5000, 2]
+    launches = backend.prepare(step, 16)
+    assert launches.many.tiles.cpu().view(-1, 2).tolist() == [[1, 0], [0, 128], [0, 0]]
+    assert launches.few.rows.tolist() == [2]
 
 
 def test_padding_rows_are_finite():

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.nn.attention.base import AttentionSpec
-from octavo.nn.attention.triton import TritonAttention
+from octavo.nn.attention.triton import TritonAttention, rotate_and_write
 from octavo.nn.ops import triton_activation, triton_norm
 from octavo.nn.ops.rope import apply_rope
 from octavo.nn.step import StepInput
@@ -83,34 +83,75 @@ def test_silu_mul(generator, dtype, size):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 1, 96), (16, 16, 32)])
 def test_rotate_and_write(generator, dtype, normed, heads, kv_heads, dim):
     """Queries are turned in place, keys and values reach their cells, and nothing else is written."""
-    tokens, page, blocks = 5, 16, 4
-    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
-    backend = TritonAttention(dtype, spec)
-    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
-    angles = torch.randn(50, dim // 2, generator=generator)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    weights = torch.randn(2, dim, generator=generator).to(dtype)
-    positions = torch.randint(0, 50, (tokens,), generator=generator)
-    slots = torch.randperm(page * blocks, generator=generator)[:tokens]
-    slots[2] = -1
-    cache = torch.full(backend.cache_shape(spec, blocks, page), float("nan"), dtype=dtype)
-    there, cache_there = qkv.to(DEVICE, copy=True), cache.to(DEVICE, copy=True)
-    norms = (weights[0].to(DEVICE), weights[1].to(DEVICE), 1e-5) if normed else None
-    backend.rotate_and_write(there, norms, cos_sin.to(DEVICE), cache_there, step(positions, slots))
+    write = Writing(generator, dtype, heads, kv_heads, dim)
+    for kept in (False, True):
+        there, cells = write(normed, dtype, None, kept)
+        assert_close(there[:, :heads], write.q)
+        turned = there[:, heads : heads + kv_heads]
+        if kept:
+            assert_close(turned, write.k)
+        else:
+            assert torch.equal(turned.cpu(), write.qkv[:, heads : heads + kv_heads])
+        assert torch.equal(there[:, heads + kv_heads :].cpu(), write.qkv[:, heads + kv_heads :])
+        for token, cell in cells.items():
+            assert_close(cell[0], write.k[token])
+            assert torch.equal(cell[1].double(), write.v[token])
 
-    q, k, v = qkv.double().split([heads, kv_heads, kv_heads], dim=1)
-    if normed:
-        q, k = plain_norm(q, weights[0]), plain_norm(k, weights[1])
-    q, k = apply_rope(q.clone(), k.clone(), cos_sin.double(), positions)
-    assert_close(there[:, :heads], q)
-    assert torch.equal(there[:, heads:].cpu(), qkv[:, heads:])
-    cells = cache_there.cpu().transpose(2, 3)
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            cell = cells[slot // page, :, slot % page]
-            assert_close(cell[0], k[token])
-            assert torch.equal(cell[1].double(), v[token])
-    assert cells.isnan().sum() == cells.numel() - 4 * 2 * kv_heads * dim
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dim", [64, 96])
+def test_rotate_and_write_fp8(generator, kind, dim):
+    """Each head divided by its scale and rounded to nearest; what is too large becomes the largest number."""
+    write = Writing(generator, torch.float32, 6, 3, dim)
+    scales = torch.rand(2, 3, generator=generator) + 0.01
+    scales[0, 1] = 1e-5 if kind == torch.float8_e5m2 else 1e-3
+    _, cells = write(False, kind, scales, True)
+    largest = torch.finfo(kind).max
+    for token, cell in cells.items():
+        for part, exact in enumerate((write.k, write.v)):
+            wanted = (exact[token].float() / scales[part, :, None]).clamp(-largest, largest).to(kind).float()
+            # The kernel's float32 arithmetic may fall on the other side of a tie.
+            near = (cell[part].float() - wanted).abs() <= wanted.abs() / 4
+            assert bool(near.all())
+            assert (cell[part].float() != wanted).float().mean() < 0.02
+
+
+class Writing:
+    """Random heads with what must come of them in float64, and where they go."""
+
+    def __init__(self, generator, dtype, heads, kv_heads, dim):
+        self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
+        self.qkv = torch.randn(5, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
+        angles = torch.randn(50, dim // 2, generator=generator)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+        self.weights = torch.randn(2, dim, generator=generator).to(dtype)
+        self.positions = torch.randint(0, 50, (5,), generator=generator)
+        self.slots = torch.randperm(64, generator=generator)[:5]
+        self.slots[2] = -1
+
+    def __call__(self, normed, kind, scales, kept):
+        """Runs the kernel: the projection's output afterwards, and each token's cell [2, kv_heads, dim]."""
+        spec = self.spec
+        shape = TritonAttention(self.qkv.dtype, spec).cache_shape(spec, 4, 16)
+        before = torch.full(shape, float("nan")).to(kind)
+        there, cache = self.qkv.to(DEVICE, copy=True), before.to(DEVICE, copy=True)
+        norms = (self.weights[0].to(DEVICE), self.weights[1].to(DEVICE), 1e-5) if normed else None
+        scales = scales if scales is None else scales.to(DEVICE)
+        rotate_and_write(there, norms, self.cos_sin.to(DEVICE), cache, scales, step(self.positions, self.slots), kept)
+
+        q, k, self.v = self.qkv.double().split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if normed:
+            q, k = plain_norm(q, self.weights[0]), plain_norm(k, self.weights[1])
+        self.q, self.k = apply_rope(q.clone(), k.clone(), self.cos_sin.double(), self.positions)
+        after = cache.cpu().transpose(2, 3)
+        written = torch.zeros(4, 16, dtype=torch.bool)
+        cells = {}
+        for token, slot in enumerate(self.slots.tolist()):
+            if slot >= 0:
+                cells[token] = after[slot // 16, :, slot % 16]
+                written[slot // 16, slot % 16] = True
+        assert bool(after.transpose(1, 2)[~written].float().isnan().all())
+        return there, cells
 
 
 def step(positions: torch.Tensor, slots: torch.Tensor) -> StepInput:

@@ -18,6 +18,8 @@ from octavo.nn.weights import Blocks, Wanted, WeightLayer
 
 logger = logging.getLogger(__name__)
 
+# Of keys and values in FP8; read apart from the weights, where the KV cache is in FP8.
+_SCALES = (".k_scale", ".v_scale")
 # Buffers that older checkpoints carry along; they are computed, not learnt.
 _NOT_WEIGHTS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "embeddings.position_ids")
 
@@ -131,7 +133,7 @@ def _present(want: Wanted, checkpoint: Checkpoint) -> bool:
 
 
 def _unread(stored: Set[str], known: Set[str]) -> tuple[str, ...]:
-    return tuple(sorted(name for name in stored if name not in known and not name.endswith(_NOT_WEIGHTS)))
+    return tuple(sorted(name for name in stored if name not in known and not name.endswith(_NOT_WEIGHTS + _SCALES)))
 
 
 def _listed(names: tuple[str, ...], limit: int = 20) -> str:

@@ -29,6 +29,10 @@ class AttentionSpec:
     soft_cap: float | None = None
 
 
+Norms = tuple[Tensor, Tensor, float]
+"""Weights [head_dim] of the queries' and the keys' RMS norms, and their epsilon."""
+
+
 class AttentionBackend(Protocol):
     """Reads and writes one layer's KV cache through block tables. Stateless: state is the cache and `step.attn`."""
 
@@ -52,19 +56,35 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
-class RotatingBackend(Protocol):
-    """A backend that also takes what comes before `write` into the same launch."""
+class FusedBackend(AttentionBackend, Protocol):
+    """A backend that does all there is between a layer's two projections, and knows caches in FP8."""
 
-    def rotate_and_write(
-        self, qkv: Tensor, norms: tuple[Tensor, Tensor, float] | None, cos_sin: Tensor, cache: Tensor, step: StepInput
-    ) -> None:
-        """Normalises (if asked to) and turns queries in place; stores turned keys, and values, in the cache.
+    def rotate_and_attend(
+        self,
+        qkv: Tensor,
+        norms: Norms | None,
+        cos_sin: Tensor,
+        cache: Tensor,
+        scales: Tensor | None,
+        step: StepInput,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Normalises (if asked to) and turns queries and keys, stores keys and values, and attends.
 
         Args:
-            qkv: [T, num_heads + 2 num_kv_heads, head_dim], the last two dimensions contiguous. Its keys stay unchanged.
-            norms: weights [head_dim] of the queries' and the keys' RMS norms, and their epsilon.
+            qkv: [T, num_heads + 2 num_kv_heads, head_dim], the last two dimensions contiguous. What it holds
+                afterwards is undefined.
             cos_sin: [max_position, head_dim] float32, as `apply_rope`.
+            scales: [2, num_kv_heads] float32, of keys and of values, if the cache is in FP8: a stored number times
+                its head's scale is the value.
+
+        Returns:
+            [T, num_heads, head_dim].
         """
+        ...
+
+    def peaks(self, cache: Tensor) -> Tensor:
+        """The largest magnitudes in a cache that is not in FP8: [2, num_kv_heads] float32, of keys and of values."""
         ...
 
 
@@ -73,6 +93,7 @@ class BackendRequest:
     """What a backend is wanted for.
 
     Attributes:
+        kv_dtype: what keys and values are stored in; None is `dtype`.
         block_size: tokens of a KV block.
         isa: the instruction set that kernels compiled for a CPU may use; "auto" is the best there is.
     """
@@ -82,6 +103,7 @@ class BackendRequest:
     spec: AttentionSpec
     block_size: int = 16
     isa: str = "auto"
+    kv_dtype: torch.dtype | None = None
 
 
 class BackendFactory(Protocol):

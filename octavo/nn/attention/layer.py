@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec, RotatingBackend
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend, Norms
 from octavo.nn.step import StepInput
 
 
@@ -13,15 +13,19 @@ class PagedAttention(nn.Module):
     """Stores this step's keys and values, then attends over each row's context.
 
     Attributes:
+        path: where it stands in the model, in the checkpoint's vocabulary.
         spec: what the cache's size and the backend depend on.
         cache: this layer's KV cache, of `backend.cache_shape(spec, ...)`. The worker binds it; empty until then.
+        scales: [2, num_kv_heads] float32 with an FP8 cache, see `FusedBackend`; the worker sets them too.
     """
 
-    def __init__(self, spec: AttentionSpec, backend: AttentionBackend) -> None:
+    def __init__(self, path: str, spec: AttentionSpec, backend: AttentionBackend) -> None:
         super().__init__()
+        self.path = path
         self.spec = spec
         self.backend = backend
         self.cache = torch.empty(0)
+        self.scales: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], to [T, num_heads, head_dim]."""
@@ -29,10 +33,12 @@ class PagedAttention(nn.Module):
         return self.backend.attend(q, self.cache, step, self.spec)
 
     @property
-    def rotating(self) -> RotatingBackend | None:
-        """The backend, if it takes over rotation and norms of heads too."""
-        return self.backend if isinstance(self.backend, RotatingBackend) else None
+    def fused(self) -> bool:
+        """Whether the backend takes over rotation and norms of heads too: `rotated` is then to be called."""
+        return isinstance(self.backend, FusedBackend)
 
-    def attend(self, q: Tensor, step: StepInput) -> Tensor:
-        """`forward` for keys and values that are stored already."""
-        return self.backend.attend(q, self.cache, step, self.spec)
+    def rotated(self, qkv: Tensor, norms: Norms | None, cos_sin: Tensor, step: StepInput) -> Tensor:
+        """`forward` from qkv [T, num_heads + 2 num_kv_heads, head_dim], which is overwritten, as it was projected."""
+        if not isinstance(self.backend, FusedBackend):
+            raise AssertionError(f"{self.backend.name} does not rotate")
+        return self.backend.rotate_and_attend(qkv, norms, cos_sin, self.cache, self.scales, step, self.spec)

@@ -18,6 +18,7 @@ from octavo.native.program import Pool
 from octavo.nn.attention import native
 from octavo.nn.attention.base import AttentionBackend, BackendFactory, BackendRequest
 from octavo.nn.attention.cpu import DTYPES, TorchAttention
+from octavo.nn.attention.kv_dtype import is_fp8
 from octavo.nn.attention.reference import ReferenceAttention
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,14 @@ class Factory:
         return self.make_backend(request)
 
 
+def _fp8_reason(request: BackendRequest) -> str | None:
+    return "stores keys and values in the model's dtype, not in FP8" if is_fp8(request.kv_dtype) else None
+
+
 def _native_reason(request: BackendRequest) -> str | None:
-    reason = native.reason_against(request.device, request.dtype, request.spec, request.block_size)
+    reason = _fp8_reason(request) or native.reason_against(
+        request.device, request.dtype, request.spec, request.block_size
+    )
     if reason is not None:
         return reason
     try:
@@ -70,10 +77,12 @@ def _torch_reason(request: BackendRequest) -> str | None:
         return f"runs on cpu, not on {request.device.type}"
     if request.dtype not in DTYPES:
         return f"computes in {', '.join(map(str, DTYPES))}, not in {request.dtype}"
-    return None
+    return _fp8_reason(request)
 
 
 def _reference_reason(request: BackendRequest) -> str | None:
+    if (reason := _fp8_reason(request)) is not None:
+        return reason
     return None if request.dtype.is_floating_point else f"needs a floating-point dtype, not {request.dtype}"
 
 

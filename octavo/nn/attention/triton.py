@@ -11,11 +11,14 @@ import numpy as np
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.device.transfer import upload_parts
-from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.triton_decode import decode_kernel, merge_kernel
+from octavo.nn.attention.triton_fp8 import PLAIN, form_of, means_of
 from octavo.nn.attention.triton_prefill import prefill_kernel
+from octavo.nn.attention.triton_shapes import decode_shape, prefill_shape
 from octavo.nn.attention.triton_write import rotate_write_kernel, write_kernel
 from octavo.nn.step import StepInput
 
@@ -56,7 +59,7 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, dtype: torch.dtype, spec: AttentionSpec) -> None:
-        self._query_tile, _, _, _ = _prefill_shape(dtype, spec.head_dim)
+        self._query_tile = prefill_shape(dtype, spec.head_dim, 1, torch.device("cpu")).queries
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[block, key or value, head, offset in the block, channel]: one head's part of a block is contiguous."""
@@ -69,7 +72,7 @@ class TritonAttention:
         lens = step.query_lens if step.query_lens is not None else step.query_start.diff().tolist()
         if step.max_query_len <= _MAX_FEW:
             return Launches(Few(None, step.num_rows, _MAX_FEW), None)
-        return self._divide(np.asarray(lens, dtype=np.int32), step.device)
+        return self._divide(np.asarray(lens, dtype=np.int32), step.past_lens or [0] * len(lens), step.device)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         _, heads, dim = k.shape
@@ -88,59 +91,106 @@ class TritonAttention:
             PAGE=cache.shape[3],
         )
 
-    def rotate_and_write(
-        self, qkv: Tensor, norms: tuple[Tensor, Tensor, float] | None, cos_sin: Tensor, cache: Tensor, step: StepInput
-    ) -> None:
-        """See `RotatingBackend`."""
-        tokens, all_heads, dim = qkv.shape
-        kv_heads = cache.shape[2]
-        heads = all_heads - 2 * kv_heads
-        block = min(8, triton.next_power_of_2(kv_heads))
-        grid = (tokens, triton.cdiv(heads, block) + triton.cdiv(kv_heads, block))
-        q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
-        rotate_write_kernel[grid](
-            qkv,
-            q_norm,
-            k_norm,
-            cos_sin,
-            step.positions,
-            step.slot_mapping,
-            cache,
-            eps,
-            qkv.stride(0),
-            *cache.stride()[:4],
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            BLOCK_H=block,
-            HALF=dim // 2,
-            BLOCK_HALF=triton.next_power_of_2(dim // 2),
-            PAGE=cache.shape[3],
-            NORMED=norms is not None,
-            num_warps=2,
-        )
+    def rotate_and_attend(
+        self,
+        qkv: Tensor,
+        norms: Norms | None,
+        cos_sin: Tensor,
+        cache: Tensor,
+        scales: Tensor | None,
+        step: StepInput,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """See `FusedBackend`. Rows with many queries read this step's keys and values where they were projected."""
+        launches: Launches = step.attn
+        rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=launches.many is not None)
+        q, fresh = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :]
+        return attend_parts(q, fresh, cache, scales, step, spec)
 
     def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
-        launches: Launches = step.attn
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if launches.few is not None:
-            _attend_few(q, cache, step, spec, launches.few, out)
-        if launches.many is not None:
-            _attend_many(q, cache, step, spec, launches.many, out)
-        return out
+        return attend_parts(q, None, cache, None, step, spec)
 
-    def _divide(self, lens: np.ndarray, device: torch.device) -> Launches:
+    def peaks(self, cache: Tensor) -> Tensor:
+        """See `FusedBackend`."""
+        return cache.abs().amax((0, 3, 4)).float()
+
+    def _divide(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> Launches:
         """One query goes to the first kernel, more to the second, whose tiles with the most keys come first."""
         single = np.flatnonzero(lens == 1).astype(np.int32)
         tiles = [
             (row, first) for row in np.flatnonzero(lens > 1).tolist() for first in range(0, lens[row], self._query_tile)
         ]
-        tiles.sort(key=lambda tile: -tile[1])
+        tiles.sort(key=lambda tile: -(past[tile[0]] + tile[1]))
         sent_tiles, sent_single = upload_parts([np.asarray(tiles, dtype=np.int32).ravel(), single], device)
         few = Few(sent_single, len(single), 1) if len(single) else None
         return Launches(few, Many(sent_tiles, len(tiles)))
 
 
-def _attend_few(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, few: Few, out: Tensor) -> None:
+def rotate_and_write(
+    qkv: Tensor,
+    norms: Norms | None,
+    cos_sin: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    step: StepInput,
+    kept: bool,
+) -> None:
+    """The first half of `rotate_and_attend`; with `kept` the turned keys are left in `qkv` too."""
+    tokens, all_heads, dim = qkv.shape
+    kv_heads = cache.shape[2]
+    heads = all_heads - 2 * kv_heads
+    block = min(8, triton.next_power_of_2(kv_heads))
+    grid = (tokens, triton.cdiv(heads, block) + triton.cdiv(kv_heads, block))
+    q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
+    form = form_of(cache.dtype)
+    cells = cache if form == PLAIN else cache.view(torch.uint8)
+    rotate_write_kernel[grid](
+        qkv,
+        q_norm,
+        k_norm,
+        cos_sin,
+        step.positions,
+        step.slot_mapping,
+        cells,
+        cos_sin if scales is None else scales,
+        eps,
+        qkv.stride(0),
+        *cells.stride()[:4],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        BLOCK_H=block,
+        HALF=dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(dim // 2),
+        PAGE=cache.shape[3],
+        NORMED=norms is not None,
+        KEPT=kept,
+        FORM=form,
+        num_warps=2,
+    )
+
+
+def attend_parts(
+    q: Tensor, fresh: Tensor | None, cache: Tensor, scales: Tensor | None, step: StepInput, spec: AttentionSpec
+) -> Tensor:
+    """`fresh` [T, 2 num_kv_heads, head_dim] are the step's keys and values, in the rows of the tensor q is part of."""
+    launches: Launches = step.attn
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if launches.few is not None:
+        _attend_few(q, cache, scales, step, spec, launches.few, out)
+    if launches.many is not None:
+        _attend_many(q, fresh, cache, scales, step, spec, launches.many, out)
+    return out
+
+
+def _attend_few(
+    q: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    step: StepInput,
+    spec: AttentionSpec,
+    few: Few,
+    out: Tensor,
+) -> None:
     dim, block_d = spec.head_dim, triton.next_power_of_2(spec.head_dim)
     group = spec.num_heads // spec.num_kv_heads
     splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device)
@@ -150,10 +200,12 @@ def _attend_few(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, 
         part_out = torch.empty(cells * dim, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(cells, dtype=torch.float32, device=q.device)
     rows = few.rows if few.rows is not None else step.query_start
-    tile, warps, stages = _decode_shape(q.dtype, block_d)
+    form, cells = _cells(cache)
+    shape = decode_shape(q.dtype, block_d, form, max(16, triton.next_power_of_2(group * few.queries)))
     decode_kernel[(spec.num_kv_heads, few.count, splits)](
         q,
-        cache,
+        cells,
+        step.seq_lens if scales is None else scales,
         out,
         part_out,
         part_lse,
@@ -164,23 +216,26 @@ def _attend_few(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, 
         step.block_tables,
         *_scales(spec),
         *_two_strides(q),
-        *cache.stride()[:4],
+        *cells.stride()[:4],
         step.block_tables.stride(0),
         splits,
         GROUP=group,
         QUERIES=few.queries,
-        M=max(16, triton.next_power_of_2(group * few.queries)),
+        M=shape.queries,
         D=dim,
         BLOCK_D=block_d,
-        BLOCK_N=tile,
+        BLOCK_N=shape.keys,
         PAGE=cache.shape[3],
         WINDOW=spec.window or 0,
         CAPPED=spec.soft_cap is not None,
         DIVIDED=splits > 1,
         HAS_ROWS=few.rows is not None,
         HAS_TABLE_ROWS=step.table_rows is not None,
-        num_warps=warps,
-        num_stages=stages,
+        FORM=form,
+        MEANS=means_of(q.device),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        maxnreg=shape.registers,
     )
     if splits > 1:
         merge_kernel[(spec.num_heads, few.count * few.queries)](
@@ -199,11 +254,25 @@ def _attend_few(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, 
         )
 
 
-def _attend_many(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, many: Many, out: Tensor) -> None:
-    block_m, block_n, warps, stages = _prefill_shape(q.dtype, spec.head_dim)
+def _attend_many(
+    q: Tensor,
+    fresh: Tensor | None,
+    cache: Tensor,
+    scales: Tensor | None,
+    step: StepInput,
+    spec: AttentionSpec,
+    many: Many,
+    out: Tensor,
+) -> None:
+    form, cells = _cells(cache)
+    shape = prefill_shape(q.dtype, spec.head_dim, step.max_query_len, q.device)
+    bulk = fresh is not None and shape.bulk
     prefill_kernel[(spec.num_heads, many.count)](
         q,
-        cache,
+        q if fresh is None else fresh,
+        _tiles(fresh, shape.keys) if bulk and fresh is not None else q,
+        cells,
+        step.seq_lens if scales is None else scales,
         out,
         many.tiles,
         step.query_start,
@@ -212,39 +281,45 @@ def _attend_many(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec,
         step.block_tables,
         *_scales(spec),
         *_two_strides(q),
-        *cache.stride()[:4],
+        *cells.stride()[:4],
         step.block_tables.stride(0),
         GROUP=spec.num_heads // spec.num_kv_heads,
+        KV_HEADS=spec.num_kv_heads,
         D=spec.head_dim,
         BLOCK_D=triton.next_power_of_2(spec.head_dim),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_M=shape.queries,
+        BLOCK_N=shape.keys,
         PAGE=cache.shape[3],
         WINDOW=spec.window or 0,
         CAPPED=spec.soft_cap is not None,
         HAS_TABLE_ROWS=step.table_rows is not None,
-        num_warps=warps,
-        num_stages=stages,
+        HAS_FRESH=fresh is not None,
+        BULK=bulk,
+        FORM=form,
+        MEANS=means_of(q.device),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        maxnreg=shape.registers,
     )
+
+
+def _tiles(fresh: Tensor, keys: int) -> TensorDescriptor:
+    """The step's keys and values for the copy engine, in tiles of so many tokens of one head."""
+    tokens, heads, dim = fresh.shape
+    return TensorDescriptor(fresh, [tokens, heads * dim], [fresh.stride(0), 1], [keys, dim])
+
+
+def _cells(cache: Tensor) -> tuple[int, Tensor]:
+    """FORM, and the cache as the attending kernels take it."""
+    form = form_of(cache.dtype)
+    return form, cache if form == PLAIN else cache.view(torch.uint16)
 
 
 def num_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
     """Parts of each context, a power of two: enough to fill the chip, none shorter than 256 keys."""
-    wanted = 4 * _multiprocessors(device) // max(programs, 1)
+    wanted = 8 * _multiprocessors(device) // max(programs, 1)
     useful = max_seq_len // 256
     return 1 << max(0, min(wanted, useful, _MAX_SPLITS).bit_length() - 1)
-
-
-def _decode_shape(dtype: torch.dtype, block_d: int) -> tuple[int, int, int]:
-    """(keys a tile, warps, stages): a tile of keys takes at most 16 KiB."""
-    return max(16, min(64, 16384 // (block_d * dtype.itemsize))), 4, 3
-
-
-def _prefill_shape(dtype: torch.dtype, head_dim: int) -> tuple[int, int, int, int]:
-    """(queries a tile, keys a tile, warps, stages)."""
-    if dtype.itemsize == 4:
-        return 32, 32, 4, 1
-    return (128, 128, 8, 3) if head_dim <= 128 else (64, 32, 8, 2)
 
 
 def _scales(spec: AttentionSpec) -> tuple[float, float]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.nn.attention.triton_fp8 import unit, widen
+
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
     q,
     cache,
+    cache_scales,
     out,
     part_out,
     part_lse,
@@ -45,8 +48,14 @@ def decode_kernel(
     DIVIDED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
+    FORM: tl.constexpr,
+    MEANS: tl.constexpr,
 ):
-    """One kv head of one row, and one part of its context. `scale` is the softmax scale times log2(e)."""
+    """One kv head of one row, and one part of its context. `scale` is the softmax scale times log2(e).
+
+    An FP8 cache (FORM, `triton_fp8.py`) comes as 16-bit words, its strides in those, and is computed with in float16:
+    of q, the output and the accumulators, even channels are in the first and odd ones in the second of two tiles.
+    """
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     split = tl.program_id(2)
@@ -65,13 +74,22 @@ def decode_kernel(
     m = tl.arange(0, M)
     query = m // GROUP
     head = kv_head * GROUP + m % GROUP
-    d = tl.arange(0, BLOCK_D)
+    WIDTH: tl.constexpr = BLOCK_D if FORM == 0 else BLOCK_D // 2
+    USED: tl.constexpr = D if FORM == 0 else D // 2
+    d = tl.arange(0, WIDTH)
     m_valid = query < count
-    md_valid = m_valid[:, None] & (d < D)[None, :]
+    md_valid = m_valid[:, None] & (d < USED)[None, :]
     token = (start + query).to(tl.int64)
-    q_tile = tl.load(
-        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=md_valid, other=0.0
-    )
+    q_place = q + token[:, None] * q_token_stride + head[:, None] * q_head_stride
+    value_unit = 1.0
+    if FORM == 0:
+        q_tile = tl.load(q_place + d[None, :], mask=md_valid, other=0.0)
+    else:
+        # A sixteenth keeps queries of any model within float16.
+        q_even = (tl.load(q_place + 2 * d[None, :], mask=md_valid, other=0.0) * 0.0625).to(tl.float16)
+        q_odd = (tl.load(q_place + 2 * d[None, :] + 1, mask=md_valid, other=0.0) * 0.0625).to(tl.float16)
+        scale = scale * 16.0 * unit(FORM, MEANS) * tl.load(cache_scales + kv_head)
+        value_unit = unit(FORM, MEANS) * tl.load(cache_scales + tl.num_programs(0) + kv_head)
     position = seq_len - count + query
 
     first = 0
@@ -84,47 +102,75 @@ def decode_kernel(
 
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, BLOCK_D], tl.float32)
+    acc = tl.zeros([M, WIDTH], tl.float32)
+    acc_odd = tl.zeros([M, WIDTH], tl.float32)
     head_base = cache + kv_head.to(tl.int64) * kv_head_stride
-    for tile in range(begin, end):
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = key < seq_len
-        block = tl.load(table + key // PAGE, mask=inside, other=0)
-        cell = block.to(tl.int64) * block_stride + (key % PAGE) * cell_stride
-        nd_valid = inside[:, None] & (d < D)[None, :]
-        k_tile = tl.load(head_base + cell[:, None] + d[None, :], mask=nd_valid, other=0.0)
-        v_tile = tl.load(head_base + value_stride + cell[:, None] + d[None, :], mask=nd_valid, other=0.0)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-        if CAPPED:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores carry a factor log2(e), which exp2 wants.
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
-            scores = scores * 1.4426950408889634
-        visible = inside[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - safe[:, None])
-        decay = tl.exp2(peak - safe)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
-        peak = new_peak
+    # Tiles that every query sees whole come first and need no masks.
+    plain_end = begin
+    if WINDOW == 0:
+        plain_end = tl.maximum(begin, tl.minimum(end, (seq_len - count + 1) // BLOCK_N))
+    for MASKED in tl.static_range(2):
+        for tile in range(begin if MASKED == 0 else plain_end, plain_end if MASKED == 0 else end):
+            key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            if MASKED == 0:
+                block = tl.load(table + key // PAGE)
+                read = (d < USED)[None, :]
+            else:
+                block = tl.load(table + key // PAGE, mask=key < seq_len, other=0)
+                read = (key < seq_len)[:, None] & (d < USED)[None, :]
+            place = head_base + (block.to(tl.int64) * block_stride + (key % PAGE) * cell_stride)[:, None] + d[None, :]
+            if MASKED == 0 and USED == WIDTH:
+                k_tile = tl.load(place)
+                v_tile = tl.load(place + value_stride)
+            else:
+                k_tile = tl.load(place, mask=read, other=0)
+                v_tile = tl.load(place + value_stride, mask=read, other=0)
+            if FORM == 0:
+                scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+            else:
+                k_even, k_odd = widen(k_tile, FORM, MEANS)
+                scores = tl.dot(q_even, tl.trans(k_even))
+                scores = tl.dot(q_odd, tl.trans(k_odd), scores) * scale
+            if CAPPED:
+                # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores carry a factor log2(e), which exp2 wants.
+                scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
+                scores = scores * 1.4426950408889634
+            if MASKED == 1:
+                visible = key[None, :] <= position[:, None]
+                if WINDOW > 0:
+                    visible = visible & (key[None, :] > position[:, None] - WINDOW)
+                scores = tl.where(visible, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            safe = new_peak if MASKED == 0 else tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - safe[:, None])
+            decay = tl.exp2(peak - safe)
+            total = total * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None]
+            if FORM == 0:
+                acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+            else:
+                v_even, v_odd = widen(v_tile, FORM, MEANS)
+                acc_odd = acc_odd * decay[:, None]
+                acc = tl.dot(weights.to(tl.float16), v_even, acc)
+                acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd)
+            peak = new_peak
 
     whole = tl.where(total > 0, total, 1.0)
-    acc = acc / whole[:, None]
-    if not DIVIDED:
-        target = out + (token * heads + head)[:, None] * D + d[None, :]
-        tl.store(target, acc.to(out.dtype.element_ty), mask=md_valid)
-    else:
-        cell = (item * QUERIES + query).to(tl.int64) * heads + head
-        part = (cell * splits + split)[:, None] * D + d[None, :]
-        held = m_valid & (total > 0)
-        tl.store(part_out + part, acc, mask=held[:, None] & (d < D)[None, :])
-        tl.store(
-            part_lse + cell * splits + split, tl.where(total > 0, peak + tl.log2(whole), float("-inf")), mask=m_valid
-        )
+    share_of_whole = (value_unit / whole)[:, None]
+    cell = (item * QUERIES + query).to(tl.int64) * heads + head
+    STEP: tl.constexpr = 1 if FORM == 0 else 2
+    for odd in tl.static_range(STEP):
+        result = (acc if odd == 0 else acc_odd) * share_of_whole
+        channel = STEP * d + odd
+        if not DIVIDED:
+            target = out + (token * heads + head)[:, None] * D + channel[None, :]
+            tl.store(target, result.to(out.dtype.element_ty), mask=md_valid)
+        else:
+            held = md_valid & (total > 0)[:, None]
+            tl.store(part_out + (cell * splits + split)[:, None] * D + channel[None, :], result, mask=held)
+    if DIVIDED:
+        lse = tl.where(total > 0, peak + tl.log2(whole), float("-inf"))
+        tl.store(part_lse + cell * splits + split, lse, mask=m_valid)
 
 
 @triton.jit(do_not_specialize=["splits"])

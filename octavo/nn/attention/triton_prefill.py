@@ -1,6 +1,8 @@
 """Attention of many queries a row over a paged context, on a GPU (Dao 2023, https://arxiv.org/abs/2307.08691).
 
 A batch is a list of tiles, each some consecutive queries of one row, so that rows of all lengths share one launch.
+Keys come from two places: those of earlier steps from the cache, through the block table; this step's own, if the
+projection's output is at hand, from there, where they lie in order and, unlike in an FP8 cache, are not rounded.
 """
 
 from __future__ import annotations
@@ -8,82 +10,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.nn.attention.triton_fp8 import unit, widen
+
 
 @triton.jit
-def _attend_tiles(
-    begin,
-    end,
-    q_tile,
-    peak,
-    total,
-    acc,
-    head_base,
-    table,
-    position,
-    seq_len,
-    scale,
-    soft_cap,
-    block_stride,
-    value_stride,
-    cell_stride,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Takes the keys of [begin, end) into the running peak, total and output; unmasked ones are seen by all queries."""
-    d = tl.arange(0, BLOCK_D)
-    for first in range(begin, end, BLOCK_N):
-        key = first + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = key < seq_len
-            block = tl.load(table + key // PAGE, mask=inside, other=0)
-        else:
-            block = tl.load(table + key // PAGE)
-        cell = block.to(tl.int64) * block_stride + (key % PAGE) * cell_stride
-        source = head_base + cell[:, None] + d[None, :]
-        if MASKED:
-            valid = inside[:, None] & (d < D)[None, :]
-            k_tile = tl.load(source, mask=valid, other=0.0)
-            v_tile = tl.load(source + value_stride, mask=valid, other=0.0)
-        elif D == BLOCK_D:
-            k_tile = tl.load(source)
-            v_tile = tl.load(source + value_stride)
-        else:
-            k_tile = tl.load(source, mask=(d < D)[None, :], other=0.0)
-            v_tile = tl.load(source + value_stride, mask=(d < D)[None, :], other=0.0)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        if CAPPED:
-            scores = scores * scale
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
-            scores = scores * (1.4426950408889634 / scale)
-        if MASKED:
-            visible = key[None, :] <= position[:, None]
-            if WINDOW > 0:
-                visible = visible & (key[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        else:
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-            safe = new_peak
-        # One fused multiply-add an element: the scale is applied here and not to the scores.
-        weights = tl.exp2(scores * scale - safe[:, None])
-        decay = tl.exp2(peak - safe)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
-        peak = new_peak
-    return peak, total, acc
+def _weigh(scores, visible, peak, total, scale, soft_cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """One tile's softmax weights, the factor by which earlier results shrink, and the new peak and total."""
+    if CAPPED:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); scaled scores carry a factor log2(e), which exp2 wants.
+        scores = scores * scale
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
+        scores = scores * (1.4426950408889634 / scale)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    # One fused multiply-add an element: the scale is applied here and not to the scores.
+    weights = tl.exp2(scores * scale - safe[:, None])
+    decay = tl.exp2(peak - safe)
+    return weights, decay, new_peak, total * decay + tl.sum(weights, 1)
 
 
 @triton.jit
 def prefill_kernel(
     q,
+    fresh,
+    fresh_tiles,
     cache,
+    cache_scales,
     out,
     tiles,
     query_start,
@@ -100,6 +54,7 @@ def prefill_kernel(
     cell_stride,
     table_stride,
     GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -108,10 +63,19 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
+    HAS_FRESH: tl.constexpr,
+    BULK: tl.constexpr,
+    FORM: tl.constexpr,
+    MEANS: tl.constexpr,
 ):
-    """One query head of one tile. `tiles` holds (row, first query within the row) pairs."""
+    """One query head of one tile. `tiles` holds (row, first query within the row) pairs.
+
+    `fresh` [T, KV_HEADS + KV_HEADS, D] are this step's keys and values, in rows of q's stride. An FP8 cache (FORM,
+    `triton_fp8.py`) comes as 16-bit words, its strides in those.
+    """
     head = tl.program_id(0)
     heads = tl.num_programs(0)
+    kv_head = head // GROUP
     row = tl.load(tiles + 2 * tl.program_id(1))
     first_query = tl.load(tiles + 2 * tl.program_id(1) + 1)
     table_row = row
@@ -126,70 +90,102 @@ def prefill_kernel(
     d = tl.arange(0, BLOCK_D)
     valid = (query < count)[:, None] & (d < D)[None, :]
     token = (start + query).to(tl.int64)
-    q_tile = tl.load(q + token[:, None] * q_token_stride + head * q_head_stride + d[None, :], mask=valid, other=0.0)
-    position = seq_len - count + query
+    q_place = q + token[:, None] * q_token_stride + head * q_head_stride
+    q_tile = tl.load(q_place + d[None, :], mask=valid, other=0.0)
+    past = seq_len - count
+    position = past + query
+    # Keys before `seen` are visible to all queries of the tile, those from `end` on to none.
+    seen = past + first_query + 1
+    end = tl.minimum(seq_len, past + first_query + BLOCK_M)
+    begin = 0
+    if WINDOW > 0:
+        seen = 0
+        begin = tl.maximum(past + first_query - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
 
-    first_position = seq_len - count + first_query
-    end = tl.minimum(seq_len, first_position + BLOCK_M)
-    seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
-    head_base = cache + (head // GROUP).to(tl.int64) * kv_head_stride
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin = 0
-    if WINDOW > 0:
-        seen_by_all = 0
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    else:
-        peak, total, acc = _attend_tiles(
-            0,
-            seen_by_all,
-            q_tile,
-            peak,
-            total,
-            acc,
-            head_base,
-            table,
-            position,
-            seq_len,
-            scale,
-            soft_cap,
-            block_stride,
-            value_stride,
-            cell_stride,
-            D,
-            BLOCK_D,
-            BLOCK_N,
-            PAGE,
-            WINDOW,
-            CAPPED,
-            False,
-        )
-        begin = seen_by_all
-    peak, total, acc = _attend_tiles(
-        begin,
-        end,
-        q_tile,
-        peak,
-        total,
-        acc,
-        head_base,
-        table,
-        position,
-        seq_len,
-        scale,
-        soft_cap,
-        block_stride,
-        value_stride,
-        cell_stride,
-        D,
-        BLOCK_D,
-        BLOCK_N,
-        PAGE,
-        WINDOW,
-        CAPPED,
-        True,
-    )
+    WIDTH: tl.constexpr = BLOCK_D if FORM == 0 else BLOCK_D // 2
+    USED: tl.constexpr = D if FORM == 0 else D // 2
+    w = tl.arange(0, WIDTH)
+    paged_scale = scale
+    value_unit = 1.0
+    if FORM > 0:
+        # A sixteenth keeps queries of any model within float16.
+        half_valid = (query < count)[:, None] & (w < USED)[None, :]
+        q_even = (tl.load(q_place + 2 * w[None, :], mask=half_valid, other=0.0) * 0.0625).to(tl.float16)
+        q_odd = (tl.load(q_place + 2 * w[None, :] + 1, mask=half_valid, other=0.0) * 0.0625).to(tl.float16)
+        paged_scale = scale * 16.0 * unit(FORM, MEANS) * tl.load(cache_scales + kv_head)
+        value_unit = unit(FORM, MEANS) * tl.load(cache_scales + KV_HEADS + kv_head)
+        acc_even = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    paged_end = tl.minimum(end, past) if HAS_FRESH else end
+    paged_seen = tl.minimum(seen, paged_end) // BLOCK_N * BLOCK_N
+    head_base = cache + kv_head.to(tl.int64) * kv_head_stride
+    for MASKED in tl.static_range(2):
+        phase_begin = begin if MASKED == 0 else tl.maximum(begin, paged_seen)
+        for first in range(phase_begin, paged_seen if MASKED == 0 else paged_end, BLOCK_N):
+            key = first + tl.arange(0, BLOCK_N)
+            if MASKED == 0:
+                block = tl.load(table + key // PAGE)
+                read = (w < USED)[None, :]
+            else:
+                block = tl.load(table + key // PAGE, mask=key < paged_end, other=0)
+                read = (key < paged_end)[:, None] & (w < USED)[None, :]
+            place = head_base + (block.to(tl.int64) * block_stride + (key % PAGE) * cell_stride)[:, None] + w[None, :]
+            if MASKED == 0 and USED == WIDTH:
+                k_tile = tl.load(place)
+                v_tile = tl.load(place + value_stride)
+            else:
+                k_tile = tl.load(place, mask=read, other=0)
+                v_tile = tl.load(place + value_stride, mask=read, other=0)
+            if FORM == 0:
+                scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            else:
+                k_even, k_odd = widen(k_tile, FORM, MEANS)
+                scores = tl.dot(q_even, tl.trans(k_even))
+                scores = tl.dot(q_odd, tl.trans(k_odd), scores)
+            visible = (key[None, :] < paged_end) & (key[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (key[None, :] > position[:, None] - WINDOW)
+            weights, decay, peak, total = _weigh(scores, visible, peak, total, paged_scale, soft_cap, CAPPED, MASKED)
+            if FORM == 0:
+                acc = acc * decay[:, None]
+                acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+            else:
+                v_even, v_odd = widen(v_tile, FORM, MEANS)
+                acc_even = tl.dot(weights.to(tl.float16), v_even, acc_even * decay[:, None])
+                acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * decay[:, None])
+    if FORM > 0:
+        acc = tl.interleave(acc_even, acc_odd) * value_unit
+
+    if HAS_FRESH:
+        fresh_begin = tl.maximum(begin - past, 0)
+        fresh_end = end - past
+        fresh_seen = tl.maximum(seen - past, 0) // BLOCK_N * BLOCK_N
+        fresh_base = fresh + start.to(tl.int64) * q_token_stride + kv_head * D
+        for MASKED in tl.static_range(2):
+            phase_begin = fresh_begin if MASKED == 0 else tl.maximum(fresh_begin, fresh_seen)
+            for first in range(phase_begin, fresh_seen if MASKED == 0 else fresh_end, BLOCK_N):
+                key = first + tl.arange(0, BLOCK_N)
+                place = fresh_base + (key * q_token_stride)[:, None] + d[None, :]
+                if MASKED == 0 and BULK:
+                    k_tile = fresh_tiles.load([start + first, kv_head * D])
+                    v_tile = fresh_tiles.load([start + first, (KV_HEADS + kv_head) * D])
+                elif MASKED == 0 and D == BLOCK_D:
+                    k_tile = tl.load(place)
+                    v_tile = tl.load(place + KV_HEADS * D)
+                else:
+                    read = (d < D)[None, :] if MASKED == 0 else (key < fresh_end)[:, None] & (d < D)[None, :]
+                    k_tile = tl.load(place, mask=read, other=0.0)
+                    v_tile = tl.load(place + KV_HEADS * D, mask=read, other=0.0)
+                scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+                visible = key[None, :] <= query[:, None]
+                if WINDOW > 0:
+                    visible = visible & (key[None, :] > query[:, None] - WINDOW)
+                weights, decay, peak, total = _weigh(scores, visible, peak, total, scale, soft_cap, CAPPED, MASKED)
+                acc = acc * decay[:, None]
+                acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = out + (token * heads + head)[:, None] * D + d[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=valid)

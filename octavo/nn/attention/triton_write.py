@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.nn.attention.triton_fp8 import narrow
+
 
 @triton.jit
 def write_kernel(
@@ -63,6 +65,7 @@ def rotate_write_kernel(
     positions,
     slot_mapping,
     cache,
+    cache_scales,
     eps,
     token_stride,
     block_stride,
@@ -76,8 +79,13 @@ def rotate_write_kernel(
     BLOCK_HALF: tl.constexpr,
     PAGE: tl.constexpr,
     NORMED: tl.constexpr,
+    KEPT: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Some heads of one token: queries are turned where they are; keys are turned and stored, values stored."""
+    """Some heads of one token: queries are turned where they are; keys are turned and stored, values stored.
+
+    With KEPT, keys are turned where they are too. An FP8 cache (FORM, `triton_fp8.py`) comes as bytes.
+    """
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     i = tl.arange(0, BLOCK_HALF)[None, :]
@@ -95,18 +103,31 @@ def rotate_write_kernel(
         tl.store(place + i, low.to(kind), mask=valid)
         tl.store(place + i + HALF, high.to(kind), mask=valid)
     else:
+        h = (group - QUERY_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        keys = source + (HEADS + h) * (2 * HALF)
+        values = source + (HEADS + KV_HEADS + h) * (2 * HALF)
+        valid = (h < KV_HEADS) & (i < HALF)
+        low, high = _turned(keys, h < KV_HEADS, i, k_norm, cos, sin, eps, HALF, NORMED)
+        if KEPT:
+            tl.store(keys + i, low.to(kind), mask=valid)
+            tl.store(keys + i + HALF, high.to(kind), mask=valid)
         slot = tl.load(slot_mapping + token)
         if slot >= 0:
-            h = (group - QUERY_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-            keys = source + (HEADS + h) * (2 * HALF)
-            values = source + (HEADS + KV_HEADS + h) * (2 * HALF)
-            low, high = _turned(keys, h < KV_HEADS, i, k_norm, cos, sin, eps, HALF, NORMED)
-            valid = (h < KV_HEADS) & (i < HALF)
-            target = cache + slot // PAGE * block_stride + slot % PAGE * cell_stride + h * kv_head_stride + i
-            stored = cache.dtype.element_ty
-            tl.store(target, low.to(stored), mask=valid)
-            tl.store(target + HALF, high.to(stored), mask=valid)
             low_value = tl.load(values + i, mask=valid, other=0.0)
             high_value = tl.load(values + i + HALF, mask=valid, other=0.0)
-            tl.store(target + value_stride, low_value.to(stored), mask=valid)
-            tl.store(target + value_stride + HALF, high_value.to(stored), mask=valid)
+            target = cache + slot // PAGE * block_stride + slot % PAGE * cell_stride + h * kv_head_stride + i
+            if FORM > 0:
+                key_unit = 1.0 / tl.load(cache_scales + h, mask=h < KV_HEADS, other=1.0)
+                value_unit = 1.0 / tl.load(cache_scales + KV_HEADS + h, mask=h < KV_HEADS, other=1.0)
+                tl.store(target, narrow(low * key_unit, FORM), mask=valid)
+                tl.store(target + HALF, narrow(high * key_unit, FORM), mask=valid)
+                low_code = narrow(low_value.to(tl.float32) * value_unit, FORM)
+                high_code = narrow(high_value.to(tl.float32) * value_unit, FORM)
+                tl.store(target + value_stride, low_code, mask=valid)
+                tl.store(target + value_stride + HALF, high_code, mask=valid)
+            else:
+                stored = cache.dtype.element_ty
+                tl.store(target, low.to(stored), mask=valid)
+                tl.store(target + HALF, high.to(stored), mask=valid)
+                tl.store(target + value_stride, low_value.to(stored), mask=valid)
+                tl.store(target + value_stride + HALF, high_value.to(stored), mask=valid)

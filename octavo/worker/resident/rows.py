@@ -87,6 +87,11 @@ class ResidentSlots:
         """The longest sequence of the step once it is computed."""
         return int((self._computed[plan.slots] + plan.num_tokens).max())
 
+    def past_lens(self, plan: StepPlan) -> list[int]:
+        """Of each of the step's rows, the tokens computed before it."""
+        past: list[int] = self._computed[plan.slots].tolist()
+        return past
+
     def sample_rows(self, plan: StepPlan) -> list[Row]:
         """The rows that sample, as the host knows them; called before `note`."""
         rows = []

@@ -1,0 +1,237 @@
+"""Attention's kernels alone on one GPU: bytes a second of decoding, operations a second of prompts, of their ceilings.
+
+    python benchmarks/gpu_attention.py [--heads 32] [--kv-heads 8] [--head-dim 128] [--sweep] [--output FILE]
+
+Random keys and values, block tables permuted; times are medians of a graph's replays over several caches, so that
+nothing is found in the L2 cache. Decoding counts the bytes of keys and values as stored; prompts count the operations
+of the causal half. --sweep tries launch shapes (`nn/attention/triton_shapes.py`) and prints the best of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_workloads import ceilings
+from torch import Tensor
+
+import octavo.nn.attention.triton as backend
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.triton import TritonAttention
+from octavo.nn.attention.triton_shapes import Shape
+from octavo.nn.step import StepInput
+
+DTYPE = torch.bfloat16
+KINDS = {"bf16": DTYPE, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+PAGE = 16
+DECODING = ((32, 8192), (256, 512), (64, 1024), (8, 2048), (1, 1024))
+PROMPTS = ((1, 8192, 0), (2, 4096, 0), (4, 2048, 0), (8, 1024, 0), (4, 2048, 6144))
+"""(rows, tokens computed, tokens in the cache before)."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--only", choices=("decode", "prefill"), help="the other is left out")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    spec = AttentionSpec(args.heads, args.kv_heads, args.head_dim, args.head_dim**-0.5)
+    runs = {"decode": decoding, "prefill": prompts}
+    runs = {args.only: runs[args.only]} if args.only else runs
+    if args.sweep:
+        compile_all(spec, [f"{name}_shape" for name in runs])
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "ceilings": ceilings(), "spec": str(spec)}
+    print(json.dumps(report), flush=True)
+    for name, run in runs.items():
+        report[name] = list(run(spec, args.sweep))
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def decoding(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
+    for (rows, length), (kind, dtype) in itertools.product(DECODING, KINDS.items()):
+        nbytes = rows * length * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        work = Work(spec, dtype, [length] * rows, [1] * rows, copies=max(1, (1 << 30) // nbytes))
+        tried = [
+            (shape, options)
+            for shape, options in SHAPES["decode_shape"]
+            if (kind == "fp8_e4m3" or options["means_of"] == 2)
+            and (options["num_splits"] == 1 or 200 <= rows * spec.num_kv_heads * options["num_splits"] <= 2100)
+        ]
+        for label, seconds in timed(work, "decode_shape", tried if sweep else []):
+            yield show(f"decode {rows} x {length} {kind} {label}", seconds, {"tb_s": round(nbytes / seconds / 1e12, 3)})
+
+
+def prompts(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
+    for (rows, count, past), (kind, dtype) in itertools.product(PROMPTS, KINDS.items()):
+        if kind != "bf16" and not past:
+            continue  # the cache is only written
+        pairs = rows * (count * past + count * (count + 1) // 2)
+        work = Work(spec, dtype, [past + count] * rows, [count] * rows, copies=1)
+        for label, seconds in timed(work, "prefill_shape", SHAPES["prefill_shape"] if sweep else []):
+            rate = 4 * spec.num_heads * spec.head_dim * pairs / seconds / 1e12
+            yield show(f"prefill {rows} x {count} after {past} {kind} {label}", seconds, {"tflop_s": round(rate, 1)})
+
+
+def show(label: str, seconds: float, rate: dict[str, float]) -> dict[str, Any]:
+    print(f"{label:70s} {seconds * 1e6:9.1f} us  {rate}", flush=True)
+    return {"what": label, "us": round(seconds * 1e6, 2), **rate}
+
+
+def timed(work: Work, name: str, shapes: list[tuple[Shape, dict[str, Any]]]) -> Iterator[tuple[str, float]]:
+    yield "", seconds_of(work.run())
+    original = getattr(backend, name)
+    found: list[tuple[str, float]] = []
+    for shape, options in shapes:
+        try:
+            with Replaced(name, shape, options):
+                found.append((f"{'/'.join(map(str, shape))} {options or ''}", seconds_of(work.run())))
+        except Exception as error:
+            print("  no", shape, options, str(error)[:120], flush=True)
+    assert getattr(backend, name) is original
+    yield from sorted(found, key=lambda pair: pair[1])[:7]
+
+
+class Replaced:
+    """Within it the backend launches in this shape."""
+
+    def __init__(self, name: str, shape: Shape, options: dict[str, Any]) -> None:
+        self.values = {name: lambda *_: shape} | {
+            key: (lambda *_, value=value: value) if callable(getattr(backend, key)) else value
+            for key, value in options.items()
+        }
+
+    def __enter__(self) -> None:
+        self.before = {name: getattr(backend, name) for name in self.values}
+        for name, value in self.values.items():
+            setattr(backend, name, value)
+
+    def __exit__(self, *_: Any) -> None:
+        for name, value in self.before.items():
+            setattr(backend, name, value)
+
+
+SHAPES: dict[str, list[tuple[Shape, dict[str, Any]]]] = {
+    "decode_shape": [
+        (Shape(16, *shape), {"num_splits": splits, "means_of": means})
+        for shape in (
+            (32, 1, 3), (32, 1, 5), (64, 1, 5), (32, 2, 5), (64, 2, 3, 128), (64, 2, 5), (64, 4, 3),
+        )
+        for splits in (1, 2, 4, 8, 16, 32)
+        for means in (2,)
+    ],
+    "prefill_shape": [
+        (Shape(*shape), {})
+        for shape in (
+            (128, 128, 8, 3), (128, 64, 8, 2, 128), (128, 128, 8, 3, None, True), (128, 64, 8, 2, 128, True),
+            (128, 64, 4, 2), (128, 64, 8, 3),
+        )
+    ],
+}  # fmt: skip
+
+
+class Work:
+    """Rows of some lengths, of which the last tokens are computed."""
+
+    def __init__(self, spec: AttentionSpec, dtype: torch.dtype, lengths: list[int], counts: list[int], copies: int):
+        self.spec, self.copies = spec, copies
+        self.lengths, self.counts = lengths, counts
+        blocks = [-(-length // PAGE) for length in lengths]
+        total = sum(counts)
+        generator = torch.Generator("cuda").manual_seed(0)
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        shape = (copies, *TritonAttention(DTYPE, spec).cache_shape(spec, sum(blocks), PAGE))
+        cells = torch.empty(shape, dtype=DTYPE, device="cuda").normal_(generator=generator)
+        self.caches = cells.to(dtype)
+        self.scales = None if dtype == DTYPE else torch.ones(2, spec.num_kv_heads, device="cuda")
+        self.qkv = torch.randn(total, heads, spec.head_dim, dtype=DTYPE, device="cuda", generator=generator)
+        order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+        tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+        for row, part in enumerate(order.split(blocks)):
+            tables[row, : len(part)] = part
+        nothing = torch.zeros(total, dtype=torch.int64, device="cuda")
+        self.step = StepInput(
+            input_ids=nothing,
+            positions=nothing,
+            query_start=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda"),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+            block_tables=tables.cuda(),
+            slot_mapping=nothing,
+            logit_rows=nothing,
+            max_query_len=max(counts),
+            max_seq_len=max(lengths),
+            query_lens=counts,
+            table_rows=torch.arange(len(lengths), dtype=torch.int32, device="cuda"),
+        )
+
+    def run(self) -> tuple[Callable[[], Any], int]:
+        """What to time, and how many times the work it is."""
+        spec = self.spec
+        self.step.attn = TritonAttention(DTYPE, spec).prepare(self.step, PAGE)
+        q, fresh = self.qkv[:, : spec.num_heads], self.qkv[:, spec.num_heads :]
+
+        def run() -> Tensor | None:
+            out = None
+            for cache in self.caches:
+                out = backend.attend_parts(q, fresh, cache, self.scales, self.step, spec)
+            return out
+
+        return run, self.copies
+
+
+def seconds_of(work: tuple[Callable[[], Any], int]) -> float:
+    """Median of a graph's replays, in one of which the work is done some times."""
+    run, copies = work
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(20):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / copies)
+    return statistics.median(times[8:])
+
+
+def compile_all(spec: AttentionSpec, names: list[str]) -> None:
+    """Every shape's kernels in several processes, which leave them in Triton's cache."""
+    jobs = [
+        (spec, name, dtype, shape, options)
+        for name in names
+        for shape, options in SHAPES[name]
+        for kind, dtype in KINDS.items()
+        if options.get("num_splits", 1) < 4
+        and kind != "fp8_e5m2"
+        and (kind == "fp8_e4m3" or options.get("means_of", 2) == 2)
+    ]
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        pool.starmap(compile_one, jobs, chunksize=2)
+
+
+def compile_one(spec: AttentionSpec, name: str, dtype: torch.dtype, shape: Shape, options: dict[str, Any]) -> None:
+    lengths, counts = ([64, 64], [1, 1]) if name == "decode_shape" else ([256, 256], [192, 192])
+    try:
+        with Replaced(name, shape, options):
+            run, _ = Work(spec, dtype, lengths, counts, 1).run()
+            run()
+    except Exception as error:
+        print("  does not run:", shape, options, dtype, str(error)[:120], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""What keys and values are stored in."""
+
+from __future__ import annotations
+
+import torch
+
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+
+
+def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a setting means; "auto" is the model's."""
+    return FP8.get(name, dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def is_fp8(dtype: torch.dtype | None) -> bool:
+    return dtype in _NAMES

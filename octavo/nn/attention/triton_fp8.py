@@ -1,0 +1,127 @@
+"""FP8 keys and values on a GPU: how kernels round to them and what they turn them into to compute.
+
+Two adjacent channels travel as one 16-bit word and part into two float16 tiles, of the even and of the odd channels.
+So tiles of 16-bit elements reach the tensor cores the usual way, and two or three integer operations on packed words
+replace each pair of conversions: E5M2 is the upper half of a float16, and E4M3 one bit to the right of it is a float16
+of 1/256 its value. Both are exact. Formats: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+PLAIN, E4M3, E5M2 = 0, 1, 2
+FORMS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+
+
+@functools.cache
+def means_of(device: torch.device) -> int:
+    """What kernels take as MEANS."""
+    if device.type != "cuda":
+        return 0
+    return 2 if torch.cuda.get_device_capability(device) >= (8, 9) else 1
+
+
+def form_of(dtype: torch.dtype) -> int:
+    """What kernels take as FORM for a cache of this dtype."""
+    return FORMS.get(dtype, PLAIN)
+
+
+@triton.jit
+def narrow(x, FORM: tl.constexpr):
+    """float32 to the bits of FP8 (uint8), to nearest, ties to even; what is too large becomes the largest number.
+
+    Scaled by a power of two, the smallest normal number of the format meets that of float32, and what is left is to
+    round the mantissa: subnormal numbers need no care.
+    """
+    if FORM == 1:
+        y = tl.minimum(tl.maximum(x, -448.0), 448.0) * 7.52316384526264e-37
+        bits = y.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        code = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
+    else:
+        y = tl.minimum(tl.maximum(x, -57344.0), 57344.0) * 1.925929944387236e-34
+        bits = y.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        code = (size + 0xFFFFF + ((size >> 21) & 1)) >> 21
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def widen(words, FORM: tl.constexpr, MEANS: tl.constexpr):
+    """uint16 words of two FP8 numbers to two float16 tiles, of the lower and the upper bytes; see `unit`.
+
+    MEANS, from `means_of`, says how: the integer operations that its comments describe, one number at a time (all that
+    Triton's interpreter can); the same on pairs of numbers; or the processor's own conversion.
+    """
+    if MEANS == 2 and FORM == 1:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 a, b;
+            .reg .b32 x, y;
+            mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 x, a;
+            cvt.rn.f16x2.e4m3x2 y, b;
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632;
+            }""",
+            "=r,=r,r",
+            [words],
+            (tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif MEANS > 0 and FORM == 1:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u;
+            prmt.b32 t, $2, 0, 0x2404;
+            shr.b32 u, t, 1;
+            and.b32 u, u, 0x3f803f80;
+            lop3.b32 $0, t, 0x80008000, u, 0xEA;
+            shr.b32 u, $2, 1;
+            and.b32 u, u, 0x3f803f80;
+            lop3.b32 $1, $2, 0x80008000, u, 0xEA;
+            }""",
+            "=&r,=r,r",
+            [words],
+            (tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif MEANS > 0:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            prmt.b32 $0, $2, 0, 0x2404;
+            and.b32 $1, $2, 0xff00ff00;
+            }""",
+            "=&r,=r,r",
+            [words],
+            (tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        # The number's bits come to lie where float16 has the same: sign at 15, E4M3's others from 13 down.
+        first = (words & 0xFF) << 8
+        second = words & 0xFF00
+        if FORM == 1:
+            first = (first & 0x8000) | ((first & 0x7F00) >> 1)
+            second = (second & 0x8000) | ((second & 0x7F00) >> 1)
+        low = first.to(tl.float16, bitcast=True)
+        high = second.to(tl.float16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def unit(FORM: tl.constexpr, MEANS: tl.constexpr):
+    """What a number from `widen` must be multiplied by."""
+    if FORM == 1 and MEANS < 2:
+        factor = 256.0
+    else:
+        factor = 1.0
+    return factor

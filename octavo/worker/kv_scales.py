@@ -1,0 +1,114 @@
+"""The scales of keys and values in FP8: from the checkpoint, or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ModelFileError
+from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.model import Model
+from octavo.nn.attention.base import FusedBackend
+from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.step import StepInput
+from octavo.nn.weights import TensorSpec
+
+_TOKENS = 512
+HEADROOM = 4.0
+
+
+def set_scales(
+    model: Model, dtype: torch.dtype, attention: FusedBackend, block_size: int, stored: dict[str, Tensor]
+) -> str:
+    """Gives every layer, whose cache is bound, its scales; says in words where they are from.
+
+    Args:
+        dtype: of the model's activations.
+        stored: see `stored_scales`.
+    """
+    layers = model.attention_layers
+    missing = [layer for layer in layers if layer.path not in stored]
+    for layer in layers:
+        heads = layer.spec.num_kv_heads
+        scales = stored.get(layer.path, torch.ones(2, 1))
+        layer.scales = scales.expand(2, heads).to(layer.cache.device, torch.float32).contiguous()
+    if not missing:
+        return "scales from the checkpoint"
+    kind = layers[0].cache.dtype
+    if kind == torch.float8_e5m2:
+        return "scales of 1" if len(missing) == len(layers) else "scales from the checkpoint, else of 1"
+    largest = torch.finfo(kind).max
+    for layer, peaks in zip(layers, measured_peaks(model, dtype, attention, block_size), strict=True):
+        if layer.path not in stored:
+            layer.scales = (peaks * (HEADROOM / largest)).clamp_(min=1e-6)
+    return "measured scales" if len(missing) == len(layers) else "scales from the checkpoint, else measured"
+
+
+def stored_scales(layers: Iterable[PagedAttention], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Layer's path -> [2, 1 or num_kv_heads] float32, for the layers for which a checkpoint has both scales.
+
+    Raises:
+        ModelFileError: a scale is not a positive number, or there are neither one nor as many as heads.
+    """
+    found = {}
+    for layer in layers:
+        pair = [_stored(layer, kind, checkpoint) for kind in ("k", "v")]
+        scales = [scale for scale in pair if scale is not None]
+        if len(scales) == len(pair):
+            width = max(scale.numel() for scale in scales)
+            found[layer.path] = torch.stack([scale.expand(width) for scale in scales])
+    return found
+
+
+def _stored(layer: PagedAttention, kind: str, checkpoint: Checkpoint) -> Tensor | None:
+    """Of the two places in which such checkpoints have it."""
+    for name in (f"{layer.path}.{kind}_scale", f"{layer.path}.{kind}_proj.{kind}_scale"):
+        if name not in checkpoint.names():
+            continue
+        shape = checkpoint.shape(name) or ()
+        scale = checkpoint.tensor(name, TensorSpec(shape, torch.float32)).float().flatten()
+        if scale.numel() not in (1, layer.spec.num_kv_heads) or not bool(((scale > 0) & scale.isfinite()).all()):
+            raise ModelFileError(
+                f"Tensor {name} in {checkpoint.origin} should be one positive number, or one for each of "
+                f"{layer.spec.num_kv_heads} heads, but is {scale.tolist()[:8]}; leave --kv-cache-dtype out."
+            )
+        return scale
+    return None
+
+
+@torch.inference_mode()
+def measured_peaks(model: Model, dtype: torch.dtype, attention: FusedBackend, block_size: int) -> Iterator[Tensor]:
+    """Each layer's largest keys and values by head, [2, num_kv_heads], while the model reads random tokens.
+
+    FP8's numbers are equally precise over five decimal orders of magnitude, so a scale need not be exact: with room for
+    four times what is seen here nothing typical is cut off, and nothing that matters falls below the smallest numbers.
+    """
+    count = min(_TOKENS, model.spec.max_position)
+    blocks = -(-count // block_size)
+    device = model.attention_layers[0].cache.device
+    ids = torch.randint(model.spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
+    order = torch.arange(count, device=device)
+    step = StepInput(
+        input_ids=ids.to(device),
+        positions=order,
+        query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        block_tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+        slot_mapping=order,
+        logit_rows=order[-1:],
+        max_query_len=count,
+        max_seq_len=count,
+        query_lens=[count],
+    )
+    step.attn = attention.prepare(step, block_size)
+    kept = [(layer.cache, layer.scales) for layer in model.attention_layers]
+    for layer in model.attention_layers:
+        shape = attention.cache_shape(layer.spec, blocks, block_size)
+        layer.cache, layer.scales = torch.zeros(shape, dtype=dtype, device=device), None
+    model.forward(model.embed(step), step)
+    for layer, (cache, scales) in zip(model.attention_layers, kept, strict=True):
+        peaks = attention.peaks(layer.cache)
+        layer.cache, layer.scales = cache, scales
+        yield peaks
