@@ -109,7 +109,8 @@ def _compile(command: list[str], path: Path) -> Path:
         objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             jobs = [[*command, "-c", str(s), "-o", str(o)] for s, o in zip(_sources(), objects, strict=True)]
-            list(pool.map(_run, jobs))
+            # The longest first, or else one processor waits for the other with it.
+            list(pool.map(_run, sorted(jobs, key=lambda job: -os.path.getsize(job[-3]))))
         _run([*command, "-shared", *map(str, objects), "-o", str(made)])
         _run([sys.executable, "-c", _SELF_TEST, str(made)])
         os.replace(made, parent / path.name)

@@ -22,7 +22,6 @@ constexpr int kTile = 128;               // keys between two updates of the runn
 constexpr int kPart = 512;               // keys that one task reads of a row with few queries
 constexpr int kQueryRows = 48;           // rows of a task (queries x heads that share a kv head), about
 constexpr int kSplitQueries = 8;         // rows with at most so many queries are split over their context
-constexpr int kMaxRows = 2 * kWideRows;  // rows of a register tile over a pair of panels
 constexpr int kMaxPanels = kTile / kPanel;
 
 // Running softmax of some rows: peak score (in powers of two), sum of weights, weighted sum of values.
@@ -84,6 +83,10 @@ struct Context {
 
 template <class T>
 struct Reader {
+    // Rows of a register tile over a pair of panels; fewer where speed matters less than the time to compile.
+    static constexpr int kMaxRows = sizeof(T) == 2 ? 2 * kWideRows : kWideRows;
+    static constexpr int kMaxOddRows = 4;  // over the last panel of an odd number
+
     const OctavoOp& op;
     const OctavoStep& step;
     const AttentionTask& task;
@@ -193,7 +196,7 @@ struct Reader {
         int panel = 0;
         for (; panel + 2 <= dim / kPanel; panel += 2)
             for_row_tiles<kMaxRows>(rows, Gather<2, Few>{*this, panel, begin, end});
-        if (panel < dim / kPanel) for_row_tiles<kMaxRows>(rows, Gather<1, Few>{*this, panel, begin, end});
+        if (panel < dim / kPanel) for_row_tiles<kMaxOddRows>(rows, Gather<1, Few>{*this, panel, begin, end});
     }
 
     template <bool Few>

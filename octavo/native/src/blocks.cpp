@@ -58,8 +58,9 @@ void quantise_row(const float* x, int columns, int planes, void* row) {
 namespace {
 
 // Rows of a tile: the integer sums of each plane and the sums of floats must fit the registers.
-template <int Planes>
-constexpr int kMaxRows = W == 16 ? (Planes == 2 ? 4 : 6) : 2 / Planes;
+// Over a single panel, the last of an odd number, fewer will do.
+template <int P, int Planes>
+constexpr int kMaxRows = W < 16 || P == 1 ? 2 / Planes : Planes == 2 ? 4 : 6;
 constexpr int kUnpackFrom = 12;            // rows from which it pays to unpack 4-bit values once for all tiles
 
 template <int P>
@@ -200,9 +201,9 @@ void multiply(Program& program, const OctavoOp& op, int panel, int first, int co
     }
     panels.soon = panels.from[0] + (int64_t)P * blocks * record.size;
     if (op.dtype == kInt8) {
-        for_row_tiles<kMaxRows<Planes>>(count, Rows<P, false, Planes>{program, op, panels, panel, first});
+        for_row_tiles<kMaxRows<P, Planes>>(count, Rows<P, false, Planes>{program, op, panels, panel, first});
     } else if (count < kUnpackFrom) {
-        for_row_tiles<kMaxRows<Planes>>(count, Rows<P, true, Planes>{program, op, panels, panel, first});
+        for_row_tiles<kMaxRows<P, Planes>>(count, Rows<P, true, Planes>{program, op, panels, panel, first});
     } else {
         const int64_t bytes = (int64_t)op.columns * kPanel;
         char* scratch = static_cast<char*>(program.scratch(thread, P * bytes));
@@ -211,7 +212,7 @@ void multiply(Program& program, const OctavoOp& op, int panel, int first, int co
             panels.from[p] = scratch + p * bytes;
         }
         panels.stride = kBlock * kPanel;
-        for_row_tiles<kMaxRows<Planes>>(count, Rows<P, false, Planes>{program, op, panels, panel, first});
+        for_row_tiles<kMaxRows<P, Planes>>(count, Rows<P, false, Planes>{program, op, panels, panel, first});
     }
 }
 

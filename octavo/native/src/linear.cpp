@@ -11,6 +11,7 @@ namespace octavo {
 namespace {
 
 constexpr int kMaxRows = 2 * kWideRows;  // rows of a tile over a pair of panels
+constexpr int kMaxOddRows = 4;           // over the last panel of an odd number: less to compile
 
 // P panels from `panel` on, over some rows of the batch.
 template <class T, int P>
@@ -56,7 +57,7 @@ void multiply_chunk(const Program& program, const OctavoOp& op, int panel, int f
     if (panel + kPair <= panels_of(op)) {
         for_row_tiles<kMaxRows>(count, Columns<T, kPair>(program, op, panel, first, count));
     } else {
-        for_row_tiles<kMaxRows>(count, Columns<T, 1>(program, op, panel, first, count));
+        for_row_tiles<kMaxOddRows>(count, Columns<T, 1>(program, op, panel, first, count));
     }
 }
 
