@@ -287,7 +287,7 @@ struct Reader {
             const uint32_t *values[P], *next[P];
             for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
             for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
-            const Rowwise rows{weights + place * (kPanel / per), kTile / per};
+            const Rowwise<M> rows(weights + place * (kPanel / per), kTile / per);
             multiply<T>(tile, rows, values, words, ahead<Few>(next));
         }
     };

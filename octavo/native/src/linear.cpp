@@ -47,7 +47,7 @@ struct Columns {
         const int64_t stride = program.at<const uint32_t>(op.input, first + 1) - a;
         Tile<M, P> tile;
         tile.clear();
-        multiply<T>(tile, Rowwise{a, stride}, weights, words, ahead(row));
+        multiply<T>(tile, Rowwise<M>(a, stride), weights, words, ahead(row));
         finish(program, op, tile, panel, first);
     }
 };

@@ -47,24 +47,43 @@ struct Ahead {
     }
 };
 
-// The rows that are multiplied with panels: one after the other, or the same word of M rows side by side, which needs no
-// more than one address.
+// The words of M rows that are multiplied with panels, one word of each at a time: rows that lie one after the other,
+// or words that lie side by side. Four rows share an address, which the compiler may not take apart: there are not
+// registers for the addresses of all.
+template <int M>
 struct Rowwise {
-    const uint32_t* words;
-    int64_t stride;
-    uint32_t operator()(int m, int k) const { return words[m * stride + k]; }
+    static constexpr int kGroups = (M + 3) / 4;
+    const char* groups[kGroups];
+    int64_t stride, three_strides;  // bytes
+
+    Rowwise(const uint32_t* words, int64_t stride_words) : stride(stride_words * 4), three_strides(3 * stride) {
+        for (int g = 0; g < kGroups; g++) groups[g] = reinterpret_cast<const char*>(words) + g * 4 * stride;
+    }
+
+    __attribute__((always_inline)) uint32_t operator()(int m) const {
+        return load_as<uint32_t>(groups[m / 4] + (m % 4 == 3 ? three_strides : m % 4 * stride));
+    }
+
+    __attribute__((always_inline)) void advance() {
+        for (const char*& group : groups) {
+            group += 4;
+            asm("" : "+r"(group));
+        }
+    }
 };
 
 template <int M>
 struct Interleaved {
     const uint32_t* words;
-    uint32_t operator()(int m, int k) const { return words[k * M + m]; }
+    __attribute__((always_inline)) uint32_t operator()(int m) const { return words[m]; }
+    __attribute__((always_inline)) void advance() { words += M; }
 };
 
-// Adds a [M rows][words] times the panels b.
+// Adds the rows times the panels b. The sums are copied so that the compiler keeps them in registers.
 template <class T, int M, int P, class Rows, class Soon = Nothing>
-__attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, const Rows& a, const uint32_t* const (&b)[P],
+__attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, Rows rows, const uint32_t* const (&b)[P],
                                                     int words, const Soon& ahead = {}) {
+    Tile<M, P> sum = tile;
     for (int k = 0; k < words; k++) {
         ahead.fetch(k);
         Word columns[P * VP];
@@ -74,11 +93,13 @@ __attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, const Rows
             for (int v = 0; v < VP; v++) columns[p * VP + v] = load_as<Word>(b[p] + k * kPanel + v * W);
 #pragma GCC unroll 24
         for (int m = 0; m < M; m++) {
-            const Word row = splat(a(m, k));
+            const Word row = splat(rows(m));
 #pragma GCC unroll 16
-            for (int j = 0; j < P * VP; j++) tile.sums[m][j] = multiply_add<T>(tile.sums[m][j], columns[j], row);
+            for (int j = 0; j < P * VP; j++) sum.sums[m][j] = multiply_add<T>(sum.sums[m][j], columns[j], row);
         }
+        rows.advance();
     }
+    tile = sum;
 }
 
 template <int M, class Body>
