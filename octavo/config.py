@@ -81,8 +81,8 @@ class SchedulerConfig:
     """How steps are filled.
 
     Attributes:
-        max_num_seqs: sequences that run at once; None takes 256 on a CPU and 1,024 on a GPU.
-        max_num_batched_tokens: tokens computed in one step; None takes 2,048 on a CPU and 8,192 on a GPU.
+        max_num_seqs: sequences that run at once; None takes 256, and 1,024 on a GPU of 60 GiB or more.
+        max_num_batched_tokens: tokens computed in one step; None takes 2,048, and 8,192 on a GPU of 60 GiB or more.
         policy: a name in `schedule/policy.py`.
         depth: steps launched ahead of the oldest unread one: 0 is synchronous, 1 overlaps; None lets the device choose.
     """
