@@ -148,7 +148,9 @@ def _build_encoder(config: EngineConfig, files: ModelFiles, timer: PhaseTimer) -
     names = [feature.name for feature in features]
     if OPTION not in names:
         raise ConfigError(f"{files.name} is an encoder, but this build of Octavo lacks the feature {OPTION}.")
-    pooler = pooler_of(files, config.model.pooler_config, size=spec.hidden_size, default="cls", labels=spec.num_labels)
+    pooler = pooler_of(
+        files, config.model.pooler_config, size=spec.hidden_size, default=spec.pooling, labels=spec.num_labels
+    )
     runner = worker.make_runner([feature.worker for feature in features])
     depth = worker.device.default_depth if config.scheduler.depth is None else config.scheduler.depth
     max_step_tokens = max(config.scheduler.max_num_batched_tokens, max_model_len)

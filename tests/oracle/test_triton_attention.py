@@ -75,7 +75,9 @@ def test_random_batches(trial):
 @pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"head_dim": 64}, {"head_dim": 96, "window": 37}, {"head_dim": 32, "soft_cap": 20.0}, {"head_dim": 128}],
+    [{"head_dim": 96, "window": 37, "soft_cap": 20.0}, {"head_dim": 64}, {"head_dim": 128}, {"head_dim": 256}][
+        : None if GPU else 1
+    ],
     ids=str,
 )
 def test_from_the_projection(options, kind, rows):
