@@ -18,5 +18,4 @@ from octavo.config import SchedulerConfig
     ],
 )
 def test_limits(seqs, tokens, expected):
-    settled = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens).settled(1024, 8192)
-    assert (settled.max_num_seqs, settled.max_num_batched_tokens) == expected
+    assert SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens).limits(1024, 8192) == expected
