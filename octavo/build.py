@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from octavo.cache.cache import KVCache
 from octavo.cache.no_cache import NoCache
@@ -52,13 +51,10 @@ def build_core(
     timer.begin("weights")
     worker.load()
     timer.begin("kv cache")
-    config = replace(config, scheduler=config.scheduler.settled(*worker.device.default_limits))
-    num_seqs, step_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-    assert num_seqs is not None
-    assert step_tokens is not None
+    num_seqs, step_tokens = config.scheduler.limits(*worker.device.default_limits)
     wanted = config.cache.memory_bytes
     cache_bytes = worker.kv_budget(num_seqs, step_tokens) if wanted is None else wanted
-    num_blocks, max_model_len = _fit(config, worker, cache_bytes)
+    num_blocks, max_model_len = _fit(config, worker, cache_bytes, num_seqs, step_tokens)
     eos = eos_token_ids(files)
     features = build_features(_context(config, files, worker.spec.vocab_size))
     names = [feature.name for feature in features]
@@ -153,9 +149,10 @@ def _build_encoder(config: EngineConfig, files: ModelFiles, timer: PhaseTimer) -
     )
     runner = worker.make_runner([feature.worker for feature in features])
     depth = worker.device.default_depth if config.scheduler.depth is None else config.scheduler.depth
-    max_step_tokens = max(config.scheduler.max_num_batched_tokens, max_model_len)
+    num_seqs, step_tokens = config.scheduler.limits(*worker.device.default_limits)
+    max_step_tokens = max(step_tokens, max_model_len)
     limits = Limits(
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=num_seqs,
         max_num_batched_tokens=max_step_tokens,
         max_model_len=max_model_len,
         max_ahead=depth + 1,
@@ -177,7 +174,7 @@ def _build_encoder(config: EngineConfig, files: ModelFiles, timer: PhaseTimer) -
         num_blocks=0,
         block_size=config.cache.block_size,
         kv_bytes_per_token=0,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=num_seqs,
         max_num_batched_tokens=max_step_tokens,
         memory={"weights": worker.weight_bytes},
         phases=timer.seconds,
@@ -223,10 +220,9 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
     return load_tokenizer(files if other is None else resolve(other, tokenizer_only=True))
 
 
-def _fit(config: EngineConfig, worker: Worker, cache_bytes: int) -> tuple[int, int]:
+def _fit(config: EngineConfig, worker: Worker, cache_bytes: int, num_seqs: int, step_tokens: int) -> tuple[int, int]:
     """Blocks in the budget (never more than could be used), and the context length that they allow."""
-    scheduler, block_size = config.scheduler, config.cache.block_size
-    num_seqs, step_tokens = scheduler.max_num_seqs or 1, scheduler.max_num_batched_tokens or 1
+    block_size = config.cache.block_size
     if step_tokens < num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {step_tokens} is less than --max-num-seqs "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.core.errors import ConfigError
@@ -81,8 +81,8 @@ class SchedulerConfig:
     """How steps are filled.
 
     Attributes:
-        max_num_seqs: sequences that run at once; None takes 256 on a CPU and 1,024 on a GPU.
-        max_num_batched_tokens: tokens computed in one step; None takes 2,048 on a CPU and 8,192 on a GPU.
+        max_num_seqs: sequences that run at once; None takes 256, and 1,024 on a GPU of 60 GiB or more.
+        max_num_batched_tokens: tokens computed in one step; None takes 2,048, and 8,192 on a GPU of 60 GiB or more.
         policy: a name in `schedule/policy.py`.
         depth: steps launched ahead of the oldest unread one: 0 is synchronous, 1 overlaps; None lets the device choose.
     """
@@ -92,10 +92,10 @@ class SchedulerConfig:
     policy: str = "fcfs"
     depth: int | None = None
 
-    def settled(self, num_seqs: int, tokens: int) -> SchedulerConfig:
-        """With these limits where none is set; one that is set pulls the other along if they would not fit."""
-        chosen = self.max_num_batched_tokens or max(tokens, self.max_num_seqs or 0)
-        return replace(self, max_num_seqs=self.max_num_seqs or min(num_seqs, chosen), max_num_batched_tokens=chosen)
+    def limits(self, default_seqs: int, default_tokens: int) -> tuple[int, int]:
+        """Sequences and tokens of a step; one that is set pulls the other's default along where they would not fit."""
+        tokens = self.max_num_batched_tokens or max(default_tokens, self.max_num_seqs or 0)
+        return self.max_num_seqs or min(default_seqs, tokens), tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

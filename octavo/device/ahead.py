@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction, MockTensor
+
+log = logging.getLogger(__name__)
 
 
 class Ahead:
@@ -41,9 +44,12 @@ class Ahead:
             JITFunction.run = run
 
     def wait(self) -> int:
-        """Return once all is compiled; how many there were. Raises what a compilation raised."""
-        for job in self._jobs.values():
-            job.result()
+        """Return once all is compiled; how many there were. What did not compile is logged: a launch may never need it,
+        and tells if it does."""
+        for key, job in self._jobs.items():
+            error = job.exception()
+            if error is not None:
+                log.warning("a variant of %s was not compiled ahead: %s", getattr(key[0], "__name__", key[0]), error)
         self._pool.shutdown()
         return len(self._jobs)
 

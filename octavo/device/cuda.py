@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 _GIB = 1 << 30
 _UTILIZATION = 0.92
 _GRAPHS = _GIB
+_LARGE = 60 * _GIB
+"""From here on the logits of 1,024 sequences and the activations of 8,192 tokens, some 4 GiB, are little."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WAYS_OUT = (
     "Take a smaller model or one with smaller weights, raise --gpu-memory-utilization, or free memory that other "
@@ -40,7 +42,8 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.default_depth = 1
-        self.default_limits = (1024, 8192)
+        large = torch.cuda.get_device_properties(self.torch_device).total_memory >= _LARGE
+        self.default_limits = (1024, 8192) if large else (256, 2048)
         self.resident = True
 
     def setup(self, threads: int | None, binding: str) -> None:

@@ -81,9 +81,15 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize(("few", "vocab"), [(False, VOCAB), (True, VOCAB), (True, 40_000)])
-def test_what_filters_keep(few, vocab):
-    params = [SamplingParams(temperature=t, **f) for f in FILTERS for t in (0.3, 1.0)]
+QUICK = [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.03}, {"top_k": 40, "top_p": 0.95}, {"top_k": 300}]
+
+
+@pytest.mark.parametrize(
+    ("few", "vocab", "filters", "temperatures"),
+    [(False, VOCAB, FILTERS, (0.3, 1.0)), (True, VOCAB, FILTERS, (1.0,)), (True, 40_000, QUICK, (0.3,))],
+)
+def test_what_filters_keep(few, vocab, filters, temperatures):
+    params = [SamplingParams(temperature=t, **f) for f in filters for t in temperatures]
     rows = Rows(params, vocab)
     logits = some_logits(len(params), vocab)
     kept = rows.sampler.kept(logits.to(DEVICE), rows.slots, few=few)
