@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from octavo.cache.cache import KVCache
 from octavo.cache.no_cache import NoCache
@@ -51,8 +52,12 @@ def build_core(
     timer.begin("weights")
     worker.load()
     timer.begin("kv cache")
+    config = replace(config, scheduler=config.scheduler.settled(*worker.device.default_limits))
+    num_seqs, step_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    assert num_seqs is not None
+    assert step_tokens is not None
     wanted = config.cache.memory_bytes
-    cache_bytes = worker.kv_budget(config.scheduler) if wanted is None else wanted
+    cache_bytes = worker.kv_budget(num_seqs, step_tokens) if wanted is None else wanted
     num_blocks, max_model_len = _fit(config, worker, cache_bytes)
     eos = eos_token_ids(files)
     features = build_features(_context(config, files, worker.spec.vocab_size))
@@ -61,15 +66,15 @@ def build_core(
     pooler = pooler_of(files, config.model.pooler_config, size=worker.spec.hidden_size, default="last")
     runner = worker.make_runner(
         num_blocks=num_blocks,
-        num_slots=config.scheduler.max_num_seqs,
+        num_slots=num_seqs,
         max_model_len=max_model_len,
-        max_step_tokens=config.scheduler.max_num_batched_tokens,
+        max_step_tokens=step_tokens,
         hooks=[feature.worker for feature in features],
     )
     depth = worker.device.default_depth if config.scheduler.depth is None else config.scheduler.depth
     limits = Limits(
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=step_tokens,
         max_model_len=max_model_len,
         max_ahead=depth + 1,
         share_prefixes=config.cache.enable_prefix_caching,
@@ -97,14 +102,17 @@ def build_core(
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         kv_bytes_per_token=worker.kv_bytes_per_token,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=step_tokens,
         memory={
             "weights": worker.weight_bytes,
             "kv_cache": num_blocks * config.cache.block_size * worker.kv_bytes_per_token,
         },
         phases=timer.seconds,
         weights=worker.weight_form,
+        step_parameters=worker.step_parameters,
+        step_weight_bytes=worker.step_weight_bytes,
+        accelerator=worker.device.torch_device.type,
         kv_form=worker.kv_form,
         max_logprobs=config.model.max_logprobs,
         features=names,
@@ -140,7 +148,9 @@ def _build_encoder(config: EngineConfig, files: ModelFiles, timer: PhaseTimer) -
     names = [feature.name for feature in features]
     if OPTION not in names:
         raise ConfigError(f"{files.name} is an encoder, but this build of Octavo lacks the feature {OPTION}.")
-    pooler = pooler_of(files, config.model.pooler_config, size=spec.hidden_size, default="cls", labels=spec.num_labels)
+    pooler = pooler_of(
+        files, config.model.pooler_config, size=spec.hidden_size, default=spec.pooling, labels=spec.num_labels
+    )
     runner = worker.make_runner([feature.worker for feature in features])
     depth = worker.device.default_depth if config.scheduler.depth is None else config.scheduler.depth
     max_step_tokens = max(config.scheduler.max_num_batched_tokens, max_model_len)
@@ -216,16 +226,17 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
 def _fit(config: EngineConfig, worker: Worker, cache_bytes: int) -> tuple[int, int]:
     """Blocks in the budget (never more than could be used), and the context length that they allow."""
     scheduler, block_size = config.scheduler, config.cache.block_size
-    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+    num_seqs, step_tokens = scheduler.max_num_seqs or 1, scheduler.max_num_batched_tokens or 1
+    if step_tokens < num_seqs:
         raise ConfigError(
-            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is less than --max-num-seqs "
-            f"{scheduler.max_num_seqs}, so not every running sequence could decode in each step. Raise the first or "
+            f"--max-num-batched-tokens {step_tokens} is less than --max-num-seqs "
+            f"{num_seqs}, so not every running sequence could decode in each step. Raise the first or "
             "lower the second."
         )
     longest = worker.spec.max_position
     wanted = _checked_length(config.model.max_model_len, longest)
     block_bytes = block_size * worker.kv_bytes_per_token
-    useful = scheduler.max_num_seqs * -(-(wanted or longest) // block_size)
+    useful = num_seqs * -(-(wanted or longest) // block_size)
     num_blocks = min(cache_bytes // block_bytes, useful)
     tokens = num_blocks * block_size
     if wanted is not None and tokens < wanted:

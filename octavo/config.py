@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.core.errors import ConfigError
@@ -81,16 +81,21 @@ class SchedulerConfig:
     """How steps are filled.
 
     Attributes:
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens computed in one step.
+        max_num_seqs: sequences that run at once; None takes 256 on a CPU and 1,024 on a GPU.
+        max_num_batched_tokens: tokens computed in one step; None takes 2,048 on a CPU and 8,192 on a GPU.
         policy: a name in `schedule/policy.py`.
         depth: steps launched ahead of the oldest unread one: 0 is synchronous, 1 overlaps; None lets the device choose.
     """
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     policy: str = "fcfs"
     depth: int | None = None
+
+    def settled(self, num_seqs: int, tokens: int) -> SchedulerConfig:
+        """With these limits where none is set; one that is set pulls the other along if they would not fit."""
+        chosen = self.max_num_batched_tokens or max(tokens, self.max_num_seqs or 0)
+        return replace(self, max_num_seqs=self.max_num_seqs or min(num_seqs, chosen), max_num_batched_tokens=chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

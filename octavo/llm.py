@@ -32,6 +32,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.hub.progress import Progress, silent
 from octavo.hub.resolve import resolve
 from octavo.llm_pooling import PoolingDriver
+from octavo.text.answers import AnswerFormats
 from octavo.text.assembler import RequestAssembler
 from octavo.text.chat import no_template_error
 from octavo.text.model_text import load_text
@@ -80,8 +81,8 @@ class LLM:
         self._loop, self._info = build_core(config, files)
         text = load_text(files, config.model, chat_template=chat_template)
         self._tokenizer, self._template = text.tokenizer, text.chat
-        self._preparer = Preparer(text.tokenizer, self._info)
         self._pooling = PoolingDriver(text.tokenizer, self._info)
+        self._preparer = Preparer(text.tokenizer, self._info, reasoning=AnswerFormats.of(text.chat).reasoning)
         self._defaults = sampling_defaults(text.defaults)
         self._ids = itertools.count()
 

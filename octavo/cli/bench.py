@@ -9,8 +9,9 @@ from typing import cast
 from octavo.cli.main import Command
 
 BENCHES = {
-    "throughput": "all requests at once, in this process: tokens per second",
+    "throughput": "all requests at once, in this process: tokens per second, and the machine's own limits",
     "latency": "one batch, again and again, in this process: seconds per batch",
+    "startup": "from settings to ready, in this process: seconds of each phase, with and without kernel caches",
     "serve": "requests over HTTP to a running server: throughput, TTFT, TPOT, ITL",
 }
 

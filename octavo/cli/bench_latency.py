@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.floor import floor_seconds
 from octavo.bench.report import percentile, save
 from octavo.cli import units
 from octavo.cli.args import add_engine_settings
-from octavo.cli.offline import fixed_length, open_llm
+from octavo.cli.offline import ceilings_of, fixed_length, open_llm
 from octavo.cli.parser import OctavoParser, say
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -38,11 +39,20 @@ def run(argv: list[str]) -> int:
         for _ in range(args.num_iters_warmup):
             once()
         latencies = [once() for _ in range(args.num_iters)]
+        info = llm.info
+    ceilings = ceilings_of(info)
+    least = floor_seconds([(args.input_len, args.output_len)] * args.batch_size, info, ceilings)
     print(f"Avg latency: {statistics.fmean(latencies):.4f} seconds")
     for percent in PERCENTILES:
         print(f"{percent}% percentile latency: {percentile(latencies, percent):.4f} seconds")
+    share = least / statistics.median(latencies)
+    print(f"This machine at best:  {ceilings.text()}")
+    print(f"Least time by that:  {least:.4f} seconds, so {share:.0%} of what is possible")
     if args.output_json:
         figures = {
+            "ceilings": ceilings.figures(),
+            "floor_seconds": least,
+            "fraction_of_floor": share,
             "avg_latency": statistics.fmean(latencies),
             "latencies": latencies,
             "percentiles": {str(percent): percentile(latencies, percent) for percent in PERCENTILES},

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.floor import floor_seconds
 from octavo.bench.report import save
 from octavo.cli.args import add_engine_settings
 from octavo.cli.bench_data import add_data_flags, make_samples
-from octavo.cli.offline import fixed_length, open_llm
+from octavo.cli.offline import ceilings_of, fixed_length, open_llm
 from octavo.cli.parser import OctavoParser, say
 
 
@@ -29,7 +30,10 @@ def run(argv: list[str]) -> int:
         start = time.perf_counter()
         outputs = llm.generate(prompts, [fixed_length(s.output_tokens) for s in samples])
         seconds = time.perf_counter() - start
-        waste = llm.stats().mean_waste
+        stats, info = llm.stats(), llm.info
+    lengths = [(len(output.prompt_token_ids), len(output.outputs[0].token_ids)) for output in outputs]
+    ceilings = ceilings_of(info)
+    least = floor_seconds(lengths, info, ceilings)
     tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
     tokens_out = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     figures = {
@@ -40,14 +44,22 @@ def run(argv: list[str]) -> int:
         "requests_per_second": len(outputs) / seconds,
         "output_tokens_per_second": tokens_out / seconds,
         "tokens_per_second": (tokens_in + tokens_out) / seconds,
-        "kv_waste": waste,
+        "kv_waste": stats.mean_waste,
+        "ceilings": ceilings.figures(),
+        "floor_seconds": least,
+        "fraction_of_floor": least / seconds,
+        "exposed_host_seconds": stats.idle_s,
+        "steps": stats.num_steps,
+        "startup_seconds": info.phases,
     }
     print(
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
         f"{figures['tokens_per_second']:.2f} total tokens/s, "
         f"{figures['output_tokens_per_second']:.2f} output tokens/s\n"
         f"Total num prompt tokens:  {tokens_in}\nTotal num output tokens:  {tokens_out}\n"
-        f"Duration (s):  {seconds:.2f}\nKV slots allocated but empty:  {waste:.2%}"
+        f"Duration (s):  {seconds:.2f}\nKV slots allocated but empty:  {stats.mean_waste:.2%}\n"
+        f"This machine at best:  {ceilings.text()}\n"
+        f"Least time by that (s):  {least:.2f}, so {least / seconds:.0%} of what is possible"
     )
     if args.output_json:
         save(figures, args.output_json)

@@ -129,12 +129,19 @@ CACHE = (
 )
 
 SCHEDULING = (
-    Flag("max-num-seqs", "scheduler.max_num_seqs", "sequences that run at once", "256", units.count, metavar="N"),
+    Flag(
+        "max-num-seqs",
+        "scheduler.max_num_seqs",
+        "sequences that run at once",
+        "256; on a GPU 1024",
+        units.count,
+        metavar="N",
+    ),
     Flag(
         "max-num-batched-tokens",
         "scheduler.max_num_batched_tokens",
         "tokens computed in one step; longer prompts are computed in chunks",
-        "2048",
+        "2048; on a GPU 8192",
         units.count,
         metavar="TOKENS",
     ),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from octavo.bench.floor import Ceilings
 from octavo.cli.args import values
 from octavo.cli.parser import OctavoParser
 from octavo.cli.progress import open_display
+from octavo.core.info import ModelInfo
 
 if TYPE_CHECKING:
     from octavo.core.params import SamplingParams
@@ -21,6 +23,13 @@ def open_llm(parser: OctavoParser, args: argparse.Namespace) -> LLM:
     settings: dict[str, Any] = {target.split(".")[1]: value for target, value in values(parser, args).items()}
     with open_display() as display:
         return LLM(**settings, progress=display.download)
+
+
+def ceilings_of(info: ModelInfo) -> Ceilings:
+    """What the machine that this engine runs on does at best, measured now."""
+    from octavo.device.ceilings import measure_ceilings
+
+    return Ceilings(*measure_ceilings(info.accelerator, info.dtype))
 
 
 def fixed_length(count: int) -> SamplingParams:

@@ -59,7 +59,6 @@ _MODEL: dict[str, Missing | Needless] = {
     "rope-theta": _value("overriding of the model's config is"),
     "logprobs-mode": _value("other log-probabilities than the raw ones are", "raw_logprobs"),
     "disable-sliding-window": _switch("attention without the model's sliding window is"),
-    "pooler-config": _value("pooling by other rules is", "{}"),
     "mm-processor-kwargs": _value(_MEDIA, "{}"),
     "mm-processor-cache-gb": _value(_MEDIA, "0"),
     "allowed-media-domains": _value(_MEDIA),

@@ -23,6 +23,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes_per_token: over all layers.
         memory: part -> bytes, the ledger printed at start.
         phases: start-up phase -> seconds.
+        step_parameters, step_weight_bytes: weights of linear layers and output head, all of which each step reads.
+        accelerator: "cuda" or "cpu".
         max_logprobs: the largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit.
         tasks: what requests may ask for: "generate", "embed", "token_embed", "classify".
         pooler: how vectors are made; None if they are not.
@@ -44,6 +46,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, int]
     phases: dict[str, float]
     weights: str = ""
+    step_parameters: int = 0
+    step_weight_bytes: int = 0
+    accelerator: str = "cpu"
     kv_form: str = ""
     max_logprobs: int = 20
     features: list[str] = msgspec.field(default_factory=list)

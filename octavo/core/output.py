@@ -42,6 +42,7 @@ class StepOutput(msgspec.Struct, frozen=True):
         errors: row -> why it could not be sampled; its tokens are void.
         prompt_logprobs: row -> those of the prompt tokens that follow the tokens it computed, where asked for.
         found: row -> feature name -> what that feature's worker half made of it, encoded.
+        idle_s: seconds for which the device stood still between the step before, if one was under way, and this one.
     """
 
     tokens: list[list[int]]
@@ -49,6 +50,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     errors: dict[int, str] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     found: dict[int, dict[str, bytes]] = msgspec.field(default_factory=dict)
+    idle_s: float = 0.0
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):

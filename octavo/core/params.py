@@ -27,6 +27,7 @@ _NOT_WITH_BEAMS = (
     "allowed_token_ids",
     "repetition_detection",
     "structured_outputs",
+    "thinking_token_budget",
 )
 
 
@@ -102,6 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             its like are then without meaning. Nothing is told before the end.
         length_penalty: beams are compared by log-probability / length ** length_penalty.
         structured_outputs: the form that the output must have.
+        thinking_token_budget: tokens of reasoning after which its end mark is written for the model; None or -1 for
+            as many as it likes. Without meaning for models that mark no reasoning.
 
     Raises:
         InvalidRequestError: a field is out of range; the message names it.
@@ -135,6 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     beam_width: int | None = None
     length_penalty: float = 1.0
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -215,7 +219,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.min_tokens,
             f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.",
         )
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "thinking_token_budget"):
             count = getattr(self, name)
             _require(count is None or count >= -1, name, count, f"{name} must be non-negative or -1, got {count}.")
 

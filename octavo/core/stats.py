@@ -10,7 +10,8 @@ class EngineStats(msgspec.Struct):
 
     `kv_slots_allocated` and `kv_slots_filled` count token slots in blocks held by running requests, shared blocks once;
     their difference is the paging waste, sampled at every step. `plan_s`, `launch_s` and `retire_s` are the
-    loop's seconds; on a CPU launching includes the forward pass.
+    loop's seconds; on a CPU launching includes the forward pass. `idle_s` are the seconds for which a device that runs
+    behind its host waited for it between two steps: the host's work that is not hidden.
     """
 
     # gauges
@@ -44,6 +45,7 @@ class EngineStats(msgspec.Struct):
     plan_s: float = 0.0
     launch_s: float = 0.0
     retire_s: float = 0.0
+    idle_s: float = 0.0
 
     @property
     def kv_usage(self) -> float:

@@ -14,6 +14,8 @@ class Device(Protocol):
     name: str
     default_depth: int
     """Steps worth launching ahead: 0 where launching computes, 1 where it only enqueues."""
+    default_limits: tuple[int, int]
+    """Sequences that run at once, and tokens computed in one step, unless others are asked for."""
     resident: bool
     """Whether running requests live on the device, because reading anything back would make the host wait."""
 

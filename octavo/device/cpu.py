@@ -25,6 +25,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.name = host.cpu_name()
         self.default_depth = 0
+        self.default_limits = (256, 2048)
         self.resident = False
         self._available = host.available_memory()
 

@@ -40,6 +40,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.default_depth = 1
+        self.default_limits = (1024, 8192)
         self.resident = True
 
     def setup(self, threads: int | None, binding: str) -> None:

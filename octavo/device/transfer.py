@@ -39,7 +39,7 @@ class Download:
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
         else:
             self._host = tensor.clone()
@@ -49,3 +49,17 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+    @property
+    def arrived(self) -> torch.cuda.Event | None:
+        """The moment at which the device had sent them; None on a CPU."""
+        return self._event
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """The moment at which the device gets to what is launched next; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

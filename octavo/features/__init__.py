@@ -17,7 +17,7 @@ from octavo.worker.hooks import WorkerHook
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
-FEATURES = ("grammar", "pooling")
+FEATURES = ("grammar", "pooling", "thinking")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,3 +22,9 @@ def data_dir() -> Path:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_DATA_HOME")
     return (Path(shared).expanduser() if shared else Path.home() / ".local" / "share") / "octavo"
+
+
+def kernel_dir() -> Path:
+    """$OCTAVO_KERNEL_CACHE; else the cache folder: what is compiled or tried out on this machine, and can be again."""
+    own = os.environ.get("OCTAVO_KERNEL_CACHE")
+    return Path(own).expanduser() if own else cache_dir()

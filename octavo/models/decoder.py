@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
+from octavo.nn.linear import Linear
+from octavo.nn.norm import RMSNorm
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.rope import Rope
 from octavo.nn.shard import COL, ROW, Heads
@@ -58,6 +61,20 @@ class Attention(nn.Module):
             self.rope.joint(heads[:, : -self.head_counts[2]], step.positions)
         return self.out(self.attn(q, k, v, step).flatten(1))
 
+    def add_to(self, stream: Tensor, norm: RMSNorm, step: StepInput) -> None:
+        """What `forward` makes of norm(stream), added to it; for a few tokens, with fusing layers throughout."""
+        qkv, out = self.qkv.fusing, self.out.fusing
+        assert qkv is not None
+        assert out is not None
+        heads = qkv.fused(stream, norm=(norm.weight, norm.eps)).unflatten(-1, (-1, self.head_dim))
+        attended = self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step)
+        out.fused(attended.flatten(1), add_to=stream)
+
+    @property
+    def fused_rows(self) -> int:
+        """The most tokens of `add_to`."""
+        return _fused_rows(self.qkv, self.out) if self.attn.fused else 0
+
     def _norms(self) -> Norms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
@@ -78,6 +95,18 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(silu_mul(self.gate_up(x)))
 
+    def add_to(self, stream: Tensor, norm: RMSNorm) -> None:
+        """What `forward` makes of norm(stream), added to it; for a few tokens, with fusing layers throughout."""
+        gate_up, down = self.gate_up.fusing, self.down.fusing
+        assert gate_up is not None
+        assert down is not None
+        down.fused(gate_up.fused(stream, norm=(norm.weight, norm.eps), gated=True), add_to=stream)
+
+    @property
+    def fused_rows(self) -> int:
+        """The most tokens of `add_to`; a gate with a bias is not fused."""
+        return 0 if self.gate_up.parts[0].bias else _fused_rows(self.gate_up, self.down)
+
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm. The residual stream travels beside the last block's output, so
@@ -97,6 +126,15 @@ class DecoderLayer(nn.Module):
             normed, residual = self.input_norm.add(x, residual)
         normed, residual = self.post_norm.add(self.attention(normed, step), residual)
         return self.mlp(normed), residual
+
+    def add_to(self, stream: Tensor, step: StepInput) -> None:
+        """The layer for a few tokens: all it does is added to `stream` [T, hidden_size]."""
+        self.attention.add_to(stream, self.input_norm, step)
+        self.mlp.add_to(stream, self.post_norm)
+
+
+def _fused_rows(*layers: Linear) -> int:
+    return min(0 if layer.fusing is None else layer.fusing.fused_rows for layer in layers)
 
 
 class CausalLM(nn.Module):
@@ -124,6 +162,9 @@ class CausalLM(nn.Module):
             else b.linear("lm_head", inputs=spec.hidden_size, outputs=spec.vocab_size, shard=COL)
         )
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
+        self._fused_rows = min(
+            (min(layer.attention.fused_rows, layer.mlp.fused_rows) for layer in self.layers), default=0
+        )
 
     def embed(self, step: StepInput) -> Tensor:
         """[T, hidden_size]: `step.embeds` if given, else the embeddings of `step.input_ids`."""
@@ -132,6 +173,11 @@ class CausalLM(nn.Module):
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """[T, hidden_size] to the same, before the final norm. Reads and writes the KV caches; x is left as it is."""
+        if x.shape[0] <= self._fused_rows:
+            stream = x.clone(memory_format=torch.contiguous_format)
+            for layer in self.layers:
+                layer.add_to(stream, step)
+            return stream
         residual = None
         for layer in self.layers:
             x, residual = layer(x, residual, step)
@@ -142,5 +188,11 @@ class CausalLM(nn.Module):
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size], in the model's dtype."""
-        return self.head(self.norm(hidden))
+        """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size].
+
+        On a GPU they are float32: rounded to bfloat16, the best two tokens are often equal.
+        """
+        fusing = self.head.fusing
+        if fusing is not None and hidden.shape[0] <= fusing.fused_rows:
+            return fusing.fused(hidden, norm=(self.norm.weight, self.norm.eps), dtype=torch.float32)
+        return self.head.wide(self.norm(hidden))

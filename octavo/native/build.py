@@ -18,7 +18,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from octavo.hub.cache import cache_dir
+from octavo.hub.cache import kernel_dir
 from octavo.native.isa import NAMES, Isa, usable
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def load_library(isa: str = "auto") -> ctypes.CDLL:
 @functools.cache
 def _load(isa: str) -> ctypes.CDLL | NativeBuildError:
     try:
-        return _build(_levels(isa), _compilers(), cache_dir() / "native")
+        return _build(_levels(isa), _compilers(), kernel_dir() / "native")
     except NativeBuildError as error:
         return error
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.nn.quant.base import Fusing
 from octavo.nn.quant.none import Unquantised
 from octavo.nn.weights import Blocks, TensorSpec, Wanted, WeightLayer, owned, tensor_bytes
 
@@ -63,6 +64,15 @@ class TiedHead(WeightLayer):
     def forward(self, x: Tensor) -> Tensor:
         """[S, size] to [S, rows]."""
         return self.scheme.apply(x)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """`forward`, in float32 where that costs little."""
+        return self.scheme.wide(x)
+
+    @property
+    def fusing(self) -> Fusing | None:
+        """The scheme, if it takes the neighbours of this layer into its launch."""
+        return self.scheme if isinstance(self.scheme, Fusing) else None
 
     def wanted(self) -> list[Wanted]:
         return []

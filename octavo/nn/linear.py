@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.nn.quant.base import Part, Scheme
+from octavo.nn.quant.base import Fusing, Part, Scheme
 from octavo.nn.shard import Heads, Shard
 from octavo.nn.weights import Wanted, WeightLayer
 
@@ -33,6 +33,15 @@ class Linear(WeightLayer):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., sum(sizes)], the parts side by side."""
         return self.scheme.apply(x)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """`forward`, in float32 where that costs little."""
+        return self.scheme.wide(x)
+
+    @property
+    def fusing(self) -> Fusing | None:
+        """The scheme, if it takes the neighbours of this layer into its launch."""
+        return self.scheme if isinstance(self.scheme, Fusing) else None
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The output's parts, as views."""

@@ -15,12 +15,15 @@ from octavo.device.transfer import Download, upload
 from octavo.sampling.resident_bans import forbid
 from octavo.sampling.resident_logprobs import Columns, columns_of, entries_of
 from octavo.sampling.state import PreparedParams
-from octavo.sampling.triton_draw import choose_kernel, count_kernel, draw_kernel, filter_kernel, penalty_kernel
+from octavo.sampling.triton_draw import choose_kernel, count_kernel, draw_kernel, penalty_kernel
+from octavo.sampling.triton_filter import few_kernel, filter_kernel, peaks_kernel
 
 NUM_PARAMS = 16
 _DRAW_BLOCK = 4096
 _FILTER_BLOCK = 4096
 _COUNT_BLOCK = 1024
+
+_FEW = 2048
 
 Logprobs = list[tuple[list[int], Columns]]
 """Groups of rows that ask for equally many alternatives, and theirs."""
@@ -42,6 +45,21 @@ class ParamTable:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What filters leave of some rows.
+
+    Attributes:
+        floors: [S] float32; logits under a row's floor are out.
+        ties: [S] int32; logits equal to the floor are in up to this id.
+        drawn: [S] int32: the token, where filtering has drawn it in passing; -1 where none is possible; else -2.
+    """
+
+    floors: Tensor
+    ties: Tensor
+    drawn: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One row to sample, as far as the host must know it. `num_tokens` counts the sequence's tokens so far."""
 
@@ -49,6 +67,11 @@ class Row:
     params: PreparedParams
     num_prompt: int
     num_tokens: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether the draw alone decides: nothing changes the logits, cuts them off or reports on them, now."""
+        return self.params.drawn and (not self.params.min_tokens or self.banned is None)
 
     @property
     def banned(self) -> Tensor | None:
@@ -88,47 +111,47 @@ def packed_params(params: PreparedParams, num_prompt: int) -> np.ndarray:
     return packed
 
 
-def is_plain(params: PreparedParams) -> bool:
-    """Whether the draw alone decides: nothing changes the logits, cuts them off or reports on them."""
-    changes = len(params.bias_ids) or params.min_tokens or _penalised(params)
-    changes = changes or params.allowed_ids is not None or params.bad_words
-    return not changes and params.logprobs is None and (params.greedy or not params.filtered)
-
-
 class ResidentSampler:
-    """Keeps nothing between calls but its table: a row's token depends on its logits, parameters, seed and tokens."""
+    """A row's token depends on its logits, parameters, seed and tokens, and on nothing that is kept between calls.
+
+    Kept is room for counts, all zero between calls, from the first row on that needs them.
+    """
 
     def __init__(self, table: ParamTable) -> None:
         self._table = table
+        self._counts: Tensor | None = None
 
-    def draw(self, logits: Tensor, slots: Tensor, floors: Tensor | None = None, ties: Tensor | None = None) -> Tensor:
+    def draw(self, logits: Tensor, slots: Tensor, kept: Kept | None = None) -> Tensor:
         """The tokens of plain rows, or of processed and filtered ones: [S] int32, -1 where no token is possible.
 
         Args:
             logits: [S, V], any floating dtype, contiguous.
             slots: [S] int32.
-            floors, ties: [S] float32 and int32; logits under a row's floor are out, those equal to it up to an id in.
         """
         rows, vocab = logits.shape
         parts = triton.cdiv(vocab, _DRAW_BLOCK)
         values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
         sampled = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        drawn = tokens if kept is None else kept.drawn
         draw_kernel[(rows, parts)](
             slots,
             self._table.params,
             self._table.length,
             logits,
-            values if floors is None else floors,
-            tokens if ties is None else ties,
+            values if kept is None else kept.floors,
+            tokens if kept is None else kept.ties,
+            drawn,
             values,
             tokens,
             vocab,
             parts,
-            FILTERED=floors is not None,
+            FILTERED=kept is not None,
             BLOCK=_DRAW_BLOCK,
         )
-        choose_kernel[(rows,)](values, tokens, sampled, parts, BLOCK=triton.next_power_of_2(parts))
+        choose_kernel[(rows,)](
+            values, tokens, drawn, sampled, parts, FILTERED=kept is not None, BLOCK=triton.next_power_of_2(parts)
+        )
         return sampled
 
     def sample(self, logits: Tensor, slots: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Logprobs]:
@@ -137,29 +160,62 @@ class ResidentSampler:
         Returns:
             tokens [S] int32, -1 where no token is possible; and what `Sampled.logprobs` holds.
         """
-        if all(is_plain(row.params) for row in rows):
+        if all(row.plain for row in rows):
             return self.draw(logits, slots), []
-        work = logits.to(torch.float32, copy=True)
+        reported = any(row.params.logprobs is not None for row in rows)
+        work = logits.to(torch.float32, copy=reported)
         forbid(work, self._table.tokens, rows)
         self._bias_and_ban(work, rows)
         self._penalise(work, slots, rows)
-        if any(row.params.filtered and not row.params.greedy for row in rows):
-            floors, ties = self.thresholds(work, slots)
-            tokens = self.draw(work, slots, floors, ties)
-        else:
-            tokens = self.draw(work, slots)
+        filtered = any(row.params.filtered and not row.params.greedy for row in rows)
+        tokens = self.draw(work, slots, self.kept(work, slots) if filtered else None)
         return tokens, _logprobs(logits, tokens, rows)
 
-    def thresholds(self, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """What min_p, top_k and top_p leave of each row of float32 logits, as `draw` takes it."""
+    def kept(self, logits: Tensor, slots: Tensor, *, few: bool = True) -> Kept:
+        """What min_p, top_k and top_p leave of each row of float32 logits; without `few`, of all by the general way."""
         rows, vocab = logits.shape
-        floors = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        ties = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        scratch = torch.empty(rows, _FILTER_BLOCK, dtype=torch.float32, device=logits.device)
-        filter_kernel[(rows,)](
-            slots, self._table.params, logits, scratch, floors, ties, vocab, BLOCK=_FILTER_BLOCK, num_warps=16
+        device, params = logits.device, self._table.params
+        kept = Kept(
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.int32, device=device),
+            torch.full((rows,), -2, dtype=torch.int32, device=device),
         )
-        return floors, ties
+        scratch = torch.empty(rows, _FILTER_BLOCK, dtype=torch.float32, device=device)
+        if few:
+            parts = triton.cdiv(vocab, _FILTER_BLOCK)
+            groups = parts * (_FILTER_BLOCK // 128)
+            maxima = torch.empty(rows, groups, dtype=torch.float32, device=device)
+            sums = torch.empty(rows, parts, 3, dtype=torch.float32, device=device)
+            lists = torch.empty(rows, triton.next_power_of_2(groups), dtype=torch.int32, device=device)
+            ids = torch.empty(rows, _FEW, dtype=torch.int32, device=device)
+            peaks_kernel[(rows, parts)](slots, params, logits, maxima, sums, vocab, BLOCK=_FILTER_BLOCK, num_warps=8)
+            few_kernel[(rows,)](
+                slots,
+                params,
+                self._table.length,
+                logits,
+                maxima,
+                sums,
+                lists,
+                scratch,
+                ids,
+                kept.floors,
+                kept.ties,
+                kept.drawn,
+                vocab,
+                parts,
+                groups,
+                MOST=256,
+                PARTS=triton.next_power_of_2(parts),
+                GROUPS=lists.shape[1],
+                BLOCK=_FILTER_BLOCK,
+                ROOM=_FEW,
+                num_warps=8,
+            )
+        filter_kernel[(rows,)](
+            slots, params, logits, scratch, kept.floors, kept.ties, kept.drawn, vocab, BLOCK=_FILTER_BLOCK, num_warps=16
+        )
+        return kept
 
     def _bias_and_ban(self, work: Tensor, rows: Sequence[Row]) -> None:
         flat, vocab = work.view(-1), work.shape[1]
@@ -178,14 +234,13 @@ class ResidentSampler:
             return
         count, vocab = work.shape
         table = self._table
-        counts = torch.zeros(count, vocab, dtype=torch.int32, device=work.device)
-        pieces = triton.cdiv(max(lengths), _COUNT_BLOCK)
-        count_kernel[(count, pieces)](
-            slots, table.params, table.tokens, table.length, counts, vocab, table.tokens.stride(0), BLOCK=_COUNT_BLOCK
-        )
-        penalty_kernel[(count, triton.cdiv(vocab, _DRAW_BLOCK))](
-            slots, table.params, work, counts, vocab, BLOCK=_DRAW_BLOCK
-        )
+        if self._counts is None or self._counts.shape[0] < count:
+            self._counts = torch.zeros(count, vocab, dtype=torch.int32, device=work.device)
+        grid = (count, triton.cdiv(max(lengths), _COUNT_BLOCK))
+        read = (table.tokens, table.length, self._counts)
+        stride = table.tokens.stride(0)
+        count_kernel[grid](slots, table.params, *read, vocab, stride, BLOCK=_COUNT_BLOCK)
+        penalty_kernel[grid](slots, table.params, *read, work, vocab, stride, BLOCK=_COUNT_BLOCK)
 
 
 def _penalised(params: PreparedParams) -> bool:

@@ -23,6 +23,7 @@ class PreparedParams:
     Attributes:
         greedy: the most likely token is taken.
         plain: greedy, and nothing changes the logits or reports on them.
+        drawn: nothing changes the logits, cuts them off or reports on them, but for a minimum of tokens.
         filters: [4] float64: temperature, top_k (0 for all), top_p, min_p.
         filtered: some of top_k, top_p, min_p is in force.
         seed: [1] int64.
@@ -35,6 +36,7 @@ class PreparedParams:
 
     greedy: bool
     plain: bool
+    drawn: bool
     filtered: bool
     filters: Tensor
     seed: Tensor
@@ -67,12 +69,15 @@ class PreparedParams:
                 raise InvalidRequestError(text, param="logit_bias", value=token)
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         banned = sorted({token for token in stop_ids if 0 <= token < vocab_size}) if params.min_tokens else []
+        filtered = bool(top_k) or params.top_p < 1 or params.min_p > 0
+        changed = bias or params.has_penalties or params.allowed_token_ids is not None or params.bad_token_ids
         return cls(
             greedy=params.greedy,
             plain=params.greedy
             and not (bias or banned or params.has_penalties or params.allowed_token_ids or params.bad_token_ids)
             and params.logprobs is None,
-            filtered=bool(top_k) or params.top_p < 1 or params.min_p > 0,
+            drawn=not changed and params.logprobs is None and (params.greedy or not filtered),
+            filtered=filtered,
             filters=torch.tensor([params.temperature, top_k, params.top_p, params.min_p], dtype=torch.float64),
             seed=torch.tensor([_signed(seed)]),
             repetition=params.repetition_penalty,

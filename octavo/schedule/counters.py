@@ -71,6 +71,10 @@ class Counters:
         stats.last_step_s = plan + launch + retire
         stats.last_step_at = time.monotonic()
 
+    def idle(self, seconds: float) -> None:
+        """The device waited for the host."""
+        self.stats.idle_s += seconds
+
     def _unfilled(self, running: Sequence[Request]) -> int:
         size = self._cache.block_size
         return sum(len(r.table.blocks) * size - r.num_computed for r in running) if self._cache.num_blocks else 0

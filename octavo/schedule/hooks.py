@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
+
+log = logging.getLogger(__name__)
 
 
 class EngineHook:
@@ -35,3 +38,28 @@ class EngineHook:
 
     def on_release(self, request: Request) -> None:
         """The request has ended; forget it."""
+
+
+def committed(hooks: Sequence[EngineHook], request: Request, tokens: Sequence[int]) -> tuple[bool, str | None]:
+    """`on_commit` of all hooks: whether one says that the output is complete, and the error of one that failed.
+
+    A failure is the request's own: its step has run, and nobody else's tokens are touched.
+    """
+    complete = False
+    failed: str | None = None
+    for hook in hooks:
+        try:
+            complete |= hook.on_commit(request, tokens)
+        except Exception as exc:
+            log.exception("the feature %r failed on a token of request %s, which ends here", hook.name, request.id)
+            failed = f"{hook.name}: {type(exc).__name__}: {exc}"
+    return complete, failed
+
+
+def released(hooks: Sequence[EngineHook], request: Request) -> None:
+    """`on_release` of all hooks. The request has ended: a failure is logged and changes nothing."""
+    for hook in hooks:
+        try:
+            hook.on_release(request)
+        except Exception:
+            log.exception("the feature %r failed to forget request %s", hook.name, request.id)

@@ -23,7 +23,7 @@ from octavo.schedule.beam import Beams
 from octavo.schedule.choices import make_choices
 from octavo.schedule.counters import Counters
 from octavo.schedule.endings import append
-from octavo.schedule.hooks import EngineHook
+from octavo.schedule.hooks import EngineHook, committed, released
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.news import NOTHING, Last, last_news, prompt_news
 from octavo.schedule.policy import Policy, Rank
@@ -370,6 +370,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
         """Take in a step's tokens; the news for their requests, some of which end here."""
         deltas = []
+        self._counters.idle(output.idle_s)
         for row, request in enumerate(self._launched.pop(plan.id)):
             request.inflight -= 1
             if row in output.prompt_logprobs and request.finish is None:
@@ -426,9 +427,11 @@ class Scheduler:
         if not request.first_token:
             request.first_token = time.monotonic()
         self._counters.stats.generation_tokens += len(tokens)
-        complete = [hook.on_commit(request, tokens) for hook in self._hooks]
+        complete, failed = committed(self._hooks, request, tokens)
         kept = None if logprobs is None else logprobs[: len(tokens)]
-        if any(complete) and reason is not FinishReason.STOP:
+        if failed is not None:
+            return self._finish(request, FinishReason.ERROR, Last(tokens, kept, error=failed))
+        if complete and reason is not FinishReason.STOP:
             return self._finish(request, FinishReason.STOP, Last(tokens, kept, complete=True))
         if reason is not None:
             return self._finish(request, reason, Last(tokens, kept))
@@ -461,8 +464,7 @@ class Scheduler:
         request.slot = -1
 
     def _forget(self, request: Request) -> None:
-        for hook in self._hooks:
-            hook.on_release(request)
+        released(self._hooks, request)
         if all(r.finish is not None and r.slot < 0 for r in self._alive.get(request.id, ())):
             self._alive.pop(request.id, None)
             self._beams.close(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -27,7 +28,18 @@ def install(app: FastAPI, bodies: list[type[BaseModel]]) -> None:
             _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions.get("$defs", {}))
+            for path, methods in document["paths"].items():
+                for operation in methods.values():
+                    _declare(operation, re.findall(r"{(\w+)}", path))
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _declare(operation: dict[str, Any], names: list[str]) -> None:
+    """The parts of a path that its route reads off the request itself."""
+    known = operation.setdefault("parameters", []) if names else []
+    declared = {one["name"] for one in known}
+    form = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    known += [{"name": name, **form} for name in names if name not in declared]

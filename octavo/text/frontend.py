@@ -51,8 +51,8 @@ class Frontend:
         self.info = info
         self.chat = chat
         self.answers = answers or AnswerFormats.of(chat)
-        self.preparer = Preparer(tokenizer, info)
         self.pooling = PoolingPreparer(tokenizer, info)
+        self.preparer = Preparer(tokenizer, info, reasoning=self.answers.reasoning)
         self.default_sampling = sampling_defaults(default_sampling or {})
 
     def prepare(

@@ -14,6 +14,8 @@ from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedErro
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
+from octavo.core.thinking import ThinkingBudget
+from octavo.text.reasoning import ReasoningFormat
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -49,6 +51,9 @@ SAMPLING_DEFAULTS = {
 }
 _MAY_BE_NONE = {"seed", "stop", "stop_token_ids", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias"}
 _GRAMMAR = "grammar"
+_THINKING = "thinking"
+_TAIL = 16
+"""Tokens at the end of a prompt in which a mark of reasoning may stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +65,16 @@ class Prepared:
 
 
 class Preparer:
-    """Tokenises prompts and checks requests against one model. Pure: it may be used from any thread."""
+    """Tokenises prompts and checks requests against one model. Pure: it may be used from any thread.
 
-    def __init__(self, tokenizer: Tokenizer, info: ModelInfo) -> None:
+    Args:
+        reasoning: how the model marks it, if it does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: ModelInfo, *, reasoning: ReasoningFormat | None = None) -> None:
         self.tokenizer = tokenizer
         self.info = info
+        self.reasoning = reasoning
 
     def prepare(
         self,
@@ -102,7 +112,7 @@ class Preparer:
                 f"The {param} is empty; give at least one token.", param=param, value=[] if text is None else text
             )
         self._check_vocabulary(params)
-        params, options = self._split_options(self._with_bad_tokens(params))
+        params, options = self._split_options(self._with_bad_tokens(params), text, tokens)
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
             tokens=tokens,
@@ -114,14 +124,30 @@ class Preparer:
         )
         return Prepared(request, text)
 
-    def _split_options(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, msgspec.Raw]]:
+    def _split_options(
+        self, params: SamplingParams, text: str | None, tokens: list[int]
+    ) -> tuple[SamplingParams, dict[str, msgspec.Raw]]:
         """What a feature of the engine sees to, apart from the rest; refused if the engine lacks the feature."""
+        found: dict[str, msgspec.Struct] = {}
         form = params.structured_outputs
-        if form is None:
+        if form is not None:
+            self._require_feature(_GRAMMAR, "structured output", form.param)
+            found[_GRAMMAR] = form
+        budget = params.thinking_token_budget
+        if budget is not None and budget >= 0 and self.reasoning is not None:
+            self._require_feature(_THINKING, "thinking budget", "thinking_token_budget")
+            begin, end = self.reasoning.begin, self.reasoning.end
+            tail = text if text is not None else self.tokenizer.decode(tokens[-_TAIL:], skip_special_tokens=False)
+            is_open = tail.rstrip().endswith(begin)
+            found[_THINKING] = ThinkingBudget(tokens=budget, begin=begin, end=end, open=is_open)
+        if not found:
             return params, {}
-        if _GRAMMAR not in self.info.features:
-            raise UnsupportedError("This engine has no structured output; leave it out.", param=form.param)
-        return params.replace(structured_outputs=None), {_GRAMMAR: msgspec.Raw(msgspec.msgpack.encode(form))}
+        options = {name: msgspec.Raw(msgspec.msgpack.encode(option)) for name, option in found.items()}
+        return params.replace(structured_outputs=None, thinking_token_budget=None), options
+
+    def _require_feature(self, name: str, what: str, param: str) -> None:
+        if name not in self.info.features:
+            raise UnsupportedError(f"This engine has no {what}; leave it out.", param=param)
 
     def check_chars(self, text: str, param: str) -> None:
         """Refuses a text that can't fit, before time is spent on tokenising it."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig
+from octavo.config import CacheConfig, DeviceConfig, ModelConfig
 from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.device.select import select_device
@@ -26,6 +28,7 @@ from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendReq
 from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.select import select
+from octavo.nn.linear import Linear
 from octavo.nn.quant.blocks import BlockQuantised
 from octavo.nn.quant.none import Unquantised
 from octavo.nn.quant.onednn import OneDNN, packing_works
@@ -36,7 +39,11 @@ from octavo.worker.runner import Runner
 from octavo.worker.slots import Slots
 
 if TYPE_CHECKING:
+    from octavo.device.ahead import Ahead
+    from octavo.models.decoder import CausalLM
     from octavo.worker.resident.runner import ResidentRunner
+
+log = logging.getLogger(__name__)
 
 
 class Worker:
@@ -66,7 +73,9 @@ class Worker:
         self._block_size = cache.block_size
         self._utilization = cache.memory_utilization
         self.model: Model | None = None
+        self._ahead: Ahead | None = None
         self.weight_bytes = 0
+        self.step_parameters = 0
 
     def prepare_kernels(self) -> None:
         """Choose what computes; on a CPU this compiles the kernels if this machine never did."""
@@ -92,13 +101,24 @@ class Worker:
             scheme=self._scheme(),
         )
         self.device.check_fits(wanted_bytes(model), self._utilization)
-        checkpoint = open_checkpoint(self._files, self._config.load_format, self._config.seed)
+        self._compile_ahead(model)
+        kind = self.device.torch_device.type
+        checkpoint = open_checkpoint(self._files, self._config.load_format, self._config.seed, kind)
         rooted = with_root(checkpoint, "model")
         report = load_weights(model, rooted)
         if is_fp8(self.kv_dtype):
             self._stored_scales = stored_scales(model.attention_layers, rooted)
         self.model = compiled(model, self.attention, 1 if self._config.activation_dtype == "int8" else 2)
         self.weight_bytes = report.nbytes
+        self.step_parameters = (
+            sum(
+                part.out_features * part.in_features
+                for layer in model.modules()
+                if isinstance(layer, Linear)
+                for part in layer.parts
+            )
+            + self.spec.tied * self.spec.vocab_size * self.spec.hidden_size
+        )
         if isinstance(self.model, NativeDecoder):
             self.weight_bytes = self.model.nbytes
             # What is left to torch is small, and its threads would fight the program's for the cores.
@@ -110,6 +130,13 @@ class Worker:
             )
 
     @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that each step reads: all, but for an embedding table that only serves for looking up."""
+        table = 0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size
+        whole = self.step_parameters + table
+        return self.weight_bytes * self.step_parameters // whole if whole else 0
+
+    @property
     def _multiplies_integers(self) -> bool:
         return isinstance(self.model, NativeDecoder) and self.model.has_integers
 
@@ -117,7 +144,11 @@ class Worker:
         """How linear layers keep their weights. Quantised ones stay so where that is fast and no dtype is asked for."""
         if isinstance(self.attention, NativeAttention) and reason_against(self.spec) is None:
             return BlockQuantised if self._config.dtype == "auto" else Unquantised
-        return OneDNN if self.device.torch_device.type == "cpu" and packing_works(self.dtype) else Unquantised
+        if self.device.resident:
+            from octavo.nn.quant.gpu import OnGpu  # a machine without a GPU need not have triton
+
+            return OnGpu
+        return OneDNN if packing_works(self.dtype) else Unquantised
 
     @property
     def weight_form(self) -> str:
@@ -132,9 +163,9 @@ class Worker:
         spec = self.spec
         return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.kv_dtype.itemsize
 
-    def kv_budget(self, limits: SchedulerConfig) -> int:
+    def kv_budget(self, num_seqs: int, step_tokens: int) -> int:
         """Bytes for the KV cache beside the weights and what the largest step needs."""
-        return self.device.kv_budget(self._utilization, self.weight_bytes, self._workspace_bytes(limits))
+        return self.device.kv_budget(self._utilization, self.weight_bytes, self._workspace_bytes(num_seqs, step_tokens))
 
     def make_runner(
         self,
@@ -164,6 +195,24 @@ class Worker:
         )
         return Runner(self.model, self.attention, slots, sampler, self._block_size, hooks)
 
+    def _compile_ahead(self, model: CausalLM) -> None:
+        """Compile the kernels of steps while the weights are loaded."""
+        device = self.device.torch_device
+        if self.device.resident and device.type == "cuda":
+            from octavo.worker.resident.ahead import compile_ahead
+
+            length = self._config.max_model_len or self.spec.max_position
+            where = (self.attention, device)
+            self._ahead = compile_ahead(
+                self.spec,
+                self.dtype,
+                self.kv_dtype,
+                model.residual_dtype,
+                *where,
+                block_size=self._block_size,
+                max_model_len=length,
+            )
+
     def _make_resident(
         self,
         num_slots: int,
@@ -172,6 +221,8 @@ class Worker:
         max_step_tokens: int,
         hooks: Sequence[WorkerHook],
     ) -> ResidentRunner:
+        from octavo.models.products import choose_products
+        from octavo.worker.resident.graphs import sizes
         from octavo.worker.resident.rows import ResidentSlots  # a machine without a GPU need not have triton
         from octavo.worker.resident.runner import ResidentRunner
 
@@ -180,16 +231,22 @@ class Worker:
         slots = ResidentSlots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, device)
         runner = ResidentRunner(self.model, self.attention, slots, self._block_size, hooks)
         if device.type == "cuda":
-            if not self._settings.enforce_eager:
-                runner.capture(num_slots)
+            recorded = [] if self._settings.enforce_eager else sizes(num_slots)
+            chosen = choose_products(self.model, recorded)
+            if self._ahead is not None:
+                began = time.perf_counter()
+                count = self._ahead.wait()
+                log.info("%d kernels compiled or loaded; waited %.1f s", count, time.perf_counter() - began)
+            if recorded:
+                runner.capture(num_slots, chosen)
             runner.warm_up(max_step_tokens)
         return runner
 
-    def _workspace_bytes(self, limits: SchedulerConfig) -> int:
-        """Activations of the largest step: residual stream and widest layer; logits in two forms and counts; slots."""
+    def _workspace_bytes(self, num_seqs: int, step_tokens: int) -> int:
+        """Activations of the largest step: residual stream and widest layer; logits, a copy and counts; slots."""
         spec = self.spec
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         token = (6 * spec.hidden_size + max(heads, 3 * spec.intermediate_size)) * self.dtype.itemsize
-        logits = limits.max_num_seqs * spec.vocab_size * (2 * self.dtype.itemsize + 8)
-        slots = limits.max_num_seqs * spec.max_position * 5
-        return limits.max_num_batched_tokens * token + logits + slots
+        logits = num_seqs * spec.vocab_size * 16
+        slots = num_seqs * spec.max_position * 5
+        return step_tokens * token + logits + slots

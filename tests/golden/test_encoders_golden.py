@@ -33,12 +33,27 @@ _DISTIL = {
     "max_position_embeddings": 40,
     "initializer_range": 0.3,
 }
+_MODERN = {
+    **_BERT,
+    "num_hidden_layers": 4,
+    "local_attention": 8,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "cls_token_id": None,
+    "sep_token_id": None,
+}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bert": (transformers.BertConfig, _BERT),
     "bert-tanh-gelu": (transformers.BertConfig, {**_BERT, "hidden_act": "gelu_new", "type_vocab_size": 1}),
     "roberta": (transformers.RobertaConfig, {**_BERT, "max_position_embeddings": 42, "hidden_act": "relu"}),
     "xlm-roberta": (transformers.XLMRobertaConfig, {**_BERT, "type_vocab_size": 1, "pad_token_id": 0}),
     "distilbert": (transformers.DistilBertConfig, _DISTIL),
+    "modernbert": (transformers.ModernBertConfig, _MODERN),
+    "modernbert-biases": (
+        transformers.ModernBertConfig,
+        {**_MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_pooling": "mean"},
+    ),
 }
 LENGTHS = (1, 7, 3, 36, 7, 20)
 
@@ -98,7 +113,7 @@ def test_pooling_is_what_it_is_called(pooling: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(other.outputs.embedding, expected / np.linalg.norm(expected), atol=2e-6)
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "modernbert", "modernbert-biases"])
 @pytest.mark.parametrize("labels", [1, 3])
 def test_heads_equal_those_of_transformers(family: str, labels: int, tmp_path: Path) -> None:
     model = make(family, tmp_path, head="labels", num_labels=labels)

@@ -6,7 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, on few and short requests
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -288,7 +288,7 @@ class Unrecorded(DecodeGraphs):
 
     replayed: dict[str, int]
 
-    def capture(self, max_rows: int) -> None:
+    def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
         self._reserve(max_rows)
         for size in self._sizes:
             self._graphs[size] = graphs._Size(Again(self, "forward", size), Again(self, "sample", size))

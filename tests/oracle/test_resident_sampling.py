@@ -81,12 +81,20 @@ FILTERS = [
 ]
 
 
-def test_what_filters_keep():
+@pytest.mark.parametrize(("few", "vocab"), [(False, VOCAB), (True, VOCAB), (True, 40_000)])
+def test_what_filters_keep(few, vocab):
     params = [SamplingParams(temperature=t, **f) for f in FILTERS for t in (0.3, 1.0)]
-    rows = Rows(params)
-    logits = some_logits(len(params))
-    floors, ties = (x.cpu() for x in rows.sampler.thresholds(logits.to(DEVICE), rows.slots))
-    ids = torch.arange(VOCAB)
+    rows = Rows(params, vocab)
+    logits = some_logits(len(params), vocab)
+    kept = rows.sampler.kept(logits.to(DEVICE), rows.slots, few=few)
+    if few:
+        whole = rows.sampler.kept(logits.to(DEVICE), rows.slots, few=False)
+        tokens = rows.sampler.draw(logits.to(DEVICE), rows.slots, whole)
+        quick = kept.drawn > -2
+        assert quick.any()
+        assert kept.drawn[quick].tolist() == tokens[quick].tolist()
+    floors, ties = kept.floors.cpu(), kept.ties.cpu()
+    ids = torch.arange(vocab)
     for i, prepared in enumerate(rows.prepared):
         kept = (logits[i] > floors[i]) | ((logits[i] == floors[i]) & (ids <= ties[i]))
         expected = kept_by_sorting(logits[i], prepared)
@@ -111,6 +119,7 @@ def test_processors_are_those_of_the_cpu():
     rows.sampler._bias_and_ban(work, rows.rows)
     rows.sampler._penalise(work, rows.slots, rows.rows)
     torch.testing.assert_close(work.cpu(), expected, atol=1e-5, rtol=1e-5)
+    assert not rows.sampler._counts.any()
     tokens, _ = rows.sampler.sample(logits.to(DEVICE), rows.slots, rows.rows)
     assert tokens.tolist() == expected.argmax(-1).tolist()
 
@@ -149,6 +158,10 @@ def test_greedy_takes_the_first_of_equals_and_refuses_nonsense(dtype):
     logits[3] = float("-inf")
     rows = Rows([SamplingParams(temperature=0)] * 4, vocab=9000)
     assert rows.sampler.draw(logits.to(DEVICE), rows.slots).tolist() == [17, -1, -1, -1]
+    drawn = Rows([SamplingParams(temperature=0.1, top_k=5)] * 4, vocab=9000)
+    tokens, _ = drawn.sampler.sample(logits.to(DEVICE), drawn.slots, drawn.rows)
+    assert tokens.tolist()[0] in (17, 8000)
+    assert tokens.tolist()[1:] == [-1, -1, -1]
 
 
 def test_logprobs():

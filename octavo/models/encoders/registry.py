@@ -1,4 +1,4 @@
-"""Architecture name -> encoder. Adding a family is a line here, for each head that its checkpoints come with."""
+"""Architecture name -> encoder. Adding a family is a line here; every family comes with several heads."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ import torch
 
 from octavo.models.encoders.bert import bert, distilbert, roberta
 from octavo.models.encoders.encoder import Encoder
+from octavo.models.encoders.modernbert import ROOT as MODERN_ROOT
+from octavo.models.encoders.modernbert import ModernEncoder, ModernSpec, modernbert
 from octavo.models.encoders.spec import EncoderSpec
 from octavo.models.hf_config import Config
 from octavo.nn.build import Build
 from octavo.nn.quant.none import Unquantised
 
-_FAMILIES: Mapping[str, Callable[[Config], EncoderSpec]] = {
+Spec = EncoderSpec | ModernSpec
+
+_FAMILIES: Mapping[str, Callable[[Config], Spec]] = {
     "Bert": bert,
     "Roberta": roberta,
     "XLMRoberta": roberta,
     "Camembert": roberta,
     "DistilBert": distilbert,
+    "ModernBert": modernbert,
 }
 _FORMS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
-ENCODERS: Mapping[str, Callable[[Config], EncoderSpec]] = {
+ENCODERS: Mapping[str, Callable[[Config], Spec]] = {
     family + form: spec for family, spec in _FAMILIES.items() for form in _FORMS
 }
 
@@ -32,8 +37,8 @@ def is_encoder(config: Config) -> bool:
     return (config.get("architectures") or [None])[0] in ENCODERS
 
 
-def encoder_spec(config: Config) -> EncoderSpec:
-    """A checkpoint's configuration as an `EncoderSpec`.
+def encoder_spec(config: Config) -> Spec:
+    """A checkpoint's configuration as a spec.
 
     Raises:
         ConfigError: a feature that the configuration asks for is not supported.
@@ -44,7 +49,7 @@ def encoder_spec(config: Config) -> EncoderSpec:
 
 def build_encoder(
     config: Config, *, dtype: torch.dtype, device: torch.device, scheme: type[Unquantised], stored: Set[str]
-) -> Encoder:
+) -> Encoder | ModernEncoder:
     """The encoder that a configuration describes, without weights.
 
     Args:
@@ -54,5 +59,7 @@ def build_encoder(
         ConfigError, ModelFileError: as `encoder_spec`.
     """
     spec = encoder_spec(config)
-    bare = not any(name.startswith(f"{spec.names.root}.") for name in stored)
-    return Encoder(Build(dtype, device, None, scheme), spec, "" if bare else spec.names.root)
+    build = Build(dtype, device, None, scheme)
+    root = MODERN_ROOT if isinstance(spec, ModernSpec) else spec.names.root
+    found = root if any(name.startswith(f"{root}.") for name in stored) else ""
+    return ModernEncoder(build, spec, found) if isinstance(spec, ModernSpec) else Encoder(build, spec, found)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.core.pooling import Pooling
+
 Gate = Literal["gelu", "gelu_tanh", "relu"]
 
 
@@ -64,6 +66,11 @@ class EncoderSpec:
     position_offset: int = 0
     head: Head | None = None
     num_labels: int = 0
+
+    @property
+    def pooling(self) -> Pooling:
+        """Of which state the head makes labels."""
+        return "cls"
 
     @property
     def head_dim(self) -> int:

@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(
-    files: ModelFiles, load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto", seed: int = 0
+    files: ModelFiles,
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto",
+    seed: int = 0,
+    device: str = "cpu",
 ) -> Checkpoint:
     """The source of a model's weights. Reads headers only.
 
     Args:
         load_format: "auto" goes by the files; "dummy" makes random weights from `seed`.
+        device: where random weights are made; others come from the files anyway.
 
     Raises:
         ModelFileError: files are missing, corrupt or truncated.
@@ -26,7 +30,7 @@ def open_checkpoint(
     if load_format == "dummy":
         from octavo.models.load.dummy import DummyCheckpoint
 
-        return DummyCheckpoint(seed)
+        return DummyCheckpoint(seed, device)
     if not files.weights:
         raise ModelFileError(
             f"Model {files.name} has no weight files in {files.path}; get it again, or use --load-format dummy."

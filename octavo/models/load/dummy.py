@@ -16,7 +16,7 @@ _POOL = 1_048_573
 
 
 class DummyCheckpoint:
-    """Answers any name. The same seed gives the same model, whatever the order of the questions.
+    """Answers any name. The same seed gives the same model, whatever the order of the questions and the device.
 
     Values come from one pool of normal numbers, repeated: drawing billions would take minutes. Matrices are scaled by
     1 / sqrt(inputs) so that activations neither vanish nor explode; norms are near one, biases small.
@@ -24,9 +24,9 @@ class DummyCheckpoint:
 
     origin = "random weights"
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._pool = torch.randn(_POOL, generator=generator)
+        self._pool = torch.randn(_POOL, generator=generator).to(device)
 
     def names(self) -> Set[str]:
         return frozenset()
@@ -52,7 +52,7 @@ class DummyCheckpoint:
             pool = pool * 0.02 + (0.0 if name.endswith(".bias") else 1.0)
         pool = pool.to(spec.dtype)
         size = torch.Size(spec.shape).numel()
-        out = torch.empty(size, dtype=spec.dtype)
+        out = torch.empty(size, dtype=spec.dtype, device=pool.device)
         full = size // _POOL
         out[: full * _POOL].view(full, _POOL).copy_(pool.expand(full, _POOL))
         out[full * _POOL :] = pool[: size - full * _POOL]

@@ -50,5 +50,7 @@ def with_modern_norms(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _modern(name: str) -> str:
-    place, _, last = name.rpartition(".")
-    return f"{place}.{ {'gamma': 'weight', 'beta': 'bias'}.get(last, last) }"
+    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name

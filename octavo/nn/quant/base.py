@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,8 +40,32 @@ class Scheme(Protocol):
         """x @ W^T + b: [..., in] to [..., sum of the parts' outputs], as a new contiguous tensor."""
         ...
 
+    def wide(self, x: Tensor) -> Tensor:
+        """`apply`, unrounded (float32) where that costs little."""
+        ...
+
     @property
     def nbytes(self) -> int: ...
+
+
+@runtime_checkable
+class Fusing(Protocol):
+    """A scheme that takes what stands around a product of a few rows into the same launch."""
+
+    fused_rows: int
+    """The most rows for which it does."""
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """See `fused_product` in `nn/ops/few_rows.py`."""
+        ...
 
 
 class SchemeFactory(Protocol):

@@ -48,6 +48,10 @@ class Unquantised:
         assert self.weight is not None, "weights are not loaded"
         return F.linear(x, self.weight, self.bias)
 
+    def wide(self, x: Tensor) -> Tensor:
+        """`apply`, unrounded (float32) where that costs little."""
+        return self.apply(x)
+
     @property
     def nbytes(self) -> int:
         return tensor_bytes(None if self._shared else self.weight, self.bias)

@@ -80,8 +80,7 @@ def as_chat(body: CountBody) -> ChatBody:
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
         chat |= _choice(body.tool_choice)
-    if (body.thinking or {}).get("type") == "disabled":
-        chat["reasoning_effort"] = "none"
+    chat |= _thinking(body.thinking)
     form = (body.output_config or {}).get("format")
     if form:
         chat["response_format"] = {
@@ -189,6 +188,19 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
         )
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function | {"strict": tool.strict}}
+
+
+def _thinking(given: dict[str, Any] | None) -> dict[str, Any]:
+    match given:
+        case None | {"type": "adaptive"}:
+            return {}
+        case {"type": "disabled"}:
+            return {"reasoning_effort": "none"}
+        case {"type": "enabled", "budget_tokens": int(tokens)} if tokens >= 0 and not isinstance(tokens, bool):
+            return {"thinking_token_budget": tokens, "chat_template_kwargs": {"enable_thinking": True}}
+    raise InvalidRequestError(
+        "thinking must be of type enabled, with budget_tokens, or disabled, or adaptive.", param="thinking", value=given
+    )
 
 
 def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:

@@ -105,4 +105,9 @@ ENGINE_METRICS = (
         lambda s: {"plan": s.plan_s, "launch": s.launch_s, "retire": s.retire_s},
         "part",
     ),
+    _counter(
+        "engine_exposed_host_seconds",
+        "Seconds for which the GPU waited for the host between two steps.",
+        lambda s: s.idle_s,
+    ),
 )

@@ -99,6 +99,9 @@ class GenerationBody(BaseModel):
     bad_words: list[str] | None = None
     allowed_token_ids: list[Int] | None = None
     repetition_detection: RepetitionRule | None = None
+    thinking_token_budget: Int | None = None
+    thinking_budget: Int | None = None
+    max_thinking_tokens: Int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
 

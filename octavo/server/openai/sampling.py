@@ -31,6 +31,7 @@ _DIRECT = (
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
+_BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
 COMPLETION_MAX_TOKENS = 16
 
 
@@ -93,6 +94,7 @@ def _params(ctx: ServerContext, body: GenerationBody, max_tokens: int | None, lo
     _check_limits(ctx, body)
     given: dict[str, Any] = {name: value for name in _DIRECT if (value := getattr(body, name)) is not None}
     given["output_kind"] = OutputKind.DELTA if body.streamed else OutputKind.FINAL_ONLY
+    given["thinking_token_budget"] = _thinking_budget(body)
     given["structured_outputs"] = output_form(body, ctx.config.max_schema_bytes)
     try:
         if body.use_beam_search:  # as many beams as answers
@@ -103,6 +105,16 @@ def _params(ctx: ServerContext, body: GenerationBody, max_tokens: int | None, lo
         return ctx.frontend.default_params(**given, n=body.choices, max_tokens=max_tokens, logprobs=logprobs)
     except OverflowError:
         raise InvalidRequestError("A number in the request is too large.") from None
+
+
+def _thinking_budget(body: GenerationBody) -> int | None:
+    """By any of its names; those that are given must agree."""
+    given: dict[str, int] = {name: value for name in _BUDGETS if (value := getattr(body, name)) is not None}
+    require(len(set(given.values())) <= 1, next(iter(given), ""), given, f"{' and '.join(given)} must be the same.")
+    for name, value in given.items():
+        require(value >= -1, name, value, f"{name} must be non-negative or -1, got {value}.")
+        return value
+    return None
 
 
 def _check_limits(ctx: ServerContext, body: GenerationBody) -> None:

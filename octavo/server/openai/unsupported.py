@@ -22,7 +22,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "return_prompt_text": (None, False),
     "spaces_between_special_tokens": (None, True),
     "stream_interval": (None, 1),
-    "thinking_token_budget": _ABSENT,
     "truncate_prompt_tokens": _ABSENT,
     "truncation_side": _ABSENT,
     "vllm_xargs": (None, {}),

@@ -11,7 +11,7 @@ import bisect
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ from octavo.worker.resident.rows import Batch, ResidentSlots, empty_step
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 512
+MAX_ROWS = 1024
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Size:
 
 
 def sizes(max_rows: int) -> list[int]:
-    """Batch sizes to record, ascending; the largest is `max_rows` or 512."""
+    """Batch sizes to record, ascending; the largest is `max_rows` or 1,024."""
     top = min(max_rows, MAX_ROWS)
     wanted = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MAX_ROWS + 1, 32)]
     return sorted({size for size in wanted if size < top} | {top})
@@ -64,15 +64,22 @@ class DecodeGraphs:
         self._sizes: list[int] = []
         self._loaded: tuple[int, list[int]] = (0, [])
 
-    def capture(self, max_rows: int) -> None:
-        """Record all sizes, the largest first, so that the others find their memory in its pool."""
+    def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
+        """Record all sizes, the largest first, so that the others find their memory in its pool.
+
+        What is recorded must have been compiled and loaded before. Of the sizes in `loaded` only the matrix products
+        depend on the very size, and these are; so only the powers of two among them are run first.
+        """
         began = time.perf_counter()
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self._slots.device)[0]
         self._reserve(max_rows)
         pool = torch.cuda.graph_pool_handle()
         with _no_collection():
             for size in reversed(self._sizes):
-                self._forward(size)  # compiles and chooses kernels, which must not happen while recording
-                self._sample(size)
+                if size not in loaded or size & (size - 1) == 0 or size == self._sizes[-1]:
+                    self._forward(size)
+                    self._sample(size)
                 torch.cuda.synchronize()
                 graphs = _Size(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
                 with torch.cuda.graph(graphs.forward, pool=pool):
@@ -80,7 +87,9 @@ class DecodeGraphs:
                 with torch.cuda.graph(graphs.sample, pool=pool):
                     self._sample(size)
                 self._graphs[size] = graphs
-        log.info("captured decoding at %d batch sizes in %.1f s", len(self._sizes), time.perf_counter() - began)
+        taken = (free - torch.cuda.mem_get_info(self._slots.device)[0]) / (1 << 30)
+        seconds = time.perf_counter() - began
+        log.info("captured decoding at %d batch sizes in %.1f s and %.2f GiB", len(self._sizes), seconds, taken)
 
     def _reserve(self, max_rows: int) -> None:
         """The buffers of the largest size."""

@@ -5,7 +5,7 @@ It computes what the plan says and decides nothing. Features come in through `Wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from octavo.core.output import StepOutput, TokenLogprobs
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
-from octavo.device.transfer import Download
+from octavo.device.transfer import Download, mark
 from octavo.models.model import Model
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
-from octavo.sampling.resident import ResidentSampler, Row, Sampled, is_plain
+from octavo.sampling.resident import ResidentSampler, Row, Sampled
 from octavo.sampling.resident_logprobs import Columns, PromptRow, entries_of, prompt_columns
 from octavo.worker.hooks import Findings, WorkerHook, apply_hooks, find, follows_steps, gather
 from octavo.worker.resident.graphs import DecodeGraphs
@@ -32,7 +32,8 @@ _BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this re
 class ResidentStep:
     """A step on its way. `hidden` [S, H] are the states of the tokens that get logits, `slots` [S] their slots.
 
-    `failed` says of some of those S why hooks end their requests; `prompted` holds log-probabilities by row.
+    `failed` says of some of those S why hooks end their requests; `prompted` holds log-probabilities by row. `began` is
+    when the device got to it, `before` the step that was under way when it was launched.
     """
 
     plan: StepPlan
@@ -47,6 +48,9 @@ class ResidentStep:
     failed: dict[int, str] = field(default_factory=dict)
     findings: dict[str, Findings] = field(default_factory=dict)
     hooks: Sequence[WorkerHook] = field(default=())
+    began: torch.cuda.Event | None = None
+    before: ResidentStep | None = None
+    retired: bool = False
 
     def result(self) -> StepOutput:
         """Wait for the step's tokens, and put them in the plan's order."""
@@ -64,11 +68,20 @@ class ResidentStep:
             logprobs = {where[i]: [entry] for i, entry in found.items() if where[i] not in errors}
         prompted = {row: [one for part in parts for one in entries_of(part)] for row, parts in self.prompted.items()}
         found, unfound = gather(self.findings)
-        output = StepOutput(tokens, logprobs, errors | unfound, prompted, found)
+        output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle())
         for hook in self.hooks:
             if self.input is not None:
                 hook.after_sample(self.input, output)
+        self.retired = True
         return output
+
+    def _idle(self) -> float:
+        """Seconds for which the device stood still before this step, of which the tokens are here."""
+        before, self.before = self.before, None
+        if before is None or before.sampled is None or self.sampled is None or self.began is None:
+            return 0.0
+        ended = before.sampled.tokens.arrived
+        return 0.0 if ended is None else max(0.0, ended.elapsed_time(self.began)) / 1e3
 
 
 class ResidentRunner:
@@ -92,19 +105,21 @@ class ResidentRunner:
         self._sampler = ResidentSampler(slots.table)
         self._block_size = block_size
         self._hooks = hooks
+        self._last: ResidentStep | None = None
         self.graphs: DecodeGraphs | None = None
         for hook in hooks:
             hook.attach(model)
 
     @torch.inference_mode()
-    def capture(self, max_rows: int) -> None:
+    def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
         """Record the graphs of decoding. With a feature that follows each step there are none.
 
-        One that only changes logits has the forward pass of its steps replayed, and their sampling launched.
+        `loaded` as in `DecodeGraphs.capture`. One that only changes logits has the forward pass of its steps replayed,
+        and their sampling launched.
         """
         if not any(follows_steps(hook) for hook in self._hooks):
             self.graphs = DecodeGraphs(self._model, self._attention, self._slots, self._sampler, self._block_size)
-            self.graphs.capture(max_rows)
+            self.graphs.capture(max_rows, loaded)
 
     def warm_up(self, max_tokens: int) -> None:
         """Run the largest and the oddest steps, before anything lives in slots or cache, so that nothing is compiled
@@ -118,8 +133,14 @@ class ResidentRunner:
             self.sample(step, {})
             step.result()
 
-    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> ResidentStep:
+        before = self._last if self._last is not None and not self._last.retired else None
+        self._last = step = self._launch(plan)
+        step.before = before
+        return step
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> ResidentStep:
         slots = self._slots
         slots.apply(plan)
         for row in plan.new:
@@ -131,9 +152,10 @@ class ResidentRunner:
         if self.graphs is not None and replayable:
             bucket = self.graphs.bucket(len(rows))
             if bucket:
+                began = mark(slots.device)
                 hidden, device_slots = self.graphs.forward(plan.slots, bucket)
                 slots.note(plan)
-                return ResidentStep(plan, None, hidden, device_slots, rows, bucket)
+                return ResidentStep(plan, None, hidden, device_slots, rows, bucket, began=began)
         return self._eager(plan, rows)
 
     @torch.inference_mode()
@@ -143,7 +165,7 @@ class ResidentRunner:
         step.prompts = []
         if not step.rows:
             return
-        if step.bucket and self.graphs is not None and not payload and all(is_plain(row.params) for row in step.rows):
+        if step.bucket and self.graphs is not None and not payload and all(row.plain for row in step.rows):
             sampled = self.graphs.sample(step.bucket)
             step.sampled = Sampled(Download(sampled[: len(step.rows)]), [])
             return
@@ -176,6 +198,7 @@ class ResidentRunner:
         )
         slots.lay_out(batch, step, self._block_size)
         step.attn = self._attention.prepare(step, self._block_size)
+        began = mark(slots.device)
         for hook in self._hooks:
             hook.before_forward(step, plan.payload.get(hook.name))
         hidden = self._model.forward(self._model.embed(step), step)
@@ -184,7 +207,17 @@ class ResidentRunner:
         prompts = slots.prompt_rows(plan, hidden)
         slots.note(plan)
         last = hidden.index_select(0, logit_rows)
-        return ResidentStep(plan, step, last, sample_slots, rows, prompts=prompts, findings=findings, hooks=self._hooks)
+        return ResidentStep(
+            plan,
+            step,
+            last,
+            sample_slots,
+            rows,
+            prompts=prompts,
+            findings=findings,
+            hooks=self._hooks,
+            began=began,
+        )
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for source, destination in copies:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "table_stride"])
 def fill_kernel(
     packed,
     headers,
@@ -44,7 +44,7 @@ def fill_kernel(
         tl.store(settings + slot * PARAMS + p, tl.load(header + 6 + p))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "table_stride"])
 def extend_kernel(writes, tables, count, table_stride, BLOCK: tl.constexpr):
     """`writes` holds (slot, index, block) triples."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -55,7 +55,7 @@ def extend_kernel(writes, tables, count, table_stride, BLOCK: tl.constexpr):
     tl.store(tables + slot * table_stride + index, block, mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_slots", "token_stride", "table_stride"])
 def layout_kernel(
     slots,
     query_start,
@@ -98,7 +98,7 @@ def layout_kernel(
     tl.store(seq_lens + t, tl.where(row_held, before + count, 0), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def advance_kernel(slots, query_start, computed, num_rows, num_slots, BLOCK: tl.constexpr):
     """What the batch has computed."""
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -109,7 +109,7 @@ def advance_kernel(slots, query_start, computed, num_rows, num_slots, BLOCK: tl.
     tl.store(computed + slot, tl.load(computed + slot, mask=held, other=0) + count, mask=held)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "num_slots", "token_stride"])
 def append_kernel(slots, sampled, tokens, length, count, num_slots, token_stride, BLOCK: tl.constexpr):
     """One sampled token for each slot; where none could be sampled (-1), token 0 keeps the row going until it ends."""
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

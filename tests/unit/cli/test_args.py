@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,25 @@ def test_a_model_that_a_flag_of_many_values_took_is_missed(tmp_path: Path, capsy
     check("smollm2", "--api-key", "secret", "other")
     check("--served-model-name", "smollm2")
     check("--api-key", "secret", "other")
+
+
+def test_how_vectors_are_made_may_be_written_in_three_ways(tmp_path: Path) -> None:
+    wanted = {"pooling_type": "MEAN", "normalize": False}
+    for words in (
+        ("--pooler-config", json.dumps(wanted)),
+        ("--override-pooler-config", json.dumps(wanted)),
+        ("--pooler-config.pooling_type", "MEAN", "--pooler-config.normalize", "false"),
+    ):
+        engine, _ = parse("m", "--runner", "pooling", *words)
+        assert (engine.model.runner, engine.model.pooler_config) == ("pooling", wanted)
+    file = tmp_path / "octavo.yaml"
+    file.write_text("model: m\nconvert: embed\npooler-config:\n  pooling_type: MEAN\n  normalize: false\n")
+    engine, _ = parse("--config", str(file))
+    assert (engine.model.convert, engine.model.pooler_config) == ("embed", wanted)
+
+
+@pytest.mark.parametrize("value", ["MEAN", "[1]", "{"])
+def test_what_is_no_json_object_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("m", "--pooler-config", value)
+    assert "JSON" in capsys.readouterr().err

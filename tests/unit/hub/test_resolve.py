@@ -132,7 +132,7 @@ def test_offline_says_what_was_asked_and_how_to_get_it(name: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         resolve(name)
     text = str(caught.value)
-    for part in (repr(name), "the catalogue (smollm2)", "HF_HUB_OFFLINE is set", "HF_HOME", "folder or .gguf file"):
+    for part in (repr(name), "the catalogue (smollm2", "HF_HUB_OFFLINE is set", "HF_HOME", "folder or .gguf file"):
         assert part in text
 
 

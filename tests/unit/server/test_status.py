@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -164,3 +165,11 @@ def test_a_model_without_a_template_says_so() -> None:
     assert answer.status == 400
     assert "chat template" in answer.error()["message"]
     assert ask_now(app, "/v1/completions", {"prompt": "a"}).status == 200
+
+
+def test_the_document_declares_what_stands_in_paths() -> None:
+    document = get_now(make_house(saying("x")).app, "/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            declared = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"]
+            assert sorted(declared) == sorted(re.findall(r"{(\w+)}", path)), path

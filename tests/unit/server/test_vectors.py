@@ -13,9 +13,10 @@ from server_kit import TOKENIZER, VOCAB_SIZE, Answer, Visitor, ask_now, eventual
 
 from octavo.config import ServerConfig
 from octavo.core.pooling import OPTION, Pooled, PoolerInfo, PoolingParams
-from octavo.core.request import GenerateRequest
+from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.engine.fake import FakeEngine, fake_info
-from octavo.server.app import create_app
+from octavo.server.app import background_executor, create_app, make_context
+from octavo.server.batch.lines import Line
 from octavo.text.frontend import Frontend
 
 POOLER = PoolerInfo(pooling="mean", normalize=True, size=3, matryoshka=[2])
@@ -217,6 +218,21 @@ def test_a_client_that_leaves_takes_its_requests_along() -> None:
         assert not engine.running
 
     asyncio.run(scene())
+
+
+def test_a_line_of_a_batch_may_ask_for_vectors_in_the_background() -> None:
+    """Behind what others ask for."""
+    engine = FakeEngine(
+        lambda request: [],
+        info=fake_info(vocab_size=VOCAB_SIZE, tasks=["embed"], pooler=POOLER, num_blocks=0),
+        found=play,
+    )
+    executor = background_executor(make_context(Frontend(engine, TOKENIZER, engine.info), ServerConfig()))
+    assert {"/v1/embeddings", "/v1/rerank", "/v1/score"} <= set(executor.urls)
+    line = Line(custom_id="1", method="POST", url="/v1/embeddings", body=msgspec.Raw(b'{"input": "ab"}'))
+    result = asyncio.run(executor.run(line))
+    assert result.ok
+    assert [request.priority for request in engine.requests] == [BACKGROUND]
 
 
 def test_a_full_queue_refuses_and_counts() -> None:

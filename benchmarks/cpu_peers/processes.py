@@ -1,0 +1,143 @@
+"""An engine's processes: found, stopped and continued together, their memory counted together (Linux)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+def tree(root: int) -> list[int]:
+    """A process and all its descendants, parents first; those of the session that it leads too, whose parents may have
+    ended before them."""
+    children: dict[int, list[int]] = {}
+    session = []
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                stat = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+                parent, _, leader = map(int, stat.rpartition(")")[2].split()[1:4])
+                children.setdefault(parent, []).append(int(entry.name))
+                if leader == root:
+                    session.append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found.extend(children.get(pid, []))
+    return found + [pid for pid in session if pid not in found]
+
+
+def freeze(root: int, timeout: float = 5.0) -> None:
+    """Stop an engine so that it can't take a core from the one whose turn it is; returns when it stands still."""
+    pids = tree(root)
+    for pid in pids:
+        _send(pid, signal.SIGSTOP)
+    until = time.monotonic() + timeout
+    while any(_state(pid) not in "TtZX" for pid in pids) and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def thaw(root: int) -> None:
+    for pid in reversed(tree(root)):
+        _send(pid, signal.SIGCONT)
+
+
+def end(process: subprocess.Popen[bytes], grace: float = 15.0) -> None:
+    """End an engine with all its processes: politely, then not."""
+    pids = tree(process.pid)
+    for pid in pids:
+        _send(pid, signal.SIGCONT)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace)
+    for pid in pids:
+        _send(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _state(pid: int) -> str:
+    """A letter, as proc(5) has it; X for a process that is gone."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+class MemoryWatch:
+    """Samples the memory of an engine's processes in a thread, from when it is made until it is left.
+
+    After it: `peak_rss` and `peak_pss`, the largest sums seen, in bytes. PSS counts a page that n processes share as
+    1/n of a page in each, so its sum counts it once; RSS counts it n times.
+    """
+
+    def __init__(self, root: int, interval: float = 0.05) -> None:
+        self.peak_rss = self.peak_pss = 0
+        self._root, self._interval = root, interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            began = time.monotonic()
+            rss, pss = memory(tree(self._root))
+            self.peak_rss, self.peak_pss = max(self.peak_rss, rss), max(self.peak_pss, pss)
+            # Walking the page tables takes the kernel time: never more than a tenth of it.
+            self._stop.wait(max(self._interval, 9 * (time.monotonic() - began)))
+
+
+def memory(pids: list[int]) -> tuple[int, int]:
+    """(RSS, PSS) summed over processes, in bytes."""
+    total = {"Rss": 0, "Pss": 0}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in (_PROC / str(pid) / "smaps_rollup").read_text(encoding="utf-8").splitlines():
+                key, _, rest = line.partition(":")
+                if key in total:
+                    total[key] += int(rest.split()[0]) * 1024
+    return total["Rss"], total["Pss"]
+
+
+class CpuClock:
+    """How busy the machine was with anything but this process and the engine on turn, since it was made."""
+
+    def __init__(self, engine: int) -> None:
+        self._engine = engine
+        self._started = time.monotonic()
+        self._before = self._others()
+
+    def others(self, cores: int) -> float:
+        """The share of `cores` processors that went elsewhere, stolen time included."""
+        return max(0.0, (self._others() - self._before) / (time.monotonic() - self._started) / cores)
+
+    def _others(self) -> float:
+        fields = (_PROC / "stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]
+        user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields)
+        own = sum(_cpu_ticks(pid) for pid in {os.getpid(), *tree(self._engine)})
+        return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)

@@ -1,0 +1,71 @@
+"""Compiling Triton kernels in parallel, before they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction, MockTensor
+
+
+class Ahead:
+    """Takes launches down instead of launching, and compiles what they would run, on threads of its own.
+
+    What differs only in addresses and sizes is compiled once, by the rules by which Triton itself tells variants apart:
+    whether a number is 1 or divisible by 16, and an address divisible by 16.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="octavo-compile")
+        self._jobs: dict[Any, Future[None]] = {}
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Launches of this block are compiled and not launched. Nothing else may launch Triton kernels meanwhile."""
+        run = JITFunction.run
+
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            named = zip(kernel.params, args, strict=False)
+            key = (kernel, *(_variant(param, arg) for param, arg in named), *options.items())
+            if key not in self._jobs:
+                self._jobs[key] = self._pool.submit(_compile, run, kernel, [_stand_in(arg) for arg in args], options)
+
+        JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            JITFunction.run = run
+
+    def wait(self) -> int:
+        """Return once all is compiled; how many there were. Raises what a compilation raised."""
+        for job in self._jobs.values():
+            job.result()
+        self._pool.shutdown()
+        return len(self._jobs)
+
+
+def _compile(run: Callable[..., Any], kernel: Any, args: list[Any], options: dict[str, Any]) -> None:
+    compiled = run(kernel, *args, grid=(1,), warmup=True, **options)
+    prepare = getattr(compiled, "_init_handles", None)
+    if prepare is not None:
+        prepare()  # builds the launcher and loads the kernel
+
+
+def _variant(param: Any, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if type(value) is int and not param.is_constexpr:
+        wide = value.bit_length() > 31
+        return (wide,) if param.do_not_specialize else (wide, value == 1, value % 16 == 0)
+    return value if isinstance(value, bool | int | float | str) else id(value)
+
+
+def _stand_in(value: Any) -> Any:
+    """Something of the same variant that holds no memory."""
+    if isinstance(value, torch.Tensor) and value.data_ptr() % 16 == 0:
+        return MockTensor(value.dtype)
+    return value

@@ -1,0 +1,42 @@
+"""What a machine does at best: its copy bandwidth and its rate of matrix products."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def measure_ceilings(device: str, dtype: str) -> tuple[float, float]:
+    """Bytes read and written a second by a large copy, and operations a second of a large matrix product.
+
+    Takes a moment and, on a GPU, 1 GiB.
+
+    Args:
+        device: "cuda" or "cpu".
+        dtype: the name of a torch dtype.
+    """
+    gpu = device == "cuda"
+    source = torch.randint(0, 255, (1 << (29 if gpu else 27),), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    size = 8192 if gpu else 1024
+    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    wait = torch.cuda.synchronize if gpu else lambda: None
+    copied = _seconds(lambda: target.copy_(source), wait)
+    multiplied = _seconds(lambda: a @ b, wait)
+    return 2 * source.numel() / copied, 2 * size**3 / multiplied
+
+
+def _seconds(run: Callable[[], Any], wait: Callable[[], Any]) -> float:
+    """Median of some runs, after two that don't count."""
+    taken = []
+    for _ in range(9):
+        wait()
+        began = time.perf_counter()
+        run()
+        wait()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[2:])

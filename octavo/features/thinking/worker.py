@@ -1,0 +1,24 @@
+"""`ThinkingWorker`: the worker half. It leaves one token possible where the engine half says which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from octavo.worker.hooks import WorkerHook
+
+
+class ThinkingWorker(WorkerHook):
+    """Keeps nothing: all is in the payload."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def apply(self, logits: Tensor, slots: Sequence[int], payload: Mapping[int, int]) -> Mapping[int, str]:
+        """`payload`: slot -> the token that comes next."""
+        for row, slot in enumerate(slots):
+            if (token := payload.get(slot)) is not None:
+                logits[row] = float("-inf")
+                logits[row, token] = 0.0
+        return {}

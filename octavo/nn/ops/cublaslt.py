@@ -1,0 +1,193 @@
+"""cuBLASLt, which torch brings along, by way of ctypes: its algorithms for a product, tried one by one and chosen.
+
+torch takes the first that the library's heuristic names, which for some numbers of rows is far from the fastest.
+https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_ubyte,
+    c_uint64,
+    c_void_p,
+)
+
+import torch
+from torch import Tensor
+
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_COMPUTE_32F = 68
+_REAL_32F = 0
+_TRANSPOSE_A = 3
+_TRANSPOSED = 1
+_MAX_WORKSPACE = 1
+_ALIGNMENT = 256
+_ALGORITHM_BYTES = 64
+WORKSPACE_BYTES = 32 << 20
+
+
+class _Found(Structure):
+    _fields_ = (
+        ("algorithm", c_ubyte * _ALGORITHM_BYTES),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+class CublasError(RuntimeError):
+    """A call of the library failed."""
+
+
+class Library:
+    """The functions used, and what all products share: a handle and a workspace.
+
+    Attributes:
+        version: of the library; algorithms are only good for one.
+
+    Raises:
+        OSError: the library isn't there.
+    """
+
+    def __init__(self) -> None:
+        major = (torch.version.cuda or "0").partition(".")[0]
+        self._lib = ctypes.CDLL(f"libcublasLt.so.{major}")
+        self._lib.cublasLtMatmul.argtypes = (
+            [c_void_p] * 2
+            + [POINTER(c_float)]
+            + [c_void_p] * 4
+            + [POINTER(c_float)]
+            + [c_void_p] * 4
+            + [c_char_p, c_void_p, c_size_t, c_void_p]
+        )
+        self.device = torch.cuda.current_device()
+        self.handle = c_void_p()
+        self.check(self._lib.cublasLtCreate(byref(self.handle)))
+        self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        self.run = self._lib.cublasLtMatmul
+        self._lib.cublasLtGetVersion.restype = c_size_t
+        self.version = int(self._lib.cublasLtGetVersion())
+
+    def check(self, status: int) -> None:
+        if status:
+            raise CublasError(f"cuBLASLt answered with status {status}")
+
+    def layout(self, dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
+        """Of a matrix stored column after column."""
+        made = c_void_p()
+        self.check(
+            self._lib.cublasLtMatrixLayoutCreate(
+                byref(made), c_int(_TYPES[dtype]), c_uint64(rows), c_uint64(columns), c_int64(rows)
+            )
+        )
+        return made
+
+    def operation(self) -> c_void_p:
+        """The product whose left side is transposed."""
+        made = c_void_p()
+        self.check(self._lib.cublasLtMatmulDescCreate(byref(made), c_int(_COMPUTE_32F), c_int(_REAL_32F)))
+        flag = c_int32(_TRANSPOSED)
+        self.check(self._lib.cublasLtMatmulDescSetAttribute(made, c_int(_TRANSPOSE_A), byref(flag), c_size_t(4)))
+        return made
+
+    def candidates(self, operation: c_void_p, layouts: list[c_void_p], count: int) -> list[bytes]:
+        preference = c_void_p()
+        self.check(self._lib.cublasLtMatmulPreferenceCreate(byref(preference)))
+        most = c_uint64(WORKSPACE_BYTES)
+        self.check(
+            self._lib.cublasLtMatmulPreferenceSetAttribute(preference, c_int(_MAX_WORKSPACE), byref(most), c_size_t(8))
+        )
+        found = (_Found * count)()
+        number = c_int(0)
+        self.check(
+            self._lib.cublasLtMatmulAlgoGetHeuristic(
+                self.handle, operation, *layouts, preference, c_int(count), found, byref(number)
+            )
+        )
+        self._lib.cublasLtMatmulPreferenceDestroy(preference)
+        return [bytes(found[i].algorithm) for i in range(number.value) if found[i].state == 0]
+
+
+@functools.cache
+def library() -> Library | None:
+    """The library, or None where it can't be used."""
+    try:
+        return Library()
+    except (OSError, AttributeError, CublasError):
+        return None
+
+
+class Product:
+    """x [M, K] @ weight [N, K]^T of one shape and dtype, by any of its algorithms. Contiguous tensors only.
+
+    The workspace is shared, so products of one process must follow each other on one stream.
+    """
+
+    def __init__(
+        self, lib: Library, dtype: torch.dtype, out: torch.dtype, rows: int, outputs: int, inputs: int
+    ) -> None:
+        self._lib = lib
+        self._operation = lib.operation()
+        self._a = lib.layout(dtype, inputs, outputs)
+        self._b = lib.layout(dtype, inputs, rows)
+        self._c = lib.layout(out, outputs, rows)
+        self._one, self._zero = c_float(1.0), c_float(0.0)
+
+    def algorithms(self, count: int) -> list[bytes]:
+        """At most `count`, in the order in which the library's heuristic believes in them. They may be stored."""
+        return self._lib.candidates(self._operation, [self._a, self._b, self._c, self._c], count)
+
+    def into(self, out: Tensor, x: Tensor, weight: Tensor, algorithm: bytes) -> None:
+        """out [M, N] = x @ weight^T."""
+        lib = self._lib
+        status = lib.run(
+            lib.handle,
+            self._operation,
+            byref(self._one),
+            weight.data_ptr(),
+            self._a,
+            x.data_ptr(),
+            self._b,
+            byref(self._zero),
+            out.data_ptr(),
+            self._c,
+            out.data_ptr(),
+            self._c,
+            algorithm,
+            lib.workspace.data_ptr(),
+            WORKSPACE_BYTES,
+            _stream(lib.device),
+        )
+        lib.check(status)
+
+
+def _stream(device: int) -> int:
+    """The current stream's address, by the short way where torch has it: this is asked for at each product."""
+    short = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(short(device) if short is not None else torch.cuda.current_stream(device).cuda_stream)
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether the algorithms may be used on these."""
+    return all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
+
+
+def algorithm_of(text: str) -> bytes | None:
+    """What `bytes.hex` made of an algorithm; None if it is something else."""
+    try:
+        found = bytes.fromhex(text)
+    except (ValueError, TypeError):
+        return None
+    return found if len(found) == _ALGORITHM_BYTES else None

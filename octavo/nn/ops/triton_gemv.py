@@ -1,0 +1,149 @@
+"""Products of a few rows with a weight matrix on a GPU, at the speed at which the matrix is read.
+
+With a single row, what stands before and after the product in a decoder is done inside it: the norm of its input, the
+gated activation or the residual addition of its output.
+
+A launch may begin while the one before it still runs (programmatic dependent launch,
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization): it asks for
+its weights, which no kernel writes, and waits only before it reads what the others wrote.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _ask_for(pointers):
+    """Brings the cache lines at these addresses towards the chip; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def row_kernel(
+    x,
+    norm,
+    weight,
+    bias,
+    residual,
+    out,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """One row times some rows of the matrix; GATED ones have their partner N further down.
+
+    `norm` scales the input, whose root mean square divides the result: one pass over both. AHEAD elements of each
+    matrix row are asked for before the wait.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    n_valid = n < N
+    start = weight + n.to(tl.int64)[:, None] * K
+    partner = start
+    if GATED:
+        partner = start + N * K
+    if OVERLAPS:
+        if AHEAD > 0:
+            line = tl.arange(0, AHEAD // 64) * 64
+            _ask_for(tl.where(n_valid[:, None], start, weight) + line[None, :])
+            if GATED:
+                _ask_for(tl.where(n_valid[:, None], partner, weight) + line[None, :])
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    gated = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    square = tl.zeros([BLOCK_K], tl.float32)
+    for first in range(0, K, BLOCK_K):
+        at = first + k
+        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+            w = tl.load(start + at[None, :], eviction_policy="evict_first")
+            value = tl.load(x + at).to(tl.float32)
+            if GATED:
+                up = tl.load(partner + at[None, :], eviction_policy="evict_first")
+            if NORMED:
+                scale = tl.load(norm + at).to(tl.float32)
+        else:
+            inside = n_valid[:, None] & (at < K)[None, :]
+            w = tl.load(start + at[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+            value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+            if GATED:
+                up = tl.load(partner + at[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+            if NORMED:
+                scale = tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
+        if NORMED:
+            square += value * value
+            value = value * scale
+        acc += w.to(tl.float32) * value[None, :]
+        if GATED:
+            gated += up.to(tl.float32) * value[None, :]
+    total = tl.sum(acc, 1)
+    inverse = 1.0
+    if NORMED:
+        inverse = tl.rsqrt(tl.sum(square, 0) / K + eps)
+        total = total * inverse
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * (tl.sum(gated, 1) * inverse)
+    if BIASED:
+        total += tl.load(bias + n, mask=n_valid, other=0.0).to(tl.float32)
+    if ADDED:
+        total += tl.load(residual + n, mask=n_valid, other=0.0).to(tl.float32)
+    tl.store(out + n, total.to(out.dtype.element_ty), mask=n_valid)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rows_kernel(
+    x,
+    weight,
+    out,
+    M,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """M rows, at most BLOCK_M, times some rows of the matrix, which are the left side of the units' product."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    m = tl.arange(0, BLOCK_M)
+    n_valid = n < N
+    start = weight + n.to(tl.int64)[:, None] * K
+    if OVERLAPS:
+        if AHEAD > 0:
+            line = tl.arange(0, AHEAD // 64) * 64
+            _ask_for(tl.where(n_valid[:, None], start, weight) + line[None, :])
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for first in range(0, K, BLOCK_K):
+        at = first + k
+        m_valid = (m < M)[None, :] & (at < K)[:, None]
+        value = tl.load(x + m[None, :] * K + at[:, None], mask=m_valid, other=0.0)
+        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+            w = tl.load(start + at[None, :], eviction_policy="evict_first")
+        else:
+            inside = n_valid[:, None] & (at < K)[None, :]
+            w = tl.load(start + at[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(w, value.to(w.dtype), acc, input_precision="ieee")
+    valid = n_valid[:, None] & (m < M)[None, :]
+    tl.store(out + m[None, :] * N + n[:, None], acc.to(out.dtype.element_ty), mask=valid)

@@ -1,0 +1,41 @@
+"""Unquantised weights on a GPU: how they are multiplied with depends on the number of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.nn.ops import few_rows, products
+from octavo.nn.quant.none import Unquantised
+
+
+class OnGpu(Unquantised):
+    """A single row may take its neighbours into the launch; others go through the fastest call there is.
+
+    Attributes:
+        fused_rows: the most rows of `fused`.
+    """
+
+    fused_rows = 1
+
+    def apply(self, x: Tensor) -> Tensor:
+        assert self.weight is not None, "weights are not loaded"
+        return products.linear(x, self.weight, self.bias)
+
+    def wide(self, x: Tensor) -> Tensor:
+        assert self.weight is not None, "weights are not loaded"
+        return products.linear(x, self.weight, self.bias, dtype=torch.float32)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        assert self.weight is not None, "weights are not loaded"
+        return few_rows.fused_product(
+            x, self.weight, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype
+        )

@@ -1,0 +1,142 @@
+"""The kernels of a model's steps, named by launching each once where launches are collected: see `device/ahead.py`.
+
+What is missing here is compiled when it is first launched, so the list need not be complete, only long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from octavo.core.params import SamplingParams
+from octavo.core.plan import NewRow, StepPlan
+from octavo.device.ahead import Ahead
+from octavo.models.spec import DecoderSpec
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
+from octavo.nn.ops import few_rows, triton_activation, triton_norm
+from octavo.nn.step import StepInput
+from octavo.sampling.resident import ResidentSampler, Row
+from octavo.sampling.state import PreparedParams
+from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
+
+_SLOTS = 80
+"""Rows enough that no context is divided over several programs."""
+_LONG = 8192
+_PENALISED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
+
+
+@torch.inference_mode()
+def compile_ahead(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    residual: torch.dtype,
+    attention: AttentionBackend,
+    device: torch.device,
+    *,
+    block_size: int,
+    max_model_len: int,
+) -> Ahead:
+    """Begin to compile; the caller waits."""
+    ahead = Ahead()
+    with ahead.collecting():
+        _products(spec, dtype, residual, device)
+        slots = ResidentSlots(_SLOTS + 1, max_model_len, -(-max_model_len // block_size), spec.vocab_size, device)
+        long = min(max_model_len - 1, _LONG)
+        for counts in ([1] * _SLOTS, [1], [1, 9], [2, 2], [1] * _SLOTS + [9], [long]):
+            step = _step(slots, counts, block_size)
+            for window in {*spec.windows}:
+                _attend(spec, dtype, kv_dtype, attention, step, window, block_size)
+        _sample(spec, slots)
+    return ahead
+
+
+def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device: torch.device) -> None:
+    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device=device)
+
+    width, inner = spec.hidden_size, spec.intermediate_size
+    heads = spec.num_heads * spec.head_dim
+    outputs = heads + 2 * spec.num_kv_heads * spec.head_dim
+    norm = (empty(width), 1e-5)
+    stream = empty(1, width, kind=residual)
+    bias = empty(outputs) if "qkv" in spec.biases else None
+    few_rows.fused_product(stream, empty(outputs, width), norm=norm, bias=bias)
+    bias = empty(width) if "o" in spec.biases else None
+    few_rows.fused_product(empty(1, heads), empty(width, heads), add_to=stream, bias=bias)
+    few_rows.fused_product(stream, empty(2 * inner, width), norm=norm, gated=True)
+    few_rows.fused_product(empty(1, inner), empty(width, inner), add_to=stream)
+    few_rows.fused_product(stream, empty(spec.vocab_size, width), norm=norm, dtype=torch.float32)
+    if dtype.itemsize == 2:
+        for rows_of, columns in ((outputs, width), (width, heads), (width, inner), (2 * inner, width)):
+            if few_rows.pays(2, rows_of):
+                few_rows.few_product(empty(2, columns), empty(rows_of, columns))
+    stream = empty(2, width, kind=residual)
+    triton_norm.rms_norm(stream, *norm)
+    triton_norm.add_rms_norm(empty(2, width), stream, *norm)
+    triton_activation.silu_mul(empty(2, 2 * inner))
+
+
+def _step(slots: ResidentSlots, counts: Sequence[int], block_size: int) -> StepInput:
+    """Slots are filled, their blocks written and the batch laid out."""
+    params = SamplingParams(temperature=0)
+    new = [NewRow(i, [0] * n, n, params, 0, [], 0, [0]) for i, n in enumerate(counts)]
+    plan = StepPlan(
+        id=-1,
+        new=new,
+        slots=list(range(len(counts))),
+        num_tokens=list(counts),
+        num_drafts=[0] * len(counts),
+        samples=[True] * len(counts),
+        block_writes=[(0, 0, 0)],
+        copies=[],
+        freed=[],
+    )
+    slots.apply(plan)
+    batch, logit_rows, _ = make_batch(plan, slots.device)
+    step = StepInput(
+        **empty_step(len(counts), sum(counts), slots.device),
+        query_start=batch.query_start,
+        block_tables=slots.block_tables,
+        table_rows=batch.slots,
+        logit_rows=logit_rows,
+        max_query_len=max(counts),
+        max_seq_len=slots.max_model_len,
+        query_lens=counts,
+    )
+    slots.lay_out(batch, step, block_size)
+    slots.advance(batch)
+    return step
+
+
+def _attend(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    attention: AttentionBackend,
+    step: StepInput,
+    window: int | None,
+    block_size: int,
+) -> None:
+    layer = AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, window=window)
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    qkv = torch.empty(step.num_tokens, heads, spec.head_dim, dtype=dtype, device=step.device)
+    cache = torch.empty(attention.cache_shape(layer, 2, block_size), dtype=kv_dtype, device=step.device)
+    step.attn = attention.prepare(step, block_size)
+    if isinstance(attention, FusedBackend):
+        table = torch.empty(2, spec.head_dim, dtype=torch.float32, device=step.device)
+        scales = table.new_empty(2, spec.num_kv_heads) if kv_dtype.itemsize == 1 else None
+        norm = torch.empty(spec.head_dim, dtype=dtype, device=step.device)
+        norms = (norm, norm, 1e-5) if spec.qk_norm else None
+        attention.rotate_and_attend(qkv, norms, table, cache, scales, step, layer)
+
+
+def _sample(spec: DecoderSpec, slots: ResidentSlots) -> None:
+    sampler = ResidentSampler(slots.table)
+    logits = torch.empty(2, spec.vocab_size, dtype=torch.float32, device=slots.device)
+    held = torch.from_numpy(np.arange(2, dtype=np.int32)).to(slots.device)
+    slots.append(held, sampler.draw(logits, held))
+    params = PreparedParams.make(_PENALISED, 0, [], spec.vocab_size)
+    sampler.sample(logits, held, [Row(0, params, 1, 2), Row(1, params, 1, 2)])

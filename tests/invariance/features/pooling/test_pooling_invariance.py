@@ -1,0 +1,151 @@
+"""Vectors are the same however the steps are cut, whoever shares them, and whichever runner computes them.
+
+Without a GPU the resident runner's kernels run in Triton's interpreter, on few and short requests.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.build import build_core
+from octavo.config import EngineConfig
+from octavo.core.params import SamplingParams
+from octavo.core.pooling import OPTION, PoolingParams
+from octavo.core.request import GenerateRequest
+from octavo.device.cpu import CpuDevice
+from octavo.hub.files import ModelFiles
+from octavo.text.pooling import pooled_output
+
+GPU = torch.cuda.is_available()
+VOCAB = 131
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+ENCODER = {
+    "architectures": ["BertModel"],
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+}
+
+
+class Behind(CpuDevice):
+    """A CPU that is driven as if it ran behind its host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resident = True
+        self.default_depth = 1
+
+
+def asked(*, generating: bool = True) -> list[GenerateRequest]:
+    """Prompts for all kinds of pooling, some with a common beginning, between requests that generate."""
+    rng = random.Random(3)
+    head = [rng.randrange(4, VOCAB) for _ in range(20)]
+    made = []
+    kinds = [("mean", "embed"), ("last", "embed"), ("cls", "embed"), ("mean", "token_embed"), ("last", "embed")]
+    for i, (pooling, task) in enumerate(kinds):
+        params = PoolingParams(pooling=pooling, task=task, activation="none")
+        made.append(
+            GenerateRequest(
+                id=f"p{i}",
+                tokens=head + [rng.randrange(4, VOCAB) for _ in range(1 + 3 * i)],
+                params=SamplingParams(max_tokens=1),
+                options={OPTION: msgspec.Raw(msgspec.msgpack.encode(params))},
+                prompt_only=True,
+                reads_cache=generating and not params.sees_all,
+            )
+        )
+        if generating:
+            params_g = SamplingParams(max_tokens=3, temperature=0)
+            made.append(GenerateRequest(id=f"g{i}", tokens=head[: 4 * i + 1], params=params_g))
+    return made
+
+
+def run(config: dict[str, Any], requests: list[GenerateRequest], **settings: Any) -> dict[str, Any]:
+    """Vectors and tokens by request."""
+    files = ModelFiles(name="tiny", path=Path("tiny"), format="safetensors", weights=(), config=config)
+    defaults = {"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 21, "seed": 11, "threads": 1}
+    loop, _ = build_core(EngineConfig.of(**{**defaults, **settings}), files)
+    found: dict[str, Any] = {}
+    waiting = list(requests)
+    while waiting or loop.busy:
+        for request in waiting[:2]:
+            loop.add(request)
+        del waiting[:2]
+        for delta in loop.step():
+            assert delta.error is None, delta.error
+            if delta.id.startswith("g"):
+                found.setdefault(delta.id, []).extend(delta.tokens)
+            else:
+                found[delta.id] = torch.tensor(pooled_output(delta).pooled.values())
+    loop.check_idle()
+    loop.close()
+    return found
+
+
+@cache
+def truth() -> dict[str, Any]:
+    return run(CONFIG, asked(), device="cpu", attention_backend="torch", enable_prefix_caching=False)
+
+
+def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, list):
+            assert found[name] == value
+        else:
+            torch.testing.assert_close(found[name], value, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention_backend": "torch"},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 3, "async_scheduling": True},
+        {"memory_bytes": 128 * 128, "max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 8},
+    ],
+    ids=["prefix cache", "chunks", "overlap", "little room"],
+)
+def test_decoders(settings: dict[str, Any]) -> None:
+    check(run(CONFIG, asked(), device="cpu", **settings), truth())
+
+
+def test_the_resident_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"device": "cuda"}
+    if not GPU:
+        monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
+        settings = {"attention_backend": "triton"}
+    check(run(CONFIG, asked(), max_num_batched_tokens=24, max_num_seqs=4, **settings), truth())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_num_seqs": 1}, {"async_scheduling": True, "max_num_seqs": 2}, *([{"device": "cuda"}] if GPU else [])],
+    ids=str,
+)
+def test_encoders(settings: dict[str, Any]) -> None:
+    expected = run(ENCODER, asked(generating=False), device="cpu")
+    check(run(ENCODER, asked(generating=False), **{"device": "cpu", **settings}), expected)

@@ -1,0 +1,178 @@
+"""benchmarks/cpu_peers and cpu_scaling.py: what turns events into figures, and what keeps engines still."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+MODULES = ("workloads", "http_client", "floors", "report", "processes", "cpu_scaling", "machine")
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The scripts' modules; they are no package, so they are forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "cpu_peers"))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def machine(parts: SimpleNamespace) -> SimpleNamespace:
+    shape = parts.floors.Shape(body=1000, head=100, heads=2, kv_heads=1, head_size=4, layers=3, vocab_size=5000)
+    return SimpleNamespace(shape=shape, limits=parts.floors.Machine(read=100.0, products=1e12, attention=1e12))
+
+
+class Server:
+    """Answers every request on a connection of its own with the same bytes, in pieces."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._pieces = pieces
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                data = b""
+                while b"\r\n\r\n" not in data or not data.endswith(b"}"):
+                    data += connection.recv(1 << 16)
+                for piece in self._pieces:
+                    connection.sendall(piece)
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def test_the_client_counts_the_tokens_that_the_last_event_tells(parts: SimpleNamespace) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    # The count is cut in two by the frames of two chunks.
+    events = [chunk(b'data: {"choices": [{"text": "a"}]}\n\n'), chunk(b'data: {"usage": {"completion_tokens": 2')]
+    server = Server([head, *events, chunk(b"56}}\n\ndata: [DONE]\n\n"), b"0\r\n\r\n"])
+    try:
+        request = parts.workloads.Request([1, 2], 256)
+        address = parts.http_client.Address(server.port, "model", {})
+        one = parts.http_client.run(address, [request])
+        assert one.tokens == [256]
+        assert one.first is not None
+        assert one.first <= one.last
+        assert parts.http_client.run(address, [request] * 3).tokens == [256] * 3
+    finally:
+        server.close()
+
+
+def test_a_refused_request_is_an_error_with_the_servers_words(parts: SimpleNamespace) -> None:
+    server = Server([b'HTTP/1.1 400 Bad Request\r\n\r\n{"error": "prompt too long"}'])
+    try:
+        with pytest.raises(RuntimeError, match=r"400.*prompt too long"):
+            parts.http_client.run(parts.http_client.Address(server.port, "m", {}), [parts.workloads.Request([1], 1)])
+    finally:
+        server.close()
+
+
+def test_one_stream_can_be_no_faster_than_its_reads(parts: SimpleNamespace, machine: SimpleNamespace) -> None:
+    shape = machine.shape
+    outcome = parts.floors.floor([parts.workloads.Request([1] * 10, 3)], shape, 2000, machine.limits)
+    assert outcome.first == pytest.approx(2000 / 100)
+    cached = shape.kv_bytes_per_token * (11 + 12)
+    assert outcome.last - outcome.first == pytest.approx((2 * 2000 + cached) / 100)
+
+
+def test_a_shared_beginning_is_computed_once(parts: SimpleNamespace, machine: SimpleNamespace) -> None:
+    slow = parts.floors.Machine(read=1e12, products=1.0, attention=1e12)
+    head = list(range(100))
+    requests = [parts.workloads.Request([*head, own], 1) for own in (1000, 2000, 3000)]
+    outcome = parts.floors.floor(requests, machine.shape, 1, slow)
+    body, outputs = (100 + 3) * 2 * machine.shape.body, 3 * 2 * machine.shape.head
+    assert outcome.last == pytest.approx(body + outputs)
+
+
+def test_ratios_say_how_many_times_as_fast_octavo_is(parts: SimpleNamespace) -> None:
+    figures = {"B": {"octavo q8_0": 300.0, "x": 200.0, "y": 100.0}, "E": {"octavo q8_0": 2.0, "x": 3.0}}
+    ratios = parts.report.ratios(figures)
+    assert ratios["B"]["octavo q8_0"] == {"x": 1.5, "y": 3.0, "best peer": 1.5}
+    assert ratios["E"]["octavo q8_0"] == {"x": 1.5, "best peer": 1.5}  # seconds: fewer are faster
+
+
+def test_equal_seeds_give_all_engines_the_same_requests(parts: SimpleNamespace) -> None:
+    for workload in parts.workloads.WORKLOADS.values():
+        first, again = workload.requests("0", 49152), workload.requests("0", 49152)
+        other = workload.requests("1", 49152)
+        assert first == again
+        assert [r.prompt for r in first] != [r.prompt for r in other]
+        assert [(len(r.prompt), r.output_tokens) for r in first] == [(len(r.prompt), r.output_tokens) for r in other]
+
+
+def test_a_frozen_engine_stands_still_with_its_children(parts: SimpleNamespace) -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()  # the child runs
+        pids = parts.processes.tree(process.pid)
+        assert len(pids) == 2
+        parts.processes.freeze(process.pid)
+        assert [state(pid) for pid in pids] == ["T", "T"]
+        rss, pss = parts.processes.memory(pids)
+        assert 0 < pss <= rss
+        parts.processes.thaw(process.pid)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.wait(60) == 0  # both ran on to their ends
+    finally:
+        parts.processes.end(process)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+    assert not any(Path(f"/proc/{pid}").exists() and state(pid) != "Z" for pid in pids)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+
+
+def test_cliffs_are_found_where_more_gives_less(parts: SimpleNamespace) -> None:
+    smooth = {"batch": {1: 100.0, 2: 180.0, 4: 175.0}, "context, 1 request": {128: 100.0, 256: 60.0}}
+    assert parts.cpu_scaling.cliffs(smooth) == []
+    broken = {"batch": {1: 100.0, 2: 180.0, 4: 150.0}, "context, 1 request": {128: 100.0, 256: 40.0}}
+    assert parts.cpu_scaling.cliffs(broken) == [
+        "batch: 180.0 tokens/s at 2, 150.0 at 4",
+        "context, 1 request: 100.0 tokens/s at 128, 40.0 at 256",
+    ]
+
+
+def test_a_process_whose_parent_has_ended_is_ended_too(parts: SimpleNamespace) -> None:
+    child = "print(1, flush=True); import time; time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    with process.stdout:
+        process.stdout.readline()
+        process.wait(60)
+        left = [pid for pid in parts.processes.tree(process.pid) if pid != process.pid]
+        assert len(left) == 1
+        parts.processes.end(process)
+        assert process.stdout.read() == b""  # its end of the pipe is closed: it is gone

@@ -1,0 +1,77 @@
+"""Which launches are compiled ahead: each variant once, nothing launched. The compiler itself is left out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from octavo.device.ahead import Ahead
+
+
+class Kernel:
+    params = tuple(SimpleNamespace(is_constexpr=False, do_not_specialize=last) for last in (False, False, True))
+
+
+KERNEL = Kernel()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert kernel is KERNEL
+        assert warmup
+        calls.append((args, options))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return calls
+
+
+def launch(*args: Any, **options: Any) -> None:
+    JITFunction.run(KERNEL, *args, grid=(3,), warmup=False, **options)
+
+
+def test_a_variant_is_compiled_once(compiled):
+    before = JITFunction.run
+    ahead = Ahead()
+    x = torch.empty(64)
+    with ahead.collecting():
+        launch(x, 32, 5, BLOCK=4)
+        launch(torch.empty(7), 48, 6, BLOCK=4)  # other addresses and sizes of the same kind
+        launch(x, 33, 5, BLOCK=4)
+        launch(x, 1, 5, BLOCK=4)
+        launch(x, 32, 5, BLOCK=8)
+        launch(x.to(torch.float16), 32, 5, BLOCK=4)
+        launch(x[1:], 32, 5, BLOCK=4)
+    assert JITFunction.run is before
+    assert ahead.wait() == len(compiled) == 6
+
+
+def test_no_memory_is_held_while_it_compiles(compiled):
+    ahead = Ahead()
+    with ahead.collecting():
+        launch(torch.empty(64), 32, 5)
+    ahead.wait()
+    ((stand_in, *_), _) = compiled[0]
+    assert not isinstance(stand_in, torch.Tensor)
+    assert stand_in.dtype == torch.float32
+
+
+def test_a_failed_compilation_is_told(monkeypatch):
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    ahead = Ahead()
+    with ahead.collecting():
+        launch(torch.empty(64), 32, 5)
+    with pytest.raises(ValueError, match="no such instruction"):
+        ahead.wait()
