@@ -72,4 +72,4 @@ class Build:
 
     def attention(self, spec: AttentionSpec) -> PagedAttention:
         assert self.attention_backend is not None, "this model was to have no KV cache"
-        return PagedAttention(self.path, spec, self.attention_backend)
+        return PagedAttention(spec, self.attention_backend, self.path)

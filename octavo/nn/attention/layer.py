@@ -13,17 +13,17 @@ class PagedAttention(nn.Module):
     """Stores this step's keys and values, then attends over each row's context.
 
     Attributes:
-        path: where it stands in the model, in the checkpoint's vocabulary.
         spec: what the cache's size and the backend depend on.
+        path: where it stands in the model, in the checkpoint's vocabulary.
         cache: this layer's KV cache, of `backend.cache_shape(spec, ...)`. The worker binds it; empty until then.
         scales: [2, num_kv_heads] float32 with an FP8 cache, see `FusedBackend`; the worker sets them too.
     """
 
-    def __init__(self, path: str, spec: AttentionSpec, backend: AttentionBackend) -> None:
+    def __init__(self, spec: AttentionSpec, backend: AttentionBackend, path: str = "") -> None:
         super().__init__()
-        self.path = path
         self.spec = spec
         self.backend = backend
+        self.path = path
         self.cache = torch.empty(0)
         self.scales: Tensor | None = None
 

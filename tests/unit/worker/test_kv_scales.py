@@ -43,7 +43,7 @@ class Stored:
 
 
 def layers() -> list[PagedAttention]:
-    made = [PagedAttention(f"l{i}", SPEC, ReferenceAttention()) for i in range(3)]
+    made = [PagedAttention(SPEC, ReferenceAttention(), f"l{i}") for i in range(3)]
     for layer in made:
         layer.cache = torch.empty(0, dtype=torch.float8_e4m3fn)
     return made
