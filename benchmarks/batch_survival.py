@@ -37,7 +37,7 @@ class Server:
         command = [sys.executable, "-m", "octavo", "serve", *arguments]
         command += ["--port", str(port), "--jobs-dir", str(folder), "--log-level", "warning"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=None)
         while True:
             try:
                 if self.http.get("/ready").status_code == 200:
@@ -47,6 +47,12 @@ class Server:
             if self.process.poll() is not None:
                 raise SystemExit("the server did not start")
             time.sleep(0.1)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def kill(self) -> None:
         self.process.kill()
@@ -78,22 +84,23 @@ def submit(server: Server, content: bytes) -> str:
 def run(folder: Path, count: int, kills: int, seed: int, arguments: list[str]) -> dict[str, Any]:
     began = time.monotonic()
     moments = sorted(random.Random(seed).sample(range(1, count - 1), kills))
-    server = Server(folder, arguments)
-    batch_id = submit(server, lines_of(count))
+    batch_id = ""
     killed_at, found_after = [], []
     for moment in moments:
-        while (seen := server.batch(batch_id)["request_counts"]["completed"]) < moment:
-            time.sleep(0.02)
-        server.kill()
-        killed_at.append(seen)
-        server = Server(folder, arguments)
+        with Server(folder, arguments) as server:
+            if batch_id:
+                found_after.append(server.batch(batch_id)["request_counts"]["completed"])
+                print(f"killed after {killed_at[-1]} answers were told; the next knows {found_after[-1]}", flush=True)
+            else:
+                batch_id = submit(server, lines_of(count))
+            while (seen := server.batch(batch_id)["request_counts"]["completed"]) < moment:
+                time.sleep(0.02)
+            killed_at.append(seen)
+    with Server(folder, arguments) as server:
         found_after.append(server.batch(batch_id)["request_counts"]["completed"])
-        print(f"killed after {seen} answers were told; the next server knows {found_after[-1]}", flush=True)
-    while (batch := server.batch(batch_id))["status"] not in ("completed", "failed", "expired"):
-        time.sleep(0.1)
-    output = server.http.get(f"/v1/files/{batch['output_file_id']}/content").raise_for_status().content
-    server.process.terminate()
-    server.process.wait()
+        while (batch := server.batch(batch_id))["status"] not in ("completed", "failed", "expired"):
+            time.sleep(0.1)
+        output = server.http.get(f"/v1/files/{batch['output_file_id']}/content").raise_for_status().content
     names = [json.loads(one)["custom_id"] for one in output.splitlines()]
     return {
         "lines": count,

@@ -187,6 +187,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         http=connection_class(HttpToolsProtocol, config.unread_timeout_s, metrics.http.count_unread),
         ws=connection_class(WebSocketsSansIOProtocol, config.unread_timeout_s, metrics.http.count_unread),
         ws_max_size=config.max_body_bytes,
+        ws_per_message_deflate=False,  # a chunk is small: compressing it costs more than it saves
         lifespan="off",
         log_config=None,
         log_level="warning" if config.log_level == "info" else config.log_level,
