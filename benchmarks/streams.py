@@ -112,7 +112,7 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(30)
+        self.process.wait(180)
         return [float(line) for line in Path(self.log.name).read_text().splitlines()]
 
 

@@ -168,7 +168,7 @@ class CoreClient:
                     if inbox is not None:
                         inbox.put(delta)
                         if self._max_unread is not None and inbox.overflows(self._max_unread):
-                            self._give_up(delta.id, inbox, self._max_unread)
+                            self._suspect(delta.id, inbox, self._max_unread)
             case wire.Refused(request_id, text, param):
                 inbox = self._streams.get(request_id)
                 if inbox is not None:
@@ -176,8 +176,17 @@ class CoreClient:
             case _:
                 pass
 
-    def _give_up(self, request_id: str, inbox: Inbox, limit: int) -> None:
+    def _suspect(self, request_id: str, inbox: Inbox, limit: int) -> None:
+        """Look again after the reader's turn: perhaps it was only the event loop that lagged."""
+        if not inbox.suspect:
+            inbox.suspect = True
+            asyncio.get_running_loop().call_soon(self._judge, request_id, inbox, limit)
+
+    def _judge(self, request_id: str, inbox: Inbox, limit: int) -> None:
         """End a request whose reader lags too far behind; it may still read what is there."""
+        inbox.suspect = False
+        if not inbox.overflows(limit):
+            return
         self.slow_readers += 1
         log.warning("Request %s is ended: its client reads too slowly, %d tokens wait.", request_id, inbox.tokens)
         inbox.fail(SlowReaderError(limit))

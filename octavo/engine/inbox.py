@@ -13,16 +13,17 @@ class Inbox:
 
     Attributes:
         tokens: those that wait to be read.
+        suspect: too many did, a moment ago.
     """
 
-    __slots__ = ("_deltas", "_error", "_waiter", "_waking", "tokens")
+    __slots__ = ("_deltas", "_error", "_waiter", "suspect", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0
         self._deltas: deque[TokenDelta] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._waking = False
+        self.suspect = False
 
     def put(self, delta: TokenDelta) -> None:
         if self._error is None:
@@ -37,11 +38,8 @@ class Inbox:
             self._wake()
 
     def overflows(self, limit: int) -> bool:
-        """Whether more than `limit` tokens wait, not all in one piece, for a reader that is busy with something else.
-
-        One that waits for them has only not had its turn of the event loop yet, which is no fault of its own.
-        """
-        return self.tokens > limit and len(self._deltas) > 1 and self._error is None and not self._waking
+        """Whether more than `limit` tokens wait, not all in one piece."""
+        return self.tokens > limit and len(self._deltas) > 1 and self._error is None
 
     async def get(self) -> TokenDelta:
         """The next delta, or the error after the last."""
@@ -49,10 +47,7 @@ class Inbox:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waking = False
+            await self._waiter
         delta = self._deltas.popleft()
         self.tokens -= len(delta.tokens)
         return delta
@@ -61,4 +56,3 @@ class Inbox:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-            self._waking = True

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import WebSocketRoute
 
 from octavo.config import ServerConfig
 from octavo.hub.cache import data_dir
@@ -24,6 +24,7 @@ from octavo.server.batch.routes import BatchBody, batch_routes
 from octavo.server.batch.service import BatchService
 from octavo.server.context import ServerContext
 from octavo.server.door import Door
+from octavo.server.inner import post_endpoints
 from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics.metrics import Metrics
 from octavo.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -31,6 +32,7 @@ from octavo.server.openai.respond.protocol import ResponseBody
 from octavo.server.routes.inference import inference_routes
 from octavo.server.routes.status import status_routes
 from octavo.server.routes.vectors import BODIES, vector_routes
+from octavo.server.socket import StreamSocket
 from octavo.server.stream import CLIENT_CLOSED_REQUEST, ClientGoneError
 from octavo.text.frontend import Frontend
 from octavo.version import __version__
@@ -66,8 +68,10 @@ def create_app(
         middleware=[*_cors(config), Middleware(Door, ctx=ctx)],
     )
     app.include_router(status_routes(ctx))
-    app.include_router(inference_routes(ctx))
-    app.include_router(vector_routes(ctx))
+    inference = [inference_routes(ctx), vector_routes(ctx)]
+    for router in inference:
+        app.include_router(router)
+    app.router.routes.append(WebSocketRoute("/v1/stream", StreamSocket(ctx, post_endpoints(*inference)).__call__))
     batches = _batch_service(ctx)
     app.state.batches, app.state.metrics = batches, ctx.metrics
     app.include_router(batch_routes(ctx, batches))
@@ -102,9 +106,7 @@ def make_context(
 def background_executor(ctx: ServerContext) -> Executor:
     """Runs the lines of batches through the routes, in the room that other requests leave."""
     quiet = replace(ctx, background=True)
-    routes = [*inference_routes(quiet).routes, *vector_routes(quiet).routes]
-    found = [route for route in routes if isinstance(route, APIRoute) and "POST" in (route.methods or ())]
-    return Executor({route.path: route.endpoint for route in found if not route.param_convertors})
+    return Executor(post_endpoints(inference_routes(quiet), vector_routes(quiet)))
 
 
 def _batch_service(ctx: ServerContext) -> BatchService:

@@ -1,25 +1,31 @@
-"""`connection_class`: one HTTP connection, whose client has to read what it is sent."""
+"""`connection_class`: connections whose clients have to read what they are sent."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 logger = logging.getLogger("octavo.server")
 
 
-def connection_class(unread_timeout_s: float, closed: Callable[[], None]) -> type[HttpToolsProtocol]:
-    """Uvicorn's protocol, with an end to waiting.
+def connection_class(
+    protocol: type[HttpToolsProtocol] | type[WebSocketsSansIOProtocol],
+    unread_timeout_s: float,
+    closed: Callable[[], None],
+) -> type[Any]:
+    """One of uvicorn's protocols, with an end to waiting.
 
     What can't be sent is bounded: a response is not asked for more while 64 KiB of it wait. If the client takes none of
     them for `unread_timeout_s` seconds, the connection is closed, and `closed` is told. An orderly end would wait for
     the client, too, so this is an abrupt one.
     """
 
-    class Connection(HttpToolsProtocol):
+    class Connection(protocol):  # type: ignore[valid-type, misc]
         _unread: asyncio.TimerHandle | None = None
 
         def pause_writing(self) -> None:

@@ -56,6 +56,29 @@ class ApiKeys:
         return any(matches)
 
 
+def key_error() -> ApiError:
+    """What those without a key are told."""
+    return ApiError(
+        401,
+        "A valid API key is required: send 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def busy(ctx: ServerContext, method: str = "POST") -> ApiError | None:
+    """Why the server takes no more work, if it doesn't."""
+    most = ctx.config.max_concurrent_requests
+    if most is not None and ctx.lifecycle.inflight >= most:
+        return ApiError(
+            503,
+            f"The server answers {most} requests at once, as many as --max-concurrent-requests allows; come back.",
+            headers={"Retry-After": "1"},
+        )
+    if ctx.lifecycle.draining and method == "POST":
+        return ApiError(503, "The server is shutting down and takes no new requests.", headers={"Retry-After": "5"})
+    return None
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
@@ -71,10 +94,10 @@ class Door:
         self._root = "/" + ctx.config.root_path.strip("/") if ctx.config.root_path.strip("/") else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._root
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["root_path"] = self._root
         names = ("X-Request-Id", REQUEST_ID) if speaks_anthropic(scope) else ("X-Request-Id",)
         visit = _Visit(send, _request_id(Headers(scope=scope)), names)
         scope.setdefault("state", {})["request_id"] = visit.request_id
@@ -106,21 +129,8 @@ class Door:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         if scope["method"] != "OPTIONS" and not self._keys.allow(Headers(scope=scope)):
-            return ApiError(
-                401,
-                "A valid API key is required: send 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        most = self._ctx.config.max_concurrent_requests
-        if most is not None and self._ctx.lifecycle.inflight >= most:
-            return ApiError(
-                503,
-                f"The server answers {most} requests at once, as many as --max-concurrent-requests allows; come back.",
-                headers={"Retry-After": "1"},
-            )
-        if self._ctx.lifecycle.draining and scope["method"] == "POST":
-            return ApiError(503, "The server is shutting down and takes no new requests.", headers={"Retry-After": "5"})
-        return None
+            return key_error()
+        return busy(self._ctx, scope["method"])
 
 
 class _Visit:

@@ -12,6 +12,8 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from octavo.config import ServerConfig
 from octavo.core.errors import OctavoError
@@ -182,8 +184,10 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     metrics: Metrics = app.state.metrics
     return uvicorn.Config(
         app,
-        http=connection_class(config.unread_timeout_s, metrics.http.count_unread),
-        ws="none",
+        http=connection_class(HttpToolsProtocol, config.unread_timeout_s, metrics.http.count_unread),
+        ws=connection_class(WebSocketsSansIOProtocol, config.unread_timeout_s, metrics.http.count_unread),
+        ws_max_size=config.max_body_bytes,
+        ws_per_message_deflate=False,  # a chunk is small: compressing it costs more than it saves
         lifespan="off",
         log_config=None,
         log_level="warning" if config.log_level == "info" else config.log_level,

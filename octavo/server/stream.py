@@ -19,6 +19,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499
 
+_DATA = b"data: "
 _BURST_BYTES = 16 * 1024
 
 _ENCODER = msgspec.json.Encoder()
@@ -111,6 +112,14 @@ class EventStream(Response):
         self._events = events
         self._closing = closing
         self._on_error = on_error
+
+    async def payloads(self) -> AsyncGenerator[bytes, None]:
+        """The data of each event, for those who send it another way than as events. Failures are raised."""
+        async with aclosing(self._events) as events:
+            async for data in events:
+                for line in data.split(b"\n"):
+                    if line.startswith(_DATA):
+                        yield line[len(_DATA) :]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.get("state", {}).get("request_id", "")

@@ -1,7 +1,8 @@
-"""Clients that do not read what they asked for, on real sockets."""
+"""Real sockets: clients that do not read what they asked for, and WebSockets."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -9,17 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import websockets.sync.client
 from serving import Server, wait_until
 
 pytestmark = pytest.mark.e2e
 
 STUB = Path(__file__).with_name("stub_server.py")
-LIMIT = 500
+LIMIT = 100
 
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--max-unread-tokens", str(LIMIT), "--unread-timeout", "1")
+    flags = ("--max-unread-tokens", str(LIMIT), "--unread-timeout", "4")
     server = Server("", tmp_path_factory.mktemp("stub") / "log", *flags, command=[sys.executable, str(STUB), "0.0001"])
     try:
         server.wait_ready()
@@ -69,3 +71,47 @@ def test_one_that_reads_late_gets_what_there_is_and_the_reason(stub: Server) -> 
     text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-2])
     assert len(text) > LIMIT
     assert ("The quick brown fox jumps over the lazy dog. " * (len(text) // 45 + 1)).startswith(text)
+
+
+def test_a_websocket_carries_several_streams(stub: Server) -> None:
+    with websockets.sync.client.connect(f"ws://127.0.0.1:{stub.port}/v1/stream") as socket:
+
+        def begin(name: str, max_tokens: int) -> None:
+            body = {"prompt": "Go on", "max_tokens": max_tokens}
+            socket.send(json.dumps({"type": "request", "id": name, "url": "/v1/completions", "body": body}))
+
+        begin("a", 45)
+        begin("long", 90_000)
+        begin("b", 90)
+        texts = {"a": "", "b": "", "long": ""}
+        ends: dict[str, str] = {}
+        while len(ends) < 3:
+            message = json.loads(socket.recv(timeout=30))
+            if message["type"] == "chunk":
+                texts[message["id"]] += message["chunk"]["choices"][0]["text"]
+            else:
+                ends[message["id"]] = message["type"]
+                if len(ends) == 2:
+                    socket.send(json.dumps({"type": "cancel", "id": "long"}))
+        assert ends == {"a": "done", "b": "done", "long": "cancelled"}
+        sentence = "The quick brown fox jumps over the lazy dog. "
+        assert (texts["a"], texts["b"]) == (sentence, 2 * sentence)
+        assert (sentence * 2001).startswith(texts["long"])
+    wait_until(lambda: stub.metric("octavo:num_requests_running") == 0, "the end of all")
+
+
+def test_a_websocket_that_is_never_read_is_closed(stub: Server) -> None:
+    name = "octavo:slow_readers_total"
+    ended, closed = (stub.metric(name, outcome=one) for one in ("request_ended", "connection_closed"))
+    with socket.socket() as sock, contextlib.ExitStack() as held:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", stub.port))
+        url = f"ws://127.0.0.1:{stub.port}/v1/stream"
+        quiet = held.enter_context(websockets.sync.client.connect(url, sock=sock, max_queue=1, close_timeout=0.1))
+        for number in range(4):
+            body = {"prompt": "Go on", "max_tokens": 90_000}
+            asked = {"type": "request", "id": str(number), "url": "/v1/completions", "body": body}
+            quiet.send(json.dumps(asked))
+        wait_until(lambda: stub.metric(name, outcome="request_ended") == ended + 4, "the limit")
+        wait_until(lambda: stub.metric(name, outcome="connection_closed") == closed + 1, "the timeout")
+    wait_until(lambda: stub.metric("octavo:num_requests_running") == 0, "the end of all")

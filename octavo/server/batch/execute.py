@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Message
 
 from octavo.server.batch.lines import Line
 from octavo.server.errors import ApiError, as_api_error
-
-Endpoint = Callable[[Request], Awaitable[Response]]
+from octavo.server.inner import Endpoint, inner_request
 
 _RETRIED = frozenset({429, 503})
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 8.0
@@ -80,7 +76,7 @@ class Executor:
             endpoint = self._endpoints.get(line.url)
             if endpoint is None:  # the server was started again with other settings
                 raise ApiError(404, f"This server no longer answers {line.url}.", param="url")
-            response = await endpoint(_request(line, request_id))
+            response = await endpoint(inner_request(line.url, bytes(line.body), request_id))
         except Exception as exc:
             error = as_api_error(exc, request_id)
             return error.status, error.body()
@@ -93,34 +89,6 @@ def _check_whole(line: Line) -> None:
     for name in ("stream", "background"):
         if body.get(name):
             raise ApiError(400, f"{name} can't be used in a batch, whose answers are whole; leave it out.", param=name)
-
-
-def _request(line: Line, request_id: str) -> Request:
-    body = bytes(line.body)
-    parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if parts:
-            return parts.pop()
-        await asyncio.Event().wait()  # this client never leaves
-        raise AssertionError
-
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": line.url,
-        "raw_path": line.url.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-        "client": None,
-        "server": ("batch", 0),
-        "path_params": {},
-        "state": {"request_id": request_id},
-    }
-    return Request(scope, receive)
 
 
 def _new_id() -> str:

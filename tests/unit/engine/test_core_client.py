@@ -231,6 +231,7 @@ def test_a_reader_that_lags_too_far_behind_loses_its_request(tmp_path):
             inbox = client._streams["slow"] = Inbox()
             for token in range(20):
                 client._take(wire.News([TokenDelta("slow", 0, [token])], client.stats()))
+                await asyncio.sleep(0)
             assert sent == [wire.Abort("slow")]
             assert client.slow_readers == 1
             assert [(await inbox.get()).tokens[0] for _ in range(11)] == list(range(11))
