@@ -11,6 +11,7 @@ from octavo.config import EngineConfig
 from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput
 from octavo.core.params import SamplingParams
+from octavo.core.pooling import PoolingOutput, PoolingRequestOutput, Task
 from octavo.core.stats import EngineStats
 from octavo.engine.client import CoreClient, OnPhase
 from octavo.engine.process import CoreProcess
@@ -19,6 +20,7 @@ from octavo.hub.resolve import resolve
 from octavo.text.answers import AnswerFormats
 from octavo.text.frontend import Frontend
 from octavo.text.model_text import load_text
+from octavo.text.pooling import pool
 from octavo.text.prepare import Prompt
 
 
@@ -104,6 +106,31 @@ class AsyncLLM:
         params = sampling_params or self.frontend.default_params()
         request = self.frontend.prepare(prompt, params, request_id=request_id, **options)
         return self.frontend.generate(request, prompt if isinstance(prompt, str) else None)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        *,
+        pooling_task: Task = "embed",
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> PoolingRequestOutput:
+        """What the task makes of a prompt, in `outputs.data`: one vector, or for "token_embed" a vector of each token.
+
+        Cancelling it aborts the request. `options` are those of `PoolingPreparer.prepare`.
+
+        Raises:
+            InvalidRequestError: the prompt can't be served, or the model makes no such thing.
+            EngineDeadError: the engine has stopped.
+        """
+        pooling = self.frontend.pooling
+        params = pooling.params(pooling_task, dimensions=dimensions, normalize=normalize)
+        request = pooling.prepare(prompt, params, request_id=request_id, **{"param": "prompt", **options})
+        found = await pool(self._client, request)
+        data = found.pooled.rows() if pooling_task == "token_embed" else found.pooled.values()
+        return PoolingRequestOutput(request.id, PoolingOutput(data), request.tokens, found.num_cached_tokens)
 
     async def abort(self, request_id: str) -> None:
         await self._client.abort(request_id)

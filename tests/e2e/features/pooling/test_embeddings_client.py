@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 
@@ -9,6 +10,8 @@ import openai
 import pytest
 from serving import Server
 
+from octavo import AsyncLLM
+from octavo.core.errors import InvalidRequestError
 from octavo.hub.files import ModelFiles
 
 pytestmark = pytest.mark.e2e
@@ -74,3 +77,19 @@ def test_a_generating_server_makes_vectors_too(server: Server) -> None:
     one = client(server).embeddings.create(model="smollm2", input="The capital of France is", encoding_format="float")
     assert len(one.data[0].embedding) == 576
     assert math.hypot(*one.data[0].embedding) == pytest.approx(1, abs=1e-5)
+
+
+def test_an_asyncio_program_may_do_without_a_server(minilm_files: ModelFiles) -> None:
+    async def program() -> None:
+        async with await AsyncLLM.start(str(minilm_files.path), threads=1) as llm:
+            one, tokens = await asyncio.gather(
+                llm.encode("a cat"), llm.encode("a cat", pooling_task="token_embed", truncate=-1)
+            )
+            assert len(one.outputs.data) == 384
+            assert len(tokens.outputs.data) == len(tokens.prompt_token_ids) == 4
+            with pytest.raises(InvalidRequestError, match="no classification head"):
+                await llm.encode("a cat", pooling_task="classify")
+            with pytest.raises(InvalidRequestError, match="does not generate text"):
+                llm.generate("a cat")
+
+    asyncio.run(program())
