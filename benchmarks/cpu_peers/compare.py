@@ -87,9 +87,9 @@ class Comparison:
         engine.thaw()
         try:
             engine.run(WAKE)
-            clock = CpuClock(engine.pid)
+            clock = CpuClock(engine.pid, self._setup.cores)
             outcome = engine.run(requests)
-            others = clock.others(len(self._setup.cores))
+            others = clock.others()
             check(requests, outcome)
         except (EngineError, RuntimeError) as error:
             seen.failures[f"{name}, {workload.name}"] = str(error)

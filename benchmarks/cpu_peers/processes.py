@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -116,22 +117,28 @@ def memory(pids: list[int]) -> tuple[int, int]:
 
 
 class CpuClock:
-    """How busy the machine was with anything but this process and the engine on turn, since it was made."""
+    """How busy some processors were with anything but this process and the engine on turn, since it was made."""
 
-    def __init__(self, engine: int) -> None:
+    def __init__(self, engine: int, cores: Sequence[int]) -> None:
         self._engine = engine
+        self._names = {f"cpu{core}" for core in cores}
         self._started = time.monotonic()
         self._before = self._others()
 
-    def others(self, cores: int) -> float:
-        """The share of `cores` processors that went elsewhere, stolen time included."""
-        return max(0.0, (self._others() - self._before) / (time.monotonic() - self._started) / cores)
+    def others(self) -> float:
+        """The share of the processors that went elsewhere, stolen time included."""
+        seconds = time.monotonic() - self._started
+        return max(0.0, (self._others() - self._before) / seconds / len(self._names))
 
     def _others(self) -> float:
-        fields = (_PROC / "stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]
-        user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields)
+        busy = 0
+        for line in (_PROC / "stat").read_text(encoding="utf-8").splitlines():
+            name, *fields = line.split()
+            if name in self._names:
+                user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields[:8])
+                busy += user + nice + system + irq + softirq + steal
         own = sum(_cpu_ticks(pid) for pid in {os.getpid(), *tree(self._engine)})
-        return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
+        return (busy - own) / os.sysconf("SC_CLK_TCK")
 
 
 def _cpu_ticks(pid: int) -> int:
