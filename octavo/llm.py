@@ -108,6 +108,9 @@ class LLM:
         """
         prompts = _as_list(prompts)
         params = _one_each(sampling_params or self.get_default_sampling_params(), len(prompts), "sampling_params")
+        odd = next((one for one in params if not isinstance(one, SamplingParams)), None)
+        if odd is not None:
+            raise TypeError(f"sampling_params must be SamplingParams, or a list of them; got {type(odd).__name__}")
         priorities = _one_each(priority, len(prompts), "priority")
         assemblers = [
             self._open(prompt, p.replace(output_kind=OutputKind.FINAL_ONLY), priority=rank)
@@ -282,8 +285,14 @@ class LLM:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    one = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
-    return [prompts] if one else list(prompts)
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise TypeError(
+            "prompts must be a text, token ids, an object with 'prompt' or 'prompt_token_ids', or a list of these; "
+            f"got {type(prompts).__name__}"
+        )
+    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item]
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:

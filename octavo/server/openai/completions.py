@@ -10,7 +10,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.output import CompletionOutput, Logprob, RequestOutput
 from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body, require
@@ -24,6 +24,7 @@ from octavo.server.openai.responses import Completion, CompletionChoice
 from octavo.server.openai.sampling import completion_params
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, event, until_disconnect
+from octavo.text.infill import infill_of
 
 PromptEntries = list[dict[int, Logprob] | None]
 
@@ -51,7 +52,7 @@ async def _prepare(ctx: ServerContext, body: CompletionBody, reply: Reply, param
     )
     special = body.add_special_tokens is not False
     jobs = []
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(_with_suffix(ctx, body)):
         try:
             job = await prepare(ctx, prompt, params, body, reply.id, add_special_tokens=special, param="prompt")
         except InvalidRequestError as exc:
@@ -60,6 +61,24 @@ async def _prepare(ctx: ServerContext, body: CompletionBody, reply: Reply, param
             raise
         jobs.append(job)
     return jobs
+
+
+def _with_suffix(ctx: ServerContext, body: CompletionBody) -> list[str | list[int]]:
+    """The prompts; with a suffix as the model wants to be told of it."""
+    suffix = body.suffix
+    if not suffix:
+        return body.prompt
+    require(not body.echo, "echo", body.echo, "echo can't be combined with suffix; leave one of them out.")
+    form = infill_of(ctx.frontend.tokenizer)
+    if form is None:
+        raise UnsupportedError(
+            "suffix needs a model that fills in the middle, and this one has no tokens for that; leave it out.",
+            param="suffix",
+            value=suffix,
+        )
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    require(len(texts) == len(body.prompt), "suffix", suffix, "suffix needs a prompt of text, not of token ids.")
+    return [form.write(text, suffix) for text in texts]
 
 
 def _whole(

@@ -185,6 +185,7 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`. Without `max_tokens` it generates 16; with `max_tokens: null` the rest of the context."""
 
     prompt: Prompts
+    suffix: str | None = None
     logprobs: Int | None = None
     echo: bool | None = None
     best_of: Int | None = None

@@ -40,7 +40,6 @@ _CHAT: dict[str, tuple[Any, ...]] = {
 _NEEDLESS = {"guided_decoding_backend": "there is one backend"}
 _COMPLETION: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": _ABSENT,
-    "suffix": (None, ""),
 }
 
 
