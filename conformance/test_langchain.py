@@ -30,7 +30,7 @@ class TestChatCompletions(ChatModelIntegrationTests):
             "max_retries": 0,
             "stream_usage": True,
             # So small a model says the same thing for ever, and calls every function twice.
-            "extra_body": {"frequency_penalty": 0.5},
+            "extra_body": {"frequency_penalty": 1.5},
             "model_kwargs": {"parallel_tool_calls": False},
         }
 
