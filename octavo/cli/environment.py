@@ -44,7 +44,7 @@ _NEEDLESS: Mapping[str, str] = {
     "SERVER_DEV_MODE": "there are no routes for development",
     "CONFIGURE_LOGGING": "see --log-level",
     "LOGGING_CONFIG_PATH": "see --log-level",
-    "PLUGINS": "Octavo has entry points of its own",
+    "PLUGINS": "plugins are not supported by this version",
     "IMAGE_FETCH_TIMEOUT": "images are not supported by this version",
     "AUDIO_FETCH_TIMEOUT": "audio is not supported by this version",
     "VIDEO_FETCH_TIMEOUT": "video is not supported by this version",
