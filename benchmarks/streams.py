@@ -76,7 +76,7 @@ def serve(step_s: float, crowd: int, port: int, log: str) -> int:
         finally:
             await client.close()
 
-    return run_server(open_frontend, ServerConfig(port=port, log_stats_interval_s=0))
+    return run_server(open_frontend, ServerConfig(port=port, jobs_dir=log + ".jobs", log_stats_interval_s=0))
 
 
 class Server:
