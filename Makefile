@@ -46,7 +46,7 @@ bench: $(VENV)/.ready-test ## compare with sequential serving and transformers o
 	$(BIN)/python benchmarks/cpu_batching.py $(ARGS)
 
 clean: ## remove the environments, caches and build products (models stay in Octavo's cache folder)
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .hypothesis .schemathesis .benchmarks .mypy_cache .ruff_cache .import_linter_cache
 	find octavo tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of dependencies: newer than its inputs means installed, and pip is not called.
