@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import models
-from compare import Comparison, large_kv
+from comparison import Comparison, large_kv
 from install import Installer, install, versions
 from machine import describe
 from variants import ENGINES, VARIANTS, Setup, Variant

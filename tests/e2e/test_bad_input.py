@@ -187,7 +187,7 @@ MODELS: list[tuple[Callable[[Path, Path], Path], list[str]]] = [
     (lacking_safetensors, ["model.layers.0.input_layernorm.weight", "model.safetensors lacks"]),
     (
         other_architecture,
-        ["MambaForCausalLM", "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"],
+        ["MambaForCausalLM", "LlamaForCausalLM, MistralForCausalLM", "Qwen3ForCausalLM"],
     ),
 ]
 
