@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 
+from octavo.config import DeviceConfig
 from octavo.engine.core_server import CoreServer
 from octavo.engine.process import receive_payload
+from octavo.native.build import build_ahead
 
 
 def main() -> int:
     address, (config, files, log_level) = receive_payload()
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+    if _on_cpu(config.device):
+        build_ahead(config.device.cpu_isa)  # while torch is imported and the weights are read
     server = CoreServer(address)
     from octavo.build import build_core
 
     return server.run(lambda on_phase: build_core(config, files, on_phase))
+
+
+def _on_cpu(device: DeviceConfig) -> bool:
+    """Whether Octavo's CPU kernels will most likely run, as far as one can tell without torch."""
+    if device.attention_backend not in (None, "native"):
+        return False
+    return device.device == "cpu" or (device.device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +28,7 @@ SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-pthread")
 _TIMEOUT_S = 180
+_building = threading.Lock()
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).octavo_self_test())"
 
 
@@ -42,10 +44,20 @@ def load_library(isa: str = "auto") -> ctypes.CDLL:
     Raises:
         NativeBuildError: no compiler, none that makes a library that works, or the processor lacks `isa`.
     """
-    library = _load(isa)
+    library = _load_once(isa)
     if isinstance(library, NativeBuildError):
         raise library
     return library
+
+
+def build_ahead(isa: str = "auto") -> None:
+    """Begin to compile in a thread, if nobody has yet: a caller of `load_library` then waits for the rest only."""
+    threading.Thread(target=_load_once, args=(isa,), name="octavo-build", daemon=True).start()
+
+
+def _load_once(isa: str) -> ctypes.CDLL | NativeBuildError:
+    with _building:
+        return _load(isa)
 
 
 @functools.cache
