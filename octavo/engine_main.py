@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 from octavo.config import DeviceConfig
-from octavo.engine.core_server import CoreServer
-from octavo.engine.process import receive_payload
+from octavo.core.info import ModelInfo
+from octavo.engine.core_server import CoreServer, OnPhase
+from octavo.engine.loop import EngineLoop
+from octavo.engine.process import keep_freed_memory, receive_payload
 from octavo.native.build import build_ahead
 
 
@@ -20,7 +22,12 @@ def main() -> int:
     server = CoreServer(address)
     from octavo.build import build_core
 
-    return server.run(lambda on_phase: build_core(config, files, on_phase))
+    def start(on_phase: OnPhase) -> tuple[EngineLoop, ModelInfo]:
+        core = build_core(config, files, on_phase)
+        keep_freed_memory()
+        return core
+
+    return server.run(start)
 
 
 def _on_cpu(device: DeviceConfig) -> bool:
