@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ class EngineError(Exception):
     """An engine that did not start or ended; the text has the end of its log."""
 
 
-class RunningEngine:
+class RunningEngine(ABC):
     """An engine's processes, starting when it is made. Subclasses know how to speak to it.
 
     Every method raises EngineError if the engine doesn't do it; its processes have been ended then.
@@ -53,13 +54,13 @@ class RunningEngine:
         self._process = self._spawn(launch, frozenset(cores))
         self.pid = self._process.pid
 
+    @abstractmethod
     def wait(self) -> None:
         """Until it is loaded and answers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Serve requests that all arrive at once."""
-        raise NotImplementedError
 
     def freeze(self) -> None:
         processes.freeze(self.pid)
@@ -78,8 +79,8 @@ class RunningEngine:
         tail = self._log.read_text(encoding="utf-8", errors="replace")[-1500:] if self._log.is_file() else ""
         return EngineError(f"{what}; its log {self._log} ends:\n{tail}")
 
-    def _spawn(self, launch: Launch, cores: frozenset[int]) -> subprocess.Popen[bytes]:
-        raise NotImplementedError
+    @abstractmethod
+    def _spawn(self, launch: Launch, cores: frozenset[int]) -> subprocess.Popen[bytes]: ...
 
     def _popen(self, launch: Launch, cores: frozenset[int], **pipes: Any) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:

@@ -32,7 +32,6 @@ _NEEDLESS: Mapping[str, str] = {
     "DISABLE_COMPILE_CACHE": _NO_COMPILE,
     "TORCH_COMPILE_LEVEL": _NO_COMPILE,
     "ATTENTION_BACKEND": "the names differ; see --attention-backend",
-    "CPU_OMP_THREADS_BIND": "see --threads; bind the process with taskset or numactl",
     "ENGINE_READY_TIMEOUT_S": "the server waits for its engine as long as that lives",
     "ENGINE_ITERATION_TIMEOUT_S": "see --stall-after",
     "ALLOW_LONG_MAX_MODEL_LEN": "a context that is longer than the model's is refused",

@@ -171,6 +171,7 @@ DEVICE = (
         "cores that the compute threads keep to: a list like 0-3,8, nobind, or auto for one NUMA node's",
         "auto",
         metavar="CORES",
+        env="OCTAVO_CPU_OMP_THREADS_BIND",
     ),
     Flag("attention-backend", "device.attention_backend", "attention kernel to use", "the fastest that fits"),
     Flag("cpu-isa", "device.cpu_isa", "instruction set of the CPU kernels", "auto", choices=("auto", *isa.NAMES)),
