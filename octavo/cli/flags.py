@@ -170,7 +170,6 @@ DEVICE = (
         "device.cpu_bind",
         "cores that the compute threads keep to: a list like 0-3,8, nobind, or auto for one NUMA node's",
         "auto",
-        metavar="CORES",
         env="OCTAVO_CPU_OMP_THREADS_BIND",
     ),
     Flag("attention-backend", "device.attention_backend", "attention kernel to use", "the fastest that fits"),
