@@ -60,7 +60,8 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, dtype: torch.dtype, spec: AttentionSpec) -> None:
-        self._query_tile = prefill_shape(dtype, spec.head_dim, 1, torch.device("cpu")).queries
+        self._dtype = dtype
+        self._head_dim = spec.head_dim
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[block, key or value, head, offset in the block, channel]: one head's part of a block is contiguous."""
@@ -122,9 +123,8 @@ class TritonAttention:
     def _divide(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> Launches:
         """One query goes to the first kernel, more to the second, whose tiles with the most keys come first."""
         single = np.flatnonzero(lens == 1).astype(np.int32)
-        tiles = [
-            (row, first) for row in np.flatnonzero(lens > 1).tolist() for first in range(0, lens[row], self._query_tile)
-        ]
+        size = prefill_shape(self._dtype, self._head_dim, 1, device).queries
+        tiles = [(row, first) for row in np.flatnonzero(lens > 1).tolist() for first in range(0, lens[row], size)]
         tiles.sort(key=lambda tile: -(past[tile[0]] + tile[1]))
         sent_tiles, sent_single = upload_parts([np.asarray(tiles, dtype=np.int32).ravel(), single], device)
         few = Few(sent_single, len(single), 1) if len(single) else None
