@@ -18,6 +18,12 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device, copy=True)
 
 
+def send(array: np.ndarray, into: Tensor) -> None:
+    """The array's values into a tensor of its shape, there for whatever is launched after this call."""
+    host = torch.from_numpy(array)
+    into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)
+
+
 def upload_parts(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Several [n] int32 arrays in one transfer. Each begins on 16 bytes, else kernels are compiled for both cases."""
     sizes = [len(part) for part in parts]

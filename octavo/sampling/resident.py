@@ -12,6 +12,8 @@ from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
 from octavo.device.transfer import Download, upload
+from octavo.sampling.allowed import Allowed
+from octavo.sampling.resident_allowed import ResidentAllowed
 from octavo.sampling.resident_bans import forbid
 from octavo.sampling.resident_logprobs import Columns, columns_of, entries_of
 from octavo.sampling.state import PreparedParams
@@ -112,14 +114,19 @@ def packed_params(params: PreparedParams, num_prompt: int) -> np.ndarray:
 
 
 class ResidentSampler:
-    """A row's token depends on its logits, parameters, seed and tokens, and on nothing that is kept between calls.
+    """A row's token depends on its logits, mask, parameters, seed and tokens, and on nothing kept from another step.
 
     Kept is room for counts, all zero between calls, from the first row on that needs them.
     """
 
-    def __init__(self, table: ParamTable) -> None:
+    def __init__(self, table: ParamTable, vocab_size: int) -> None:
         self._table = table
+        self._allowed = ResidentAllowed(len(table.length), vocab_size, table.length.device)
         self._counts: Tensor | None = None
+
+    def allow(self, allowed: Allowed | None) -> None:
+        """Say which tokens are possible in the rows that are sampled from now on; None for all."""
+        self._allowed.set(allowed)
 
     def draw(self, logits: Tensor, slots: Tensor, kept: Kept | None = None) -> Tensor:
         """The tokens of plain rows, or of processed and filtered ones: [S] int32, -1 where no token is possible.
@@ -138,6 +145,8 @@ class ResidentSampler:
             slots,
             self._table.params,
             self._table.length,
+            self._allowed.which,
+            self._allowed.words,
             logits,
             values if kept is None else kept.floors,
             tokens if kept is None else kept.ties,
@@ -146,6 +155,7 @@ class ResidentSampler:
             tokens,
             vocab,
             parts,
+            self._allowed.words.stride(0),
             FILTERED=kept is not None,
             BLOCK=_DRAW_BLOCK,
         )
@@ -157,11 +167,14 @@ class ResidentSampler:
     def sample(self, logits: Tensor, slots: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Logprobs]:
         """Any rows: the processors in the order of `processors.py`, then the filters, then the draw.
 
+        What `allow` forbids may be taken out of `logits`.
+
         Returns:
             tokens [S] int32, -1 where no token is possible; and what `Sampled.logprobs` holds.
         """
         if all(row.plain for row in rows):
             return self.draw(logits, slots), []
+        self._allowed.forbid(logits)
         reported = any(row.params.logprobs is not None for row in rows)
         work = logits.to(torch.float32, copy=reported)
         forbid(work, self._table.tokens, rows)

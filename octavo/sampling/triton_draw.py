@@ -86,10 +86,31 @@ def _noise(settings, length, slot, i):
 
 
 @triton.jit
+def _possible(which, words, word_stride, row, i, valid):
+    """Whether the tokens `i` are possible in a row; see `ResidentAllowed`."""
+    mask = tl.load(which + row)
+    place = words + mask.to(tl.int64) * word_stride + i // 32
+    word = tl.load(place, mask=valid & (mask >= 0), other=-1)
+    return ((word >> (i % 32)) & 1) == 1
+
+
+@triton.jit
+def forbid_kernel(which, words, logits, vocab, word_stride, BLOCK: tl.constexpr):
+    """Minus infinity for impossible tokens, in place."""
+    row = tl.program_id(0)
+    if tl.load(which + row) >= 0:
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        out = ~_possible(which, words, word_stride, row, i, i < vocab)
+        tl.store(logits + row.to(tl.int64) * vocab + i, float("-inf"), mask=out & (i < vocab))
+
+
+@triton.jit
 def draw_kernel(
     slots,
     settings,
     length,
+    which,
+    words,
     logits,
     floors,
     last_ties,
@@ -98,10 +119,12 @@ def draw_kernel(
     part_tokens,
     vocab,
     parts,
+    word_stride,
     FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The best token of one part of one row, noise included where the row is not greedy. NaN and +inf win, as -1.
+    """The best possible token of one part of one row, noise included where the row is not greedy. NaN and +inf win, as
+    -1.
 
     Where a row's token was `drawn` with its filters (-2: it was not), there is nothing to do.
     """
@@ -113,6 +136,7 @@ def draw_kernel(
         if tl.load(drawn + row) >= -1:
             return
     x = tl.load(logits + row.to(tl.int64) * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(_possible(which, words, word_stride, row, i, i < vocab), x, float("-inf"))
     bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
     temperature = _real(settings, slot, 0)
     if temperature > 0.0:

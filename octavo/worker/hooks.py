@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.core.output import StepOutput
 from octavo.models.model import Encoding, Model
 from octavo.nn.step import StepInput
+from octavo.sampling.allowed import Allowed, in_common
 
 Findings = Callable[[], tuple[Mapping[int, bytes], Mapping[int, str]]]
 """Waits for what a feature made of rows, encoded, and for the reasons why it could make nothing of others."""
@@ -41,6 +42,13 @@ class WorkerHook:
         """
         return None
 
+    def allowed(self, slots: Sequence[int], payload: Any) -> Allowed | None:
+        """Which tokens are possible in rows of logits; row i belongs to `slots[i]`. Only called with a payload.
+
+        It costs less than to change logits: those who sample mind it by themselves.
+        """
+        return None
+
     def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> Mapping[int, str]:
         """Change the rows of logits [S, vocab] in place; row i belongs to `slots[i]`. Only called with a payload.
 
@@ -56,6 +64,17 @@ def follows_steps(hook: WorkerHook) -> bool:
     """Whether it must be told of each step's batch, and not only change logits when there is a payload for it."""
     kind = type(hook)
     return kind.before_forward is not WorkerHook.before_forward or kind.after_sample is not WorkerHook.after_sample
+
+
+def what_is_allowed(hooks: Sequence[WorkerHook], slots: Sequence[int], payload: Mapping[str, Any]) -> Allowed | None:
+    """What every hook that has a payload allows; None if none of them forbids anything."""
+    parts = [hook.allowed(slots, payload[hook.name]) for hook in hooks if payload.get(hook.name) is not None]
+    return in_common([part for part in parts if part is not None])
+
+
+def changes_logits(hooks: Sequence[WorkerHook], payload: Mapping[str, Any]) -> bool:
+    """Whether a hook will do more to a step with this payload than forbid tokens."""
+    return any(payload.get(hook.name) is not None and type(hook).apply is not WorkerHook.apply for hook in hooks)
 
 
 def apply_hooks(

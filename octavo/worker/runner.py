@@ -18,10 +18,20 @@ from octavo.core.plan import StepPlan
 from octavo.models.model import Model
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
+from octavo.sampling.allowed import forbid
 from octavo.sampling.prompt_logprobs import prompt_logprobs
 from octavo.worker.choosing import Choosing
 from octavo.worker.decoding import DecodeStep, Decoding
-from octavo.worker.hooks import Findings, WorkerHook, apply_hooks, find, follows_steps, gather, reads_hidden
+from octavo.worker.hooks import (
+    Findings,
+    WorkerHook,
+    apply_hooks,
+    find,
+    follows_steps,
+    gather,
+    reads_hidden,
+    what_is_allowed,
+)
 from octavo.worker.inputs import build_input
 from octavo.worker.slots import Slots
 
@@ -147,6 +157,10 @@ class Runner:
         """A token for each of the rows, from logits [len(rows), vocab]; appended to their slots."""
         slots = [plan.slots[row] for row in rows]
         failed = apply_hooks(self._hooks, logits, slots, payload)
+        allowed = what_is_allowed(self._hooks, slots, payload)
+        if allowed is not None:
+            forbid(logits, allowed)
+            failed |= allowed.errors
         sampled = self._choosing.choose(logits, slots)
         self._slots.append(slots, sampled.tokens.numpy())
         tokens: list[list[int]] = [[] for _ in plan.slots]

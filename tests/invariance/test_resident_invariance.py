@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from octavo.core.request import GenerateRequest, Request
 from octavo.device.cpu import CpuDevice
 from octavo.features import Feature
 from octavo.hub.files import ModelFiles
+from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import WorkerHook
 from octavo.worker.resident import graphs
@@ -208,6 +210,17 @@ class OddWorker(WorkerHook):
         return {row: payload[slots[row]] for row in rows if payload[slots[row]]}
 
 
+class Forbidding(WorkerHook):
+    """The same by a mask."""
+
+    name = "odd"
+
+    def allowed(self, slots: Sequence[int], payload: dict[int, str]) -> Allowed:
+        rows = [slots.index(slot) for slot in payload]
+        words = np.stack([words_of(range(1, VOCAB, 2), VOCAB)] * len(rows))
+        return Allowed(rows, words, {row: payload[slots[row]] for row in rows if payload[slots[row]]})
+
+
 class Following(OddWorker):
     """One that must be told of every step."""
 
@@ -269,8 +282,17 @@ def with_feature(monkeypatch: pytest.MonkeyPatch, worker: WorkerHook) -> None:
     monkeypatch.setattr("octavo.build.build_features", lambda _: [Feature(name="odd", engine=Odd(), worker=worker)])
 
 
-@pytest.mark.parametrize("name", ["overlap", "chunked prefill", "no overlap"])
-def test_bans_features_and_reports_are_those_of_the_cpu(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "worker"),
+    [
+        ("overlap", OddWorker()),
+        ("chunked prefill", OddWorker()),
+        ("no overlap", OddWorker()),
+        ("overlap", Forbidding()),
+    ],
+    ids=["overlap", "chunked prefill", "no overlap", "by a mask"],
+)
+def test_bans_features_and_reports_are_those_of_the_cpu(name, worker, monkeypatch):
     with_feature(monkeypatch, OddWorker())
     free = summary(deltas(special()[4:5], device="cpu", attention_backend="torch"))["bad"][0]
     across = [special()[4].tokens[-1], free[0]]  # begins in the prompt, so it may come
@@ -282,6 +304,7 @@ def test_bans_features_and_reports_are_those_of_the_cpu(name, monkeypatch):
     assert all(token % 2 for token in expected["odd"][0])
     assert expected["fail"][1] == "Its third token failed."
     assert len(expected["prompt"][3]) == len(expected["all"][3]) == 19
+    with_feature(monkeypatch, worker)
     found = summary(deltas(special(), **behind(monkeypatch), **FEATURES[name]))
     assert {key: each[:2] for key, each in found.items()} == {key: each[:2] for key, each in expected.items()}
     for key in expected:
@@ -310,9 +333,9 @@ class Again:
 
 
 @pytest.mark.skipif(GPU, reason="on a GPU all other tests replay graphs")
-@pytest.mark.parametrize("follows", [False, True])
-def test_a_feature_that_only_changes_logits_leaves_the_graphs(follows, monkeypatch):
-    """Its own steps replay the forward pass, all others the sampling too."""
+@pytest.mark.parametrize("worker", [OddWorker(), Following(), Forbidding()], ids=lambda worker: type(worker).__name__)
+def test_a_feature_that_only_changes_logits_leaves_the_graphs(worker, monkeypatch):
+    """Its own steps replay the forward pass, all others the sampling too; its own as well if it only forbids tokens."""
     make = Worker.make_runner
 
     def recorded(self: Worker, **settings: Any) -> Any:
@@ -323,7 +346,7 @@ def test_a_feature_that_only_changes_logits_leaves_the_graphs(follows, monkeypat
 
     Unrecorded.replayed = {"forward": 0, "sample": 0}
     Following.told = 0
-    with_feature(monkeypatch, Following() if follows else OddWorker())
+    with_feature(monkeypatch, worker)
     lengths = {"plain": 14, "odd": 5, "fail": 5}
     asked = [
         GenerateRequest(id=name, tokens=[8, 9, 10], params=SamplingParams(max_tokens=length, temperature=0))
@@ -334,8 +357,10 @@ def test_a_feature_that_only_changes_logits_leaves_the_graphs(follows, monkeypat
     monkeypatch.setattr("octavo.worker.resident.runner.DecodeGraphs", Unrecorded)
     found = summary(deltas(asked, **behind(monkeypatch), max_num_seqs=4))
     assert {key: each[:2] for key, each in found.items()} == {key: each[:2] for key, each in expected.items()}
-    if follows:
+    if isinstance(worker, Following):
         assert Unrecorded.replayed == {"forward": 0, "sample": 0}
         assert Following.told > 10
+    elif isinstance(worker, Forbidding):
+        assert Unrecorded.replayed["forward"] == Unrecorded.replayed["sample"] > 10
     else:
         assert Unrecorded.replayed["forward"] > Unrecorded.replayed["sample"] > 3

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from octavo.core.params import SamplingParams
+from octavo.sampling.allowed import Allowed, forbid, num_words
 from octavo.sampling.processors import process
 from octavo.sampling.resident import NUM_PARAMS, ParamTable, ResidentSampler, Row, packed_params
 from octavo.sampling.state import PreparedParams, SampleRow
@@ -38,7 +39,7 @@ class Rows:
             packed[i + 1] = packed_params(prepared, self.prompts[i + 1])
         length = torch.tensor(self.lengths, dtype=torch.int32)
         table = ParamTable(torch.from_numpy(packed).to(DEVICE), self.tokens.to(DEVICE), length.to(DEVICE))
-        self.sampler = ResidentSampler(table)
+        self.sampler = ResidentSampler(table, vocab)
         self.slots = torch.arange(1, count, dtype=torch.int32, device=DEVICE)
         self.rows = [Row(i + 1, p, self.prompts[i + 1], self.lengths[i + 1]) for i, p in enumerate(self.prepared)]
 
@@ -188,3 +189,35 @@ def test_logprobs():
         best = logits[row].sort(descending=True, stable=True).indices[: params[row].logprobs].tolist()
         assert top_ids == best
         assert top == pytest.approx(expected[row, best].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 40}, {"temperature": 0, "logprobs": 2}],
+    ids=str,
+)
+def test_masks_are_as_if_the_logits_had_been_changed(settings):
+    count = 5
+    rows = Rows([SamplingParams(**settings)] * count)
+    rng = np.random.default_rng()
+    for masked in ([3, 0, 4], [1], []):
+        words = rng.integers(-(2**31), 2**31, (len(masked), num_words(VOCAB)), dtype=np.int32)
+        words &= rng.integers(0, 2, words.shape, dtype=np.int32) - 1  # many a word that allows nothing
+        logits = some_logits(count)
+        changed = logits.clone()
+        forbid(changed, Allowed(masked, words))
+        changed[changed == -torch.inf] = -3e38  # so that the other way knows of no minus infinity either
+        rows.sampler.allow(Allowed(masked, words) if masked else None)
+        tokens, reports = rows.sampler.sample(logits.to(DEVICE), rows.slots, rows.rows)
+        rows.sampler.allow(None)
+        expected, others = rows.sampler.sample(changed.to(DEVICE), rows.slots, rows.rows)
+        assert tokens.tolist() == expected.tolist()
+        for (_, one), (_, other) in zip(reports, others, strict=True):
+            assert one[0].wait().tolist() == pytest.approx(other[0].wait().tolist(), abs=1e-4)
+
+
+def test_a_row_in_which_nothing_is_possible_has_no_token():
+    rows = Rows([SamplingParams(temperature=0), SamplingParams(temperature=1.0)])
+    rows.sampler.allow(Allowed([0, 1], np.zeros((2, num_words(VOCAB)), dtype=np.int32)))
+    tokens, _ = rows.sampler.sample(some_logits(2).to(DEVICE), rows.slots, rows.rows)
+    assert tokens.tolist() == [-1, -1]

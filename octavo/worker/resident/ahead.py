@@ -139,7 +139,7 @@ def _attend(
 
 
 def _sample(spec: DecoderSpec, slots: ResidentSlots) -> None:
-    sampler = ResidentSampler(slots.table)
+    sampler = ResidentSampler(slots.table, slots.vocab_size)
     logits = torch.empty(2, spec.vocab_size, dtype=torch.float32, device=slots.device)
     held = torch.from_numpy(np.arange(2, dtype=np.int32)).to(slots.device)
     slots.append(held, sampler.draw(logits, held))

@@ -64,7 +64,7 @@ class ResidentSlots:
         self.computed = zeros(num_slots + 1)
         self.block_tables = zeros(num_slots + 1, max_blocks)
         self.params = zeros(num_slots + 1, NUM_PARAMS)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._computed = np.zeros(num_slots + 1, dtype=np.int64)
         self._held: list[_Held | None] = [None] * num_slots
 
@@ -177,7 +177,7 @@ class ResidentSlots:
         offset = headers.size
         longest = 1
         for header, row in zip(headers, new, strict=True):
-            params = PreparedParams.make(row.params, row.seed, row.stop_ids, self._vocab_size)
+            params = PreparedParams.make(row.params, row.seed, row.stop_ids, self.vocab_size)
             self._held[row.slot] = _Held(params, row.num_prompt)
             self._computed[row.slot] = row.num_computed
             count, blocks = len(row.tokens), len(row.blocks)

@@ -21,7 +21,17 @@ from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.resident import ResidentSampler, Row, Sampled
 from octavo.sampling.resident_logprobs import Columns, PromptRow, entries_of, prompt_columns
-from octavo.worker.hooks import Findings, WorkerHook, apply_hooks, find, follows_steps, gather, reads_hidden
+from octavo.worker.hooks import (
+    Findings,
+    WorkerHook,
+    apply_hooks,
+    changes_logits,
+    find,
+    follows_steps,
+    gather,
+    reads_hidden,
+    what_is_allowed,
+)
 from octavo.worker.resident.graphs import DecodeGraphs
 from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
 
@@ -102,7 +112,7 @@ class ResidentRunner:
         self._model = model
         self._attention = attention
         self._slots = slots
-        self._sampler = ResidentSampler(slots.table)
+        self._sampler = ResidentSampler(slots.table, slots.vocab_size)
         self._block_size = block_size
         self._hooks = hooks
         self._last: ResidentStep | None = None
@@ -114,8 +124,8 @@ class ResidentRunner:
     def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
         """Record the graphs of decoding. With a feature that follows each step there are none.
 
-        `loaded` as in `DecodeGraphs.capture`. One that only changes logits has the forward pass of its steps replayed,
-        and their sampling launched.
+        `loaded` as in `DecodeGraphs.capture`. One that only forbids tokens leaves all as it is; one that changes logits
+        has the forward pass of its steps replayed, and their sampling launched.
         """
         if not any(follows_steps(hook) for hook in self._hooks):
             self.graphs = DecodeGraphs(self._model, self._attention, self._slots, self._sampler, self._block_size)
@@ -149,8 +159,8 @@ class ResidentRunner:
                 hook.add(row.slot, row.options.get(hook.name))
         self._copy_blocks(plan.copies)
         rows = slots.sample_rows(plan)
-        replayable = not plan.payload and max(plan.num_tokens) == 1 and len(rows) == len(plan.slots)
-        if self.graphs is not None and replayable:
+        alike = max(plan.num_tokens) == 1 and len(rows) == len(plan.slots)
+        if self.graphs is not None and alike and not reads_hidden(self._hooks, plan.payload):
             bucket = self.graphs.bucket(len(rows))
             if bucket:
                 began = mark(slots.device)
@@ -166,13 +176,17 @@ class ResidentRunner:
         step.prompts = []
         if not step.rows:
             return
-        if step.bucket and self.graphs is not None and not payload and all(row.plain for row in step.rows):
+        order = [row.slot for row in step.rows]
+        allowed = what_is_allowed(self._hooks, order, payload)
+        self._sampler.allow(allowed)
+        step.failed = {} if allowed is None else dict(allowed.errors)
+        plain = not changes_logits(self._hooks, payload) and all(row.plain for row in step.rows)
+        if step.bucket and self.graphs is not None and plain:
             sampled = self.graphs.sample(step.bucket)
             step.sampled = Sampled(Download(sampled[: len(step.rows)]), [])
             return
         logits = self._model.logits(step.hidden)
-        order = [row.slot for row in step.rows]
-        step.failed = apply_hooks(self._hooks, logits, order, payload)
+        step.failed |= apply_hooks(self._hooks, logits, order, payload)
         tokens, logprobs = self._sampler.sample(logits, step.slots, step.rows)
         self._slots.append(step.slots, tokens)
         step.sampled = Sampled(Download(tokens), logprobs)

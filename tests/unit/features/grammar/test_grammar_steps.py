@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from toy_tokenizers import byte_level
@@ -23,7 +25,8 @@ from octavo.features import FeatureContext, build_features
 from octavo.features.grammar import compiler as compiler_module
 from octavo.features.grammar.compiler import Compiler
 from octavo.features.grammar.engine import GrammarEngine, Masks
-from octavo.features.grammar.worker import GrammarWorker, unpack_forbidden
+from octavo.features.grammar.worker import GrammarWorker
+from octavo.sampling.allowed import forbid
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 from octavo.text.tokenizer import Tokenizer
@@ -62,7 +65,11 @@ class RandomDevice:
         plan = step.plan
         rows = [row for row, samples in enumerate(plan.samples) if samples]
         logits = torch.zeros(len(rows), VOCAB)
-        failed = self.worker.apply(logits, [plan.slots[row] for row in rows], payload["grammar"]) if payload else {}
+        failed: Mapping[int, str] = {}
+        if payload:
+            allowed = self.worker.allowed([plan.slots[row] for row in rows], payload["grammar"])
+            failed = allowed.errors
+            forbid(logits, allowed)
         tokens: list[list[int]] = [[] for _ in plan.slots]
         for place, row in enumerate(rows):
             possible = torch.nonzero(logits[place] == 0).squeeze(-1).tolist()
@@ -232,8 +239,6 @@ def test_a_matcher_in_trouble_ends_its_request_with_the_reason() -> None:
         house.deltas += house.loop.step()
     (guide,) = house.hook._guides.values()
     assert guide.matcher is not None
-    house.hook._catch_up()
-    assert guide.mask is not None
     guide.matcher.consume_token(TOKENIZER.encode("z")[0])  # not of the grammar: the matcher is in error from here on
     house.run()
     end = house.end("a")
@@ -241,23 +246,12 @@ def test_a_matcher_in_trouble_ends_its_request_with_the_reason() -> None:
     assert "grammar" in str(end.error)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as on the host", "as on a device"])
-def test_masks_are_applied_as_bit_by_bit(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    words = -(-VOCAB // 32)
-    bits = bytearray(torch.randint(0, 256, (2 * words * 4,), dtype=torch.uint8).tolist())
-    slow = torch.tensor([[not bits[row * words * 4 + t // 8] >> (t % 8) & 1 for t in range(VOCAB)] for row in range(2)])
-    assert torch.equal(unpack_forbidden(bits, 2, VOCAB, torch.device("cpu")), slow)
-    logits = torch.randn(3, VOCAB).to(dtype)
-    before = logits.clone()
-    worker = GrammarWorker("grammar")
-    assert worker.apply(logits, [7, 4, 9], Masks([9, 7], bits, {7: "why"})) == {0: "why"}
-    assert torch.equal(logits[1], before[1])
-    assert torch.equal(logits[2], before[2].masked_fill(slow[0], float("-inf")))
-    assert torch.equal(logits[0], before[0].masked_fill(slow[1], float("-inf")))
-    both = before[:2].clone()
-    worker.apply(both, [1, 2], Masks([1, 2], bits, {}))
-    assert torch.equal(both, before[:2].masked_fill(slow, float("-inf")))
+def test_the_worker_half_finds_each_mask_its_row() -> None:
+    words = np.random.default_rng().integers(-(2**31), 2**31, (2, 3), dtype=np.int32)
+    masks = Masks([9, 7], memoryview(words.tobytes()), {7: "why"})
+    allowed = GrammarWorker("grammar").allowed([7, 4, 9], masks)
+    assert (allowed.rows, allowed.errors) == ([2, 0], {0: "why"})
+    assert (allowed.words == words).all()
 
 
 def test_the_table_builds_it() -> None:
