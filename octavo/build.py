@@ -116,6 +116,7 @@ def build_core(
         accelerator=worker.device.torch_device.type,
         kv_form=worker.kv_form,
         max_logprobs=config.model.max_logprobs,
+        stream_interval=config.model.stream_interval,
         features=names,
         tasks=tasks,
         pooler=pooler if "embed" in tasks else None,

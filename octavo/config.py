@@ -39,6 +39,7 @@ class ModelConfig:
         pooler_config: how vectors are made, over what the checkpoint says: `pooling_type` (MEAN, CLS, LAST),
             `normalize`, `is_matryoshka`, `matryoshka_dimensions`.
         max_logprobs: the largest `logprobs` of a request; -1 for no limit.
+        stream_interval: tokens of a choice that are streamed together; requests may ask for more.
         generation_config: where sampling defaults come from: "auto" the model's generation_config.json, a folder that
             holds another, or "none" (also "vllm") for the defaults of `SamplingParams`.
         override_generation_config: single defaults in place of those, such as {"temperature": 0.5}.
@@ -57,6 +58,7 @@ class ModelConfig:
     convert: Literal["auto", "none", "embed"] = "auto"
     pooler_config: dict[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
+    stream_interval: int = 1
     seed: int = 0
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] = field(default_factory=dict)

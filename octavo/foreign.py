@@ -95,7 +95,6 @@ _ENGINE: dict[str, Missing | Needless] = {
     "long-prefill-token-threshold": Needless("--max-num-batched-tokens is the only bound", takes_value=True),
     "scheduler-reserve-full-isl": Needless("a request that can't fit is refused when it comes"),
     "watermark": _value("a reserve of the KV cache is", "0", "0.0"),
-    "stream-interval": _one("several tokens in one event"),
     "num-lookahead-slots": _value("speculative decoding is", "0"),
     "num-scheduler-steps": _one("several steps under one plan"),
     "multi-step-stream-outputs": Needless(_ONE_ENGINE),

@@ -72,6 +72,14 @@ MODEL = (
         metavar="N",
     ),
     Flag(
+        "stream-interval",
+        "model.stream_interval",
+        "tokens that are streamed together, but for the first and the last; requests may ask for more",
+        "1",
+        units.count,
+        metavar="N",
+    ),
+    Flag(
         "generation-config",
         "model.generation_config",
         "where sampling defaults come from: auto (the model's generation_config.json), a folder with another, or none",

@@ -26,6 +26,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         step_parameters, step_weight_bytes: weights of linear layers and output head, all of which each step reads.
         accelerator: "cuda" or "cpu".
         max_logprobs: the largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit.
+        stream_interval: the fewest tokens of a choice that are streamed together, but for its first and its last.
         tasks: what requests may ask for: "generate", "embed", "token_embed", "classify".
         pooler: how vectors are made; None if they are not.
         features: names of the optional features that are there; options of others are refused.
@@ -51,6 +52,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str = "cpu"
     kv_form: str = ""
     max_logprobs: int = 20
+    stream_interval: int = 1
     features: list[str] = msgspec.field(default_factory=list)
     tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
     pooler: PoolerInfo | None = None

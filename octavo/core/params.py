@@ -19,12 +19,15 @@ PROCESSORS = "logits_processors"
 """The feature that reads `SamplingParams.extra_args`, and the name of its option."""
 MAX_BAD_WORDS = 1024
 MAX_BEAMS = 64
+MAX_LOGPROB_TOKENS = 128
+"""Most entries of `logprob_token_ids`."""
 _NOT_WITH_BEAMS = (
     "presence_penalty",
     "frequency_penalty",
     "min_tokens",
     "logprobs",
     "prompt_logprobs",
+    "logprob_token_ids",
     "logit_bias",
     "bad_words",
     "allowed_token_ids",
@@ -68,7 +71,6 @@ MAX_PATTERN = 1024
 """Longest pattern that `RepetitionDetection` looks for."""
 # Fields that others have and that are refused here -> what to do instead.
 _NOT_HERE = {
-    "logprob_token_ids": "ask for `logprobs` of so many alternatives, or -1 for all",
     "flat_logprobs": "leave it out and read `logprobs` as a list of dicts",
     "trace_decode_token_ids": "make these tokens part of the prompt and ask for `prompt_logprobs`",
     "watermarking": "leave it out",
@@ -137,7 +139,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         max_tokens: the most tokens to generate; None means the rest of the context.
         min_tokens: no end-of-sequence or stop token before this many.
         logprobs: number of alternatives to report with each token; None reports none, 0 the chosen token only, -1 all.
-        prompt_logprobs: the same for each token of the prompt but the first; its KV is then computed afresh.
+        logprob_token_ids: report these tokens with each token, in place of the most likely ones; `logprobs` is then
+            None or as many as these.
+        prompt_logprobs: as `logprobs`, for each token of the prompt but the first; its KV is then computed afresh.
         bad_words: texts that the output may not contain, each as its own tokens at the beginning of a text or after a
             space.
         bad_token_ids: the same as sequences of tokens; the text front end fills it in from `bad_words`.
@@ -158,7 +162,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         thinking_token_budget: tokens of reasoning after which its end mark is written for the model; None or -1 for
             as many as it likes. Without effect, and with a warning, for models that mark no reasoning.
         skip_reading_prefix_cache: compute the whole prompt, whatever the KV cache holds of it.
-        logprob_token_ids, flat_logprobs, trace_decode_token_ids, watermarking: known elsewhere, and refused with an
+        flat_logprobs, trace_decode_token_ids, watermarking: known elsewhere, and refused with an
             error that names the way out.
 
     Raises:
@@ -180,6 +184,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | None = None
@@ -198,7 +203,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     stream_interval: int | None = None
     skip_reading_prefix_cache: bool | None = None
-    logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
     trace_decode_token_ids: list[int] | None = None
     watermarking: Any = None
@@ -208,6 +212,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self._check_lengths()
         self._check_stops()
         self._check_bans()
+        self._check_reported()
         for name, remedy in _NOT_HERE.items():
             if value := getattr(self, name):
                 raise UnsupportedError(f"{name} is not supported; {remedy}.", param=name, value=value)
@@ -220,6 +225,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 param="n",
                 value=self.n,
             )
+
+    @property
+    def reports(self) -> bool:
+        """Whether log-probabilities are told with each token."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def greedy(self) -> bool:
@@ -277,6 +287,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in ("logprobs", "prompt_logprobs", "thinking_token_budget"):
             self._check_range(name, f"{name} must be non-negative or -1, got {getattr(self, name)}.")
         self._check_range("stream_interval", f"stream_interval must be at least 1, got {self.stream_interval}.")
+
+    def _check_reported(self) -> None:
+        count = len(self.logprob_token_ids or ())
+        _require(
+            count <= MAX_LOGPROB_TOKENS,
+            "logprob_token_ids",
+            count,
+            f"Requested logprob_token_ids of length {count}, which is greater than max allowed: {MAX_LOGPROB_TOKENS}.",
+        )
+        _require(
+            not count or self.logprobs in (None, count),
+            "logprob_token_ids",
+            self.logprobs,
+            "When both logprobs and logprob_token_ids are set, logprobs must equal len(logprob_token_ids), which is "
+            f"{count}; got logprobs={self.logprobs}. Leave logprobs out.",
+        )
 
     def _check_range(self, name: str, message: str) -> None:
         value = getattr(self, name)

@@ -13,6 +13,7 @@ import msgspec
 from octavo.core.errors import EngineDeadError, InvalidRequestError
 from octavo.core.info import Health, ModelInfo
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
+from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 
@@ -205,7 +206,7 @@ class FakeEngine:
             live.request.id,
             index,
             [token],
-            logprobs=None if params.logprobs is None else [self._logprobs(token, params.logprobs)],
+            logprobs=[self._reported(token, params)] if params.reports else None,
             finish=finish,
             stop_reason=reason,
             times=self._times(live) if finish else None,
@@ -227,6 +228,12 @@ class FakeEngine:
         if params.max_tokens is not None and count >= params.max_tokens:
             return FinishReason.LENGTH, None
         return None, None
+
+    def _reported(self, token: int, params: SamplingParams) -> TokenLogprobs:
+        named = params.logprob_token_ids
+        if not named:
+            return self._logprobs(token, params.logprobs or 0)
+        return TokenLogprobs(-0.5, 1, named, [-0.5 if one == token else -2.5 for one in named])
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
         others = [i for i in range(count + 1) if i != token][: max(count - 1, 0)]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
@@ -10,21 +14,37 @@ from octavo.sampling.draw import ranked
 
 _SPARE = 40
 
+Wanted = int | tuple[int, ...]
+"""What is told beside each chosen token: so many of the most likely ones, or these."""
 
-def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> list[TokenLogprobs]:
-    """For each row the chosen token's log-probability and rank, and the `count` most likely tokens.
+
+def together(asking: Mapping[int, Wanted | None]) -> list[tuple[list[int], int | NDArray[np.int64]]]:
+    """The rows that ask for something, in groups to be computed at once: for a count, or for ids [rows, k]."""
+    groups: dict[tuple[bool, int], list[int]] = {}
+    for row, wanted in asking.items():
+        if wanted is not None:
+            key = (True, len(wanted)) if isinstance(wanted, tuple) else (False, wanted)
+            groups.setdefault(key, []).append(row)
+    return [
+        (rows, np.array([asking[row] for row in rows]) if named else count) for (named, count), rows in groups.items()
+    ]
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, wanted: int | Tensor) -> list[TokenLogprobs]:
+    """For each row the chosen token's log-probability and rank, and those of the tokens that are wanted beside it.
 
     A rank is 1 + the number of tokens that are strictly more likely.
 
     Args:
         logits: [n, V], before any processing.
         tokens: [n] int64, the chosen ones.
+        wanted: how many of the most likely ones, or their ids, [n, k] int64.
     """
     logits = logits.float()
     logprobs = logits.log_softmax(-1)
     chosen = logits.gather(-1, tokens[:, None])
     ranks = (logits > chosen).sum(-1) + 1
-    ids = _most_likely(logits, count)
+    ids = _most_likely(logits, wanted) if isinstance(wanted, int) else wanted
     return [
         TokenLogprobs(*row)
         for row in zip(

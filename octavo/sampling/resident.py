@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo.core.output import TokenLogprobs
 from octavo.device.transfer import Download, upload
 from octavo.sampling.allowed import Allowed
+from octavo.sampling.logprobs import together
 from octavo.sampling.resident_allowed import ResidentAllowed
 from octavo.sampling.resident_bans import forbid
 from octavo.sampling.resident_logprobs import Columns, columns_of, entries_of
@@ -262,13 +263,10 @@ def _penalised(params: PreparedParams) -> bool:
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> Logprobs:
     """Under the raw logits, for the rows that ask."""
-    groups: dict[int, list[int]] = {}
-    for i, row in enumerate(rows):
-        if row.params.logprobs is not None:
-            groups.setdefault(row.params.logprobs, []).append(i)
     made = []
-    for count, chosen in groups.items():
+    for chosen, wanted in together({i: row.params.logprobs for i, row in enumerate(rows)}):
         index = upload(np.asarray(chosen), logits.device)
         picked = tokens.index_select(0, index).clamp(min=0)
-        made.append((chosen, columns_of(logits.index_select(0, index), picked, count)))
+        told = wanted if isinstance(wanted, int) else upload(wanted, logits.device)
+        made.append((chosen, columns_of(logits.index_select(0, index), picked, told)))
     return made

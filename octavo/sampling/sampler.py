@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
 from octavo.sampling.draw import draw, draw_filtered
-from octavo.sampling.logprobs import token_logprobs
+from octavo.sampling.logprobs import Wanted, together, token_logprobs
 from octavo.sampling.processors import process
 from octavo.sampling.rng import uniform
 from octavo.sampling.state import SampleResult, SampleRow
@@ -87,19 +87,19 @@ def _blank_bad(indices: NDArray[np.int64], peaks: NDArray[np.float32]) -> list[i
 
 
 def logprobs_of(
-    logits: Tensor, asking: Mapping[int, int | None], bad: set[int], tokens: Tensor
+    logits: Tensor, asking: Mapping[int, Wanted | None], bad: set[int], tokens: Tensor
 ) -> dict[int, TokenLogprobs]:
-    """The log-probabilities of the rows that ask for them: row -> how many alternatives, None for no report.
+    """The log-probabilities of the rows that ask for them.
 
     Args:
         logits: [S, V], raw.
+        asking: row -> what it asks for, None for no report.
         bad: rows that have no token.
         tokens: [S] int64, the chosen ones.
     """
-    wanted = {i: count for i, count in asking.items() if count is not None and i not in bad}
     found: dict[int, TokenLogprobs] = {}
-    for count in set(wanted.values()):
-        group = [i for i in wanted if wanted[i] == count]
-        index = torch.tensor(group, device=logits.device)
-        found.update(zip(group, token_logprobs(logits[index], tokens[index], count), strict=True))
+    for rows, wanted in together({i: one for i, one in asking.items() if i not in bad}):
+        index = torch.tensor(rows, device=logits.device)
+        told = wanted if isinstance(wanted, int) else torch.from_numpy(wanted).to(logits.device)
+        found.update(zip(rows, token_logprobs(logits[index], tokens[index], told), strict=True))
     return found

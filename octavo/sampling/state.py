@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import TokenLogprobs
 from octavo.core.params import SamplingParams
+from octavo.sampling.logprobs import Wanted
 
 _MAX_BIAS = 100.0
 
@@ -29,7 +30,8 @@ class PreparedParams:
         seed: [1] int64.
         bias_ids, bias_values: [b] int64 and [b] float32.
         banned_ids: [s] int64, tokens not sampled before `min_tokens`.
-        logprobs, prompt_logprobs: alternatives to report, -1 for all; None reports nothing.
+        logprobs: what is reported with each token; None for nothing.
+        prompt_logprobs: alternatives to report, -1 for all; None reports nothing.
         allowed_ids: [a] int64, the only tokens that may be sampled; None for all.
         bad_words: sequences of tokens that the output may not contain, all of them in the vocabulary.
     """
@@ -47,7 +49,7 @@ class PreparedParams:
     banned_ids: Tensor
     bias_ids: Tensor
     bias_values: Tensor
-    logprobs: int | None
+    logprobs: Wanted | None
     prompt_logprobs: int | None
     allowed_ids: Tensor | None
     bad_words: list[list[int]]
@@ -70,13 +72,14 @@ class PreparedParams:
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         banned = sorted({token for token in stop_ids if 0 <= token < vocab_size}) if params.min_tokens else []
         filtered = bool(top_k) or params.top_p < 1 or params.min_p > 0
+        reported = _reported(params, vocab_size)
         changed = bias or params.has_penalties or params.allowed_token_ids is not None or params.bad_token_ids
         return cls(
             greedy=params.greedy,
             plain=params.greedy
             and not (bias or banned or params.has_penalties or params.allowed_token_ids or params.bad_token_ids)
-            and params.logprobs is None,
-            drawn=not changed and params.logprobs is None and (params.greedy or not filtered),
+            and reported is None,
+            drawn=not changed and reported is None and (params.greedy or not filtered),
             filtered=filtered,
             filters=torch.tensor([params.temperature, top_k, params.top_p, params.min_p], dtype=torch.float64),
             seed=torch.tensor([_signed(seed)]),
@@ -87,7 +90,7 @@ class PreparedParams:
             banned_ids=torch.tensor(banned, dtype=torch.long),
             bias_ids=torch.tensor(list(bias), dtype=torch.long),
             bias_values=torch.tensor(list(bias.values()), dtype=torch.float32).clamp_(-_MAX_BIAS, _MAX_BIAS),
-            logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
+            logprobs=reported,
             prompt_logprobs=params.prompt_logprobs,
             allowed_ids=None
             if params.allowed_token_ids is None
@@ -149,6 +152,12 @@ class SampleResult:
     tokens: Tensor
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     bad_rows: list[int] = field(default_factory=list)
+
+
+def _reported(params: SamplingParams, vocab_size: int) -> Wanted | None:
+    if params.logprob_token_ids:
+        return tuple(params.logprob_token_ids)
+    return vocab_size if params.logprobs == -1 else params.logprobs
 
 
 def _signed(seed: int) -> int:

@@ -62,7 +62,7 @@ class Choice:
             self._text, self._tokens, self._logprobs = [], [], []
         else:
             self._text, self._tokens, self._logprobs = [text], list(tokens), list(logprobs)
-        wants_logprobs = self._params.logprobs is not None
+        wants_logprobs = self._params.reports
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -87,7 +87,8 @@ class Choice:
         if logprobs is not None:
             self._cumulative_logprob += logprobs.logprob
             text = self._tokenizer.token_text if self._params.detokenize else no_text
-            self._logprobs.append(readable(token, logprobs, text))
+            named = bool(self._params.logprob_token_ids)
+            self._logprobs.append(readable(token, logprobs, text, ranked=not named))
 
     def _add_text(self, token: int) -> None:
         if self._detokenizer is None:
@@ -114,11 +115,13 @@ class Choice:
         self.stop_reason = delta.error if delta.finish is FinishReason.ERROR else delta.stop_reason
 
 
-def readable(token: int, logprobs: TokenLogprobs, text: Callable[[int], str | None]) -> dict[int, Logprob]:
-    """The token itself first, then the most likely ones, best first."""
+def readable(
+    token: int, logprobs: TokenLogprobs, text: Callable[[int], str | None], *, ranked: bool = True
+) -> dict[int, Logprob]:
+    """The token itself first, then the others in their order, which gives their ranks if they are the most likely."""
     shown = {token: Logprob(logprobs.logprob, logprobs.rank, text(token))}
     for rank, (other, value) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), 1):
-        shown.setdefault(other, Logprob(value, rank, text(other)))
+        shown.setdefault(other, Logprob(value, rank if ranked else None, text(other)))
     return shown
 
 

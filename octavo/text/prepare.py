@@ -127,6 +127,8 @@ class Preparer:
                 f"The {param} is empty; give at least one token.", param=param, value=[] if text is None else text
             )
         self._check_vocabulary(params)
+        if self.info.stream_interval > (params.stream_interval or 1):
+            params = params.replace(stream_interval=self.info.stream_interval)
         params, options = self._split_options(self._with_bad_tokens(params), text, tokens)
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
@@ -209,7 +211,8 @@ class Preparer:
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         limit = self.info.max_logprobs
-        for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
+        named = bool(params.logprob_token_ids)  # whose number has a limit of its own
+        for name, what in (("prompt_logprobs", "prompt"), *(() if named else (("logprobs", "sample"),))):
             count = getattr(params, name)
             count = self.info.vocab_size if count == -1 else count
             if count is not None and 0 <= limit < count:
@@ -234,7 +237,7 @@ class Preparer:
     def _check_vocabulary(self, params: SamplingParams) -> None:
         size = self.info.vocab_size
         self._check_logprobs(params)
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < size:
                     raise InvalidRequestError(

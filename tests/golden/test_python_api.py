@@ -108,7 +108,7 @@ def test_parameters_that_a_script_changes_are_checked_when_they_are_used(llm: LL
         (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}), "'multi_modal_data' is not"),
         (lambda llm: llm.generate("a", tokenization_kwargs={"padding": True}), "leave 'padding' out"),
         (lambda llm: llm.chat(USER, chat_template_content_format="openai"), "must be one of auto, string"),
-        (lambda llm: SamplingParams(logprob_token_ids=[1]), "logprob_token_ids is not supported; ask for `logprobs`"),
+        (lambda llm: SamplingParams(flat_logprobs=True), "flat_logprobs is not supported; leave it out"),
     ],
 )
 def test_what_can_not_be_had_is_refused_by_name(llm: LLM, call: Callable[[LLM], Any], says: str) -> None:
@@ -184,3 +184,17 @@ def test_an_engine_from_arguments_starts_at_its_first_use_and_is_shut_down_from_
             await anext(engine.generate("abc", GREEDY))
 
     asyncio.run(script())
+
+
+def test_logprobs_of_named_tokens(llm: LLM) -> None:
+    (likely,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=9))
+    (first, *_) = likely.outputs[0].logprobs or []
+    named = sorted(first)
+    asked = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprob_token_ids=named)
+    (output,) = llm.generate("Hello", asked)
+    assert output.outputs[0].token_ids == likely.outputs[0].token_ids
+    (told, *_) = output.outputs[0].logprobs or []
+    assert {token: one.logprob for token, one in told.items()} == {token: one.logprob for token, one in first.items()}
+    assert output.outputs[0].cumulative_logprob == likely.outputs[0].cumulative_logprob
+    with pytest.raises(InvalidRequestError, match="logprobs must equal len"):
+        SamplingParams(logprob_token_ids=[1], logprobs=2)

@@ -173,20 +173,22 @@ def test_greedy_takes_the_first_of_equals_and_refuses_nonsense(dtype):
 
 def test_logprobs():
     params = [SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0), SamplingParams(logprobs=0)]
+    params += [SamplingParams(temperature=0, logprob_token_ids=named) for named in ([5, 2, 9], [1, 3, 4])]
     rows = Rows(params)
-    logits = some_logits(3)
+    logits = some_logits(5)
     tokens, groups = rows.sampler.sample(logits.to(DEVICE), rows.slots, rows.rows)
     found = {}
     for chosen, parts in groups:
         columns = [part.wait().tolist() for part in parts]
         found.update(dict(zip(chosen, zip(*columns, strict=True), strict=True)))
-    assert sorted(found) == [0, 2]
+    assert sorted(found) == [0, 2, 3, 4]
     expected = logits.double().log_softmax(-1)
     for row, (logprob, rank, top_ids, top) in found.items():
         token = int(tokens[row])
         assert logprob == pytest.approx(float(expected[row, token]), abs=1e-4)
         assert rank == 1 + int((logits[row] > logits[row, token]).sum())
-        best = logits[row].sort(descending=True, stable=True).indices[: params[row].logprobs].tolist()
+        named = params[row].logprob_token_ids
+        best = named or logits[row].sort(descending=True, stable=True).indices[: params[row].logprobs].tolist()
         assert top_ids == best
         assert top == pytest.approx(expected[row, best].tolist(), abs=1e-4)
 

@@ -44,7 +44,7 @@ async def chat_completions(ctx: ServerContext, request: Request) -> Response:
     reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(ctx, body, chat=True))
     chat = await prepare_chat(ctx, body, reply.id)
     params = chat.job.request.params
-    writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=tokens_as_ids(ctx, body))
+    writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=tokens_as_ids(ctx, body))
     if body.streamed:
         return EventStream(_stream(ctx, chat, reply, writer))
     return json_response(await until_disconnect(request.receive, whole(ctx, [chat], reply, writer)))
@@ -179,6 +179,7 @@ async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer:
         usage=counter.usage(),
         prompt_token_ids=jobs[0].prompt_tokens if reply.return_token_ids and alone else None,
         prompt_logprobs=writer.prompt(prompt) if alone else None,
+        prompt_text=jobs[0].text if reply.return_prompt_text and alone else None,
         warnings=reply.warnings,
     )
 
@@ -255,6 +256,7 @@ def _opening(reply: Reply, counter: UsageCounter, chat: Chat) -> list[bytes]:
                 choices=[ChatChunkChoice(index, delta)],
                 usage=reply.chunk_usage(counter),
                 prompt_token_ids=job.prompt_tokens if reply.return_token_ids and index == 0 else UNSET,
+                prompt_text=job.text or "" if reply.return_prompt_text and index == 0 else UNSET,
             )
         )
         for index in range(job.request.params.n)

@@ -25,7 +25,7 @@ async def chat_completions_batch(ctx: ServerContext, request: Request) -> Respon
     reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(ctx, body, chat=True))
     chats = await _prepare(ctx, body, reply.id)
     params = chats[0].job.request.params
-    writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=tokens_as_ids(ctx, body))
+    writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=tokens_as_ids(ctx, body))
     return json_response(await until_disconnect(request.receive, whole(ctx, chats, reply, writer)))
 
 

@@ -36,7 +36,7 @@ async def completions(ctx: ServerContext, request: Request) -> Response:
     params = completion_params(ctx, body)
     jobs = await _prepare(ctx, body, reply, params)
     as_ids = tokens_as_ids(ctx, body) or not params.detokenize
-    writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=as_ids)
+    writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=as_ids)
     if body.streamed:
         return EventStream(_stream(ctx, jobs, reply, writer, body))
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))

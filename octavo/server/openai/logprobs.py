@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.core.output import CompletionOutput, Logprob
+from octavo.core.params import SamplingParams
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import GenerationBody
 from octavo.server.openai.responses import (
@@ -30,11 +31,16 @@ def tokens_as_ids(ctx: ServerContext, body: GenerationBody) -> bool:
 
 
 class LogprobWriter:
-    """Writes the log-probabilities of choices; `as_ids` writes tokens as `token_id:<id>`."""
+    """Writes the log-probabilities of choices; `as_ids` writes tokens as `token_id:<id>`.
 
-    def __init__(self, tokenizer: Tokenizer, count: int, *, as_ids: bool) -> None:
+    Args:
+        params: say which candidates are told beside each token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
-        self._count = count
+        self._named = frozenset(params.logprob_token_ids or ())
+        self._count = len(self._named) or params.logprobs or 0
         self._as_ids = as_ids
         self._offsets: dict[int, int] = {}
 
@@ -84,7 +90,8 @@ class LogprobWriter:
         return {self._text(number, entry): _finite(entry.logprob) for number, entry in top.items()}
 
     def _top(self, entries: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-        return sorted(entries.items(), key=lambda entry: -entry[1].logprob)[: self._count]
+        told = [entry for entry in entries.items() if not self._named or entry[0] in self._named]
+        return sorted(told, key=lambda entry: -entry[1].logprob)[: self._count]
 
     def _text(self, token: int, entry: Logprob | None) -> str:
         if self._as_ids:

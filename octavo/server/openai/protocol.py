@@ -98,6 +98,8 @@ class GenerationBody(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Int | None = None
+    logprob_token_ids: Annotated[list[Int], Field(min_length=1)] | None = None
+    stream_interval: Int | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[Int] | None = None
     repetition_detection: RepetitionRule | None = None
@@ -183,6 +185,7 @@ class ChatBody(GenerationBody):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     documents: list[dict[str, Any]] | None = None
+    return_prompt_text: bool | None = None
     echo: bool | None = None
 
 

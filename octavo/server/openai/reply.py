@@ -23,6 +23,7 @@ class Reply:
         include_usage: a stream ends with a chunk that holds the usage, and the others say `usage: null`.
         continuous_usage: every chunk holds the usage so far; only where it is included at all.
         return_token_ids: choices hold their token ids.
+        return_prompt_text: the answer holds what the chat template has made of the messages.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Reply:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    return_prompt_text: bool
 
     @classmethod
     def of(cls, ctx: ServerContext, request: Request, body: GenerationBody, prefix: str, warnings: list[str]) -> Reply:
@@ -47,6 +49,7 @@ class Reply:
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
             return_token_ids=bool(body.return_token_ids) or getattr(body, "detokenize", None) is False,
+            return_prompt_text=bool(getattr(body, "return_prompt_text", None)),
         )
 
     def chunk_usage(self, counter: UsageCounter) -> Usage | UnsetType | None:

@@ -26,6 +26,8 @@ _DIRECT = (
     "min_tokens",
     "logit_bias",
     "prompt_logprobs",
+    "logprob_token_ids",
+    "stream_interval",
     "bad_words",
     "allowed_token_ids",
     "skip_special_tokens",
@@ -46,7 +48,9 @@ def chat_params(ctx: ServerContext, body: ChatBody) -> SamplingParams:
         limit = body.max_completion_tokens
         require(limit >= 1, "max_completion_tokens", limit, f"max_completion_tokens must be at least 1, got {limit}.")
     info = ctx.frontend.info
-    return _params(ctx, body, limit, _chat_logprobs(body, info.max_logprobs, info.vocab_size))
+    _check_named(body, told=body.logprobs is True)
+    logprobs = None if body.logprob_token_ids else _chat_logprobs(body, info.max_logprobs, info.vocab_size)
+    return _params(ctx, body, limit, logprobs)
 
 
 def completion_params(ctx: ServerContext, body: CompletionBody) -> SamplingParams:
@@ -58,11 +62,12 @@ def completion_params(ctx: ServerContext, body: CompletionBody) -> SamplingParam
     limit = body.max_tokens if "max_tokens" in body.model_fields_set else COMPLETION_MAX_TOKENS
     limit = 1 if body.only_echo else limit
     _check_best_of(body)
-    params = _params(ctx, body, limit, body.logprobs)
+    _check_named(body, told=body.logprobs is not None)
+    params = _params(ctx, body, limit, None if body.logprob_token_ids else body.logprobs)
     if body.detokenize is False:
         require(not body.echo, "detokenize", False, "echo is text and can't be combined with detokenize: false.")
         params = params.replace(detokenize=False)
-    if body.choices > body.answered and params.logprobs is None:
+    if body.choices > body.answered and not params.reports:
         params = params.replace(logprobs=0)  # by which the best are told
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = params.replace(prompt_logprobs=body.logprobs)
@@ -77,6 +82,16 @@ def _check_best_of(body: CompletionBody) -> None:
     require(best_of >= n, "best_of", best_of, f"best_of must be at least n, which is {n}, got {best_of}.")
     plain = best_of == n or not body.streamed
     require(plain, "best_of", best_of, "best_of can't be streamed: the best is known only at the end.")
+
+
+def _check_named(body: GenerationBody, *, told: bool) -> None:
+    """The tokens whose log-probabilities are asked for by name."""
+    require(
+        told or body.logprob_token_ids is None,
+        "logprob_token_ids",
+        body.logprob_token_ids,
+        "when using `logprob_token_ids`, `logprobs` must be set; set it (in a chat to true) or leave these out.",
+    )
 
 
 def _chat_logprobs(body: ChatBody, most: int, vocab_size: int) -> int | None:

@@ -18,13 +18,10 @@ _ABSENT: tuple[Any, ...] = (None,)
 _BOTH: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None, {}),
     "logits_processors": (None, []),
-    "logprob_token_ids": (None, []),
     "media_io_kwargs": (None, {}),
     "mm_processor_kwargs": (None, {}),
-    "return_prompt_text": (None, False),
     "separate_reasoning": (None, True),
     "spaces_between_special_tokens": (None, True, False),  # fast tokenizers write none, whatever is said
-    "stream_interval": (None, 1),
     "stream_reasoning": (None, True),
 }
 _CHAT: dict[str, tuple[Any, ...]] = {

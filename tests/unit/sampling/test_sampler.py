@@ -45,7 +45,7 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
         logit_bias=maybe({rng.randrange(vocab): rng.choice([-1000.0, -3.0, 4.0]) for _ in range(5)}, None),
         min_tokens=maybe(rng.randint(1, 8), 0),
         max_tokens=None,
-        logprobs=maybe(rng.choice([0, 1, 5, 20]), None),
+        **rng.choice([{}, {"logprobs": rng.choice([0, 1, 5, 20])}, {"logprob_token_ids": rng.sample(range(vocab), 3)}]),
         allowed_token_ids=rng.sample(range(vocab), vocab // 2) if rng.random() < 0.2 else None,
         bad_token_ids=[[rng.randrange(vocab)], [7, rng.randrange(vocab)]] if rng.random() < 0.3 else None,
     )
@@ -257,3 +257,16 @@ def test_logprobs_are_of_the_raw_logits():
     assert got.rank == 1 + int((logits[0] > logits[0, token]).sum()), label
     assert got.top_ids == ranked[:20], label
     assert got.top_logprobs == pytest.approx(expected[ranked[:20]].tolist(), abs=1e-4), label
+
+
+def test_logprobs_of_named_tokens_beside_others():
+    logits = random_logits(random.Random(5), VOCAB).repeat(4, 1)
+    named = ([3, 2900, 7], [8, 9, 10], [11])
+    rows = [make_row(SamplingParams(temperature=0, logprob_token_ids=one)) for one in named]
+    result = Sampler().sample(logits, [*rows, make_row(SamplingParams(temperature=0, logprobs=3))])
+    expected = logits[0].double().log_softmax(-1)
+    for row, one in enumerate(named):
+        assert result.logprobs[row].top_ids == one
+        assert result.logprobs[row].top_logprobs == pytest.approx(expected[one].tolist(), abs=1e-4)
+        assert result.logprobs[row].rank == 1
+    assert result.logprobs[3].top_ids == logits[0].topk(3).indices.tolist()

@@ -172,3 +172,22 @@ def test_models_say_what_may_be_done_with_them(house: House) -> None:
     (card,) = get_now(house.app, "/v1/models").json()["data"]
     (permission,) = card["permission"]
     assert permission["allow_sampling"] is True
+
+
+def test_what_the_template_made_is_told(house: House) -> None:
+    asked = HELLO | {"return_prompt_text": True, "n": 2}
+    written = "[user]Hello\n[assistant]"
+    assert ask_now(house.app, CHAT, asked).json()["prompt_text"] == written
+    assert ask_now(house.app, CHAT, HELLO).json()["prompt_text"] is None
+    events = ask_now(house.app, CHAT, asked | {"stream": True}).events()
+    assert [event["prompt_text"] for event in events if "prompt_text" in event] == [written]
+    assert events[0]["prompt_text"] == written
+
+
+def test_a_response_tells_what_was_read_and_written(house: House) -> None:
+    asked = {"input": "Hello", "enable_response_messages": True}
+    made = ask_now(house.app, "/v1/responses", asked).json()
+    text = "[user]Hello\n[assistant]"
+    assert made["input_messages"] == [{"type": "raw_message_tokens", "message": text, "tokens": ids(text)}]
+    assert made["output_messages"] == [{"type": "raw_message_tokens", "message": "hello", "tokens": [*ids("hello"), 2]}]
+    assert "input_messages" not in ask_now(house.app, "/v1/responses", {"input": "Hello"}).json()

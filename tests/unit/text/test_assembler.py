@@ -184,6 +184,14 @@ def test_logprobs_name_the_chosen_token_first() -> None:
     assert play(assembler(), [delta([a], LENGTH)])[0].outputs[0].logprobs is None
 
 
+def test_logprobs_of_named_tokens_have_no_ranks() -> None:
+    a, b, c = (encode(letter)[0] for letter in "abc")
+    entries = [TokenLogprobs(-2.0, 3, [b, a, c], [-0.5, -2.0, -9.0])]
+    shown = play(assembler(logprob_token_ids=[b, a, c]), [delta([a], LENGTH, logprobs=entries)])[0].outputs[0].logprobs
+    assert shown is not None
+    assert [(t, p.logprob, p.rank) for t, p in shown[0].items()] == [(a, -2.0, 3), (b, -0.5, None), (c, -9.0, None)]
+
+
 def test_without_detokenising_only_ids_come_out() -> None:
     output = play(assembler(detokenize=False), [delta(encode("abc"), LENGTH)])[0].outputs[0]
     assert (output.text, output.token_ids) == ("", encode("abc"))

@@ -73,6 +73,7 @@ class ResponseBody(BaseModel):
     metadata: dict[str, Any] | None = None
     truncation: str | None = None
     user: str | None = None
+    enable_response_messages: bool | None = None
 
     @property
     def items(self) -> Items:

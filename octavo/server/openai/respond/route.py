@@ -39,9 +39,11 @@ class _Making:
     response: dict[str, Any]
     input: Items
     writer: LogprobWriter
+    tells_messages: bool
     output: Output = field(default_factory=Output)
     cached: int = 0
-    tokens: int = 0
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
     finish: str = ""
 
@@ -163,8 +165,8 @@ class Responses:
         }
         if warnings:
             response["warnings"] = warnings
-        writer = LogprobWriter(ctx.frontend.tokenizer, params.logprobs or 0, as_ids=False)
-        return _Making(chat, response, earlier + body.items, writer)
+        writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=False)
+        return _Making(chat, response, earlier + body.items, writer, bool(body.enable_response_messages))
 
     async def _recall(self, name: str, request: Request) -> Stored:
         """A response from before, whichever process made it.
@@ -188,7 +190,8 @@ class Responses:
                 (choice,) = output.outputs
                 news = routed.take(choice)
                 making.cached = max(making.cached, output.num_cached_tokens)
-                making.tokens += len(choice.token_ids)
+                making.text += choice.text
+                making.tokens += choice.token_ids
                 making.finish = news.finish or making.finish
                 yield list(making.output.take(news, making.writer.chat(choice) if choice.logprobs else None))
         making.reasoning_tokens = routed.reasoning_tokens
@@ -249,19 +252,28 @@ class Responses:
 
 
 def _complete(making: _Making, status: str) -> None:
-    response, prompt = making.response, len(making.chat.job.prompt_tokens)
+    response, job = making.response, making.chat.job
+    prompt, written = len(job.prompt_tokens), len(making.tokens)
     response["status"] = status
     response["completed_at"] = int(time.time())
     response["output"] = making.output.items
     response["usage"] = {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": making.cached},
-        "output_tokens": making.tokens,
+        "output_tokens": written,
         "output_tokens_details": {"reasoning_tokens": making.reasoning_tokens},
-        "total_tokens": prompt + making.tokens,
+        "total_tokens": prompt + written,
     }
+    if making.tells_messages:
+        response["input_messages"] = [_raw(job.text or "", job.prompt_tokens)]
+        response["output_messages"] = [_raw(making.text, making.tokens)]
     if status == INCOMPLETE:
         response["incomplete_details"] = {"reason": "max_output_tokens"}
+
+
+def _raw(text: str, tokens: list[int]) -> dict[str, Any]:
+    """A message as the model reads or writes it."""
+    return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
 
 
 def _error_event(error: ApiError) -> bytes:
