@@ -83,8 +83,6 @@ def decoding(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
 
 def prompts(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
     for (rows, count, past), (kind, dtype) in itertools.product(PROMPTS, KINDS.items()):
-        if kind != "bf16" and not past:
-            continue  # the cache is only written
         pairs = rows * (count * past + count * (count + 1) // 2)
         work = Work(spec, dtype, [past + count] * rows, [count] * rows, copies=1)
         for label, seconds in timed(work, "prefill_shape", SHAPES["prefill_shape"] if sweep else []):
