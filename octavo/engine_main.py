@@ -15,11 +15,11 @@ from octavo.native.build import build_ahead
 
 
 def main() -> int:
-    address, (config, files, log_level) = receive_payload()
+    listener, (config, files, log_level) = receive_payload()
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s")
     if _on_cpu(config.device):
         build_ahead(config.device.cpu_isa)  # while torch is imported and the weights are read
-    server = CoreServer(address)
+    server = CoreServer(listener)
     from octavo.build import build_core
 
     def start(on_phase: OnPhase) -> tuple[EngineLoop, ModelInfo]:

@@ -45,7 +45,7 @@ def test_import_octavo_is_lean() -> None:
     loaded = loaded_after("import octavo; octavo.__version__")
     ours = {name for name in loaded if name.split(".")[0] == "octavo"}
     assert ours == {"octavo", "octavo.version"}
-    assert not {"torch", "numpy", "fastapi", "msgspec", "zmq", "rich", "httpx"} & loaded
+    assert not {"torch", "numpy", "fastapi", "msgspec", "rich", "httpx"} & loaded
 
 
 def test_sampling_params_need_no_torch() -> None:
@@ -62,7 +62,7 @@ def test_the_command_line_answers_without_loading_anything_heavy(argument: str) 
     )
     loaded = loaded_after(code)
     assert "octavo.cli.main" in loaded
-    assert not {"torch", "numpy", "fastapi", "msgspec", "zmq", "rich", "httpx", "yaml"} & loaded
+    assert not {"torch", "numpy", "fastapi", "msgspec", "rich", "httpx", "yaml"} & loaded
 
 
 def test_unknown_names_are_refused() -> None:

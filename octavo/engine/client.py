@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
-
-import zmq
-import zmq.asyncio
+from typing import Protocol
 
 from octavo.core import errors
 from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError, SlowReaderError
@@ -19,12 +15,13 @@ from octavo.core.output import TokenDelta
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
+from octavo.engine.frames import Frames, frame
 from octavo.engine.inbox import Inbox
-from octavo.engine.process import CoreProcess
+from octavo.engine.process import CoreElsewhere, CoreProcess
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_MS = 1000
+_LOOK_S = 0.2
 
 OnPhase = Callable[[str, float | None], None]
 
@@ -48,31 +45,23 @@ class Process(Protocol):
 
 
 class CoreClient:
-    """Owns the core's process unless it has a name. Every coroutine runs on the event loop that made it, by `start`."""
+    """Owns the core's process if that is a `CoreProcess`. It runs on the event loop that made it, by `start`."""
 
     def __init__(
-        self, process: Process, stall_after_s: float, max_unread_tokens: int | None = None, name: bytes | None = None
+        self, process: Process, stall_after_s: float, max_unread_tokens: int | None, on_phase: OnPhase
     ) -> None:
         self.slow_readers = 0
         self._process = process
-        self._name = name
         self._stall_after_s = stall_after_s
         self._max_unread = max_unread_tokens
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        if name is not None:
-            self._socket.setsockopt(zmq.IDENTITY, name)
-            self._socket.setsockopt(zmq.LINGER, _FAREWELL_MS)
-        self._socket.connect(process.address)
+        self._on_phase = on_phase
+        self._transport: asyncio.WriteTransport | None = None
+        self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, Inbox] = {}
-        self._info: ModelInfo | None = None
         self._stats = EngineStats()
         self._dead: str | None = None
         self._progress_at = time.monotonic()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -82,32 +71,28 @@ class CoreClient:
         stall_after_s: float = 120.0,
         max_unread_tokens: int | None = None,
         on_phase: OnPhase | None = None,
-        name: bytes | None = None,
     ) -> CoreClient:
         """Wait until the core is ready.
 
         Args:
             max_unread_tokens: a request of which more wait to be read is ended with SlowReaderError; None for no limit.
-            name: of one of several clients of a core; the core outlives it. Never given twice.
 
         Raises:
             OctavoError: what kept it from starting, as the same class where that is one of `core.errors`.
             EngineDeadError: it died without a word.
         """
-        client = cls(process, stall_after_s, max_unread_tokens, name)
+        client = cls(process, stall_after_s, max_unread_tokens, on_phase or _unheard)
         try:
-            await client._wait_ready(on_phase)
+            await client._connect()
         except BaseException:
             await client.close()
             raise
-        client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
+        client._watching = asyncio.create_task(client._watch())
         return client
 
     @property
     def info(self) -> ModelInfo:
-        if self._info is None:
-            raise AssertionError("the core is not ready")
-        return self._info
+        return self._ready.result()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         if self._dead is not None:
@@ -135,10 +120,6 @@ class CoreClient:
     def process(self) -> Process:
         return self._process
 
-    def bury(self, name: bytes) -> None:
-        """Tell the core that the client of this name is dead, so that its requests end."""
-        self._send(wire.Leave(name))
-
     async def abort(self, request_id: str, index: int | None = None) -> None:
         self._send(wire.Abort(request_id, index))
 
@@ -163,58 +144,43 @@ class CoreClient:
 
     def kill(self) -> None:
         """End the core's process now, if it is one's own. Streams that are still open end with EngineDeadError."""
-        for task in self._tasks:
-            task.cancel()
-        self._tasks = []
-        if not self._socket.closed:
-            if isinstance(self._process, CoreProcess):
-                self._process.kill()
-            self._die("The engine was closed.")
-            self._socket.close()
-            self._context.term()
+        if self._watching is not None:
+            self._watching.cancel()
+        if isinstance(self._process, CoreProcess):
+            self._process.kill()
+        self._die("The engine was closed.")
+        if self._transport is not None:
+            self._transport.abort()
 
     async def close(self) -> None:
         """Stop one's own core and wait until its process is gone. Streams that are open end with EngineDeadError."""
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        self._tasks = []
-        if not self._socket.closed:
-            if self._dead is None and self._process.alive:
-                with contextlib.suppress(zmq.ZMQError):
-                    await self._socket.send(wire.encode(wire.Leave(self._name) if self._name else wire.Shutdown()))
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+        if not isinstance(self._process, CoreElsewhere):
+            self._send(wire.Shutdown())
             await asyncio.to_thread(self._process.stop)
-            self._die("The engine was closed.")
-            self._socket.close()
-            self._context.term()
+        self._die("The engine was closed.")
+        if self._transport is not None:
+            self._transport.close()
 
-    async def _wait_ready(self, on_phase: OnPhase | None) -> None:
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._transport, _ = await loop.create_unix_connection(lambda: _Receiver(self._take), self._process.address)
+        except OSError:
+            await self._process.exited()
+            raise EngineDeadError(self._process.obituary()) from None
         self._send(wire.Hello())
-        while self._info is None:
-            if not await self._socket.poll(200):
-                if not self._process.alive:
-                    raise EngineDeadError(self._process.obituary())
-                continue
-            match wire.decode_to_client(await self._socket.recv()):
-                case wire.Ready(info):
-                    self._info = info
-                case wire.Failed(kind, message):
-                    raise _error_of(kind, message)
-                case wire.Phase(name, seconds):
-                    if on_phase is not None:
-                        on_phase(name, seconds)
-                case _:
-                    pass
-
-    async def _read(self) -> None:
-        while True:
-            message = wire.decode_to_client(await self._socket.recv())
-            self._progress_at = time.monotonic()
-            self._take(message)
+        while not self._ready.done():
+            alive = self._process.alive
+            await asyncio.wait({self._ready}, timeout=_LOOK_S)
+            if not alive and not self._ready.done():
+                raise EngineDeadError(self._process.obituary())
+        self._ready.result()
 
     def _take(self, message: wire.ToClient) -> None:
+        self._progress_at = time.monotonic()
         match message:
             case wire.News(deltas, stats):
                 self._stats = stats
@@ -228,8 +194,12 @@ class CoreClient:
                 inbox = self._streams.get(request_id)
                 if inbox is not None:
                     inbox.fail(InvalidRequestError(text, param=param))
-            case _:
-                pass
+            case wire.Phase(name, seconds):
+                self._on_phase(name, seconds)
+            case wire.Ready(info):
+                self._ready.set_result(info)
+            case wire.Failed(kind, text):
+                self._ready.set_exception(_error_of(kind, text))
 
     def _suspect(self, request_id: str, inbox: Inbox, limit: int) -> None:
         """Look again after the reader's turn: perhaps it was only the event loop that lagged."""
@@ -259,15 +229,25 @@ class CoreClient:
             inbox.fail(EngineDeadError(self._dead))
 
     def _send(self, message: wire.ToCore) -> None:
-        """Hand a message to ZeroMQ, which never blocks here: the queue has no limit."""
-        if self._dead is None and not self._socket.closed:
-            future = asyncio.ensure_future(self._socket.send(wire.encode(message)))
-            future.add_done_callback(_complain)
+        """Hand a message to the event loop, which keeps what the core can't take yet, however much that is."""
+        if self._dead is None and self._transport is not None:
+            self._transport.write(frame(wire.encode(message)))
 
 
-def _complain(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        log.error("a message to the engine core was lost: %s", future.exception())
+class _Receiver(asyncio.Protocol):
+    """Cuts what comes from the core into messages."""
+
+    def __init__(self, take: Callable[[wire.ToClient], None]) -> None:
+        self._take = take
+        self._frames = Frames()
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.take(data):
+            self._take(wire.decode_to_client(message))
+
+
+def _unheard(phase: str, seconds: float | None) -> None:
+    """For those who want to know nothing of the start."""
 
 
 def _error_of(kind: str, message: str) -> OctavoError:

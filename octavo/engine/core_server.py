@@ -1,16 +1,16 @@
-"""`CoreServer`: an engine loop behind a ZeroMQ socket, in a process of its own. Its clients are `CoreClient`s."""
+"""`CoreServer`: an engine loop behind a socket, in a process of its own. Its clients are `CoreClient`s."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
-import zmq
 
 from octavo.core.errors import InvalidRequestError, OctavoError
 from octavo.core.info import ModelInfo
@@ -18,6 +18,7 @@ from octavo.core.output import TokenDelta
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
+from octavo.engine.connections import Connection, Connections
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +59,11 @@ class CoreServer:
     Any number of front ends may connect; each gets the news of its own requests, and everybody gets the counters.
     """
 
-    def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(address)
-        self._clients: list[bytes] = []
-        self._owner: dict[str, bytes] = {}
+    def __init__(self, listener: socket.socket) -> None:
+        """`listener`: see `listen_at`; it is closed at the end."""
+        self._connections = Connections(listener)
+        self._clients: list[Connection] = []
+        self._owner: dict[str, Connection] = {}
         self._remaining: dict[str, int] = {}
         self._info: ModelInfo | None = None
         self._loop: Loop | None = None
@@ -104,35 +101,29 @@ class CoreServer:
 
     def _receive(self, wait_ms: int) -> None:
         """Handle all messages that are there, after a wait for the first."""
-        if wait_ms and not self._socket.poll(wait_ms):
-            return
-        while self._alive:
+        for client, message in self._connections.receive(wait_ms):
+            if message is None:
+                self._forget(client)
+                continue
             try:
-                client, payload = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._handle(client, wire.decode_to_core(payload))
+                self._handle(client, wire.decode_to_core(message))
             except msgspec.DecodeError:
                 log.exception("a front end sent a message that can't be read; it is ignored")
 
-    def _handle(self, client: bytes, message: wire.ToCore) -> None:
+    def _handle(self, client: Connection, message: wire.ToCore) -> None:
         match message:
             case wire.Hello():
-                if client not in self._clients:
-                    self._clients.append(client)
+                self._clients.append(client)
                 if self._info is not None:
                     self._send(client, wire.Ready(self._info))
-            case wire.Add(request) if self._loop is not None and client in self._clients:  # else it has left
+            case wire.Add(request) if self._loop is not None:
                 self._add(self._loop, client, request)
             case wire.Abort(request_id, index) if self._loop is not None:
                 self._send_news(self._loop.abort(request_id, index))
-            case wire.Leave(name):
-                self._forget(name)
             case wire.Shutdown():
                 self._alive = False
 
-    def _add(self, loop: Loop, client: bytes, request: GenerateRequest) -> None:
+    def _add(self, loop: Loop, client: Connection, request: GenerateRequest) -> None:
         was_busy = loop.busy
         try:
             loop.add(request)
@@ -144,7 +135,8 @@ class CoreServer:
         if not was_busy and len(self._clients) > 1:
             self._send_news([])  # so that all know that steps are due from now on
 
-    def _forget(self, client: bytes) -> None:
+    def _forget(self, client: Connection) -> None:
+        """It is gone: its requests end, and it gets no more news."""
         if client in self._clients:
             self._clients.remove(client)
         for request_id in [request_id for request_id, owner in self._owner.items() if owner == client]:
@@ -155,7 +147,7 @@ class CoreServer:
         if self._loop is None:
             return
         stats = self._loop.stats()
-        by_client: dict[bytes, list[TokenDelta]] = {client: [] for client in self._clients}
+        by_client: dict[Connection, list[TokenDelta]] = {client: [] for client in self._clients}
         for delta in deltas:
             owner = self._owner.get(delta.id)
             if owner in by_client:
@@ -175,12 +167,11 @@ class CoreServer:
         for client in self._clients:
             self._send(client, message)
 
-    def _send(self, client: bytes, message: wire.ToClient) -> None:
-        self._socket.send_multipart([client, wire.encode(message)])
+    def _send(self, client: Connection, message: wire.ToClient) -> None:
+        self._connections.send(client, wire.encode(message))
 
     def _close(self, code: int) -> int:
-        self._socket.close()
-        self._context.term()
+        self._connections.close()
         return code
 
 

@@ -8,11 +8,14 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from octavo.engine.connections import listen_at
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -37,15 +40,19 @@ class CoreProcess:
 
     def __init__(self, module: str, payload: Any) -> None:
         self._folder = tempfile.mkdtemp(prefix="octavo-")
-        self.address = f"ipc://{Path(self._folder) / 'core.sock'}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, env={**_ENVIRONMENT, **os.environ}
-        )
-        stdin = self._process.stdin
-        if stdin is None:
-            raise AssertionError("the child has no standard input")
-        with stdin:
-            pickle.dump((self.address, payload), stdin)
+        self.address = str(Path(self._folder) / "core.sock")
+        with listen_at(self.address) as listener:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                env={**_ENVIRONMENT, **os.environ},
+                pass_fds=(listener.fileno(),),
+            )
+            stdin = self._process.stdin
+            if stdin is None:
+                raise AssertionError("the child has no standard input")
+            with stdin:
+                pickle.dump((listener.fileno(), payload), stdin)
 
     @property
     def pid(self) -> int:
@@ -111,15 +118,15 @@ class CoreElsewhere:
         """Its owner does that."""
 
 
-def receive_payload() -> tuple[str, Any]:
-    """In the child: the address to serve at, and what `CoreProcess` was given. Ties its life to its parent's."""
+def receive_payload() -> tuple[socket.socket, Any]:
+    """In the child: where front ends connect, and what `CoreProcess` was given. Ties its life to its parent's."""
     for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-    address, payload = pickle.load(sys.stdin.buffer)
+    listener, payload = pickle.load(sys.stdin.buffer)
     sys.stdin.close()
     sys.stdin = open(os.devnull)  # noqa: SIM115
-    return address, payload
+    return socket.socket(fileno=listener), payload
 
 
 def die_with_parent() -> None:

@@ -122,8 +122,8 @@ def _times(row: _Row) -> RequestTimes:
 
 
 def main() -> int:
-    address, stub = receive_payload()
-    return CoreServer(address).run(lambda on_phase: (StubLoop(stub), stub.info))
+    listener, stub = receive_payload()
+    return CoreServer(listener).run(lambda on_phase: (StubLoop(stub), stub.info))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The messages between front ends and an engine core, and their encoding (msgspec's MessagePack)."""
+"""The messages between front ends and an engine core, and their encoding (msgspec's MessagePack).
+
+A front end that is gone says nothing: its connection ends, and with it its requests.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     id: str
     index: int | None = None
-
-
-class Leave(msgspec.Struct, frozen=True, tag=True):
-    """A front end is gone: its requests are aborted, and it gets no more news. Says itself, or whoever saw it die.
-
-    Attributes:
-        name: what it was connected as.
-    """
-
-    name: bytes
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +65,7 @@ class News(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToCore = Hello | Add | Abort | Leave | Shutdown
+ToCore = Hello | Add | Abort | Shutdown
 ToClient = Phase | Ready | Failed | Refused | News
 
 encode = msgspec.msgpack.Encoder().encode

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import pickle
-import secrets
 import shutil
 import signal
 import socket
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +73,6 @@ class Crew:
         charges: what each is started with.
         socks: on which they listen, where each has its own. Kept open for one that is started again, closed behind one
             that has ended for good: nobody would answer who connects to it.
-        bury: told the name under which the engine knows a process that has died.
         patience_s: how long they may take to finish once they were asked to stop.
 
     Attributes:
@@ -89,7 +87,6 @@ class Crew:
         siblings: Siblings,
         charges: Sequence[Charge],
         socks: Mapping[int, socket.socket],
-        bury: Callable[[bytes], None],
         patience_s: float,
     ) -> None:
         self.siblings = siblings
@@ -100,7 +97,6 @@ class Crew:
         self.patience_s = patience_s
         self._charges = charges
         self._socks = socks
-        self._bury = bury
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._known: dict[int, Families] = {}
         self._departed: Families = []
@@ -164,14 +160,13 @@ class Crew:
     async def _keep_up(self, charge: Charge) -> None:
         deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
         while not self._ending:
-            name = f"api-{charge.index}-{secrets.token_hex(6)}".encode()
-            child = self._children[charge.index] = _spawn(charge, name)
+            child = self._children[charge.index] = _spawn(charge)
             if await _says_ready(child):
                 self._unready.discard(charge.index)
                 if not self._unready:
                     self.ready.set()
             await _gone(child)
-            self._lose(charge.index, name)
+            self._lose(charge.index)
             if self._ending:
                 return
             deaths.append(time.monotonic())
@@ -186,9 +181,8 @@ class Crew:
                 continue
             return
 
-    def _lose(self, index: int, name: bytes) -> None:
+    def _lose(self, index: int) -> None:
         """Whatever a process held is given up; what it counted stays."""
-        self._bury(name)
         self.siblings.board.clear(index)
         self._departed = total([self._departed, lasting(self._known.pop(index, []))])
 
@@ -198,12 +192,12 @@ class Crew:
         self.failed.set()
 
 
-def _spawn(charge: Charge, name: bytes) -> subprocess.Popen[bytes]:
+def _spawn(charge: Charge) -> subprocess.Popen[bytes]:
     """`octavo.server.siblings.main` with its charge on standard input, where later a byte asks it to stop."""
     child = subprocess.Popen(
         [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(charge.listens,)
     )
-    data = pickle.dumps((name, charge))
+    data = pickle.dumps(charge)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(len(data).to_bytes(8) + data)
@@ -271,7 +265,7 @@ async def leading(frontend: Frontend, config: ServerConfig, socks: Sequence[sock
     ]
     patience_s = config.shutdown_timeout_s + _END_S
     own = dict(enumerate(socks)) if len(socks) > 1 else {}
-    crew = Crew(Siblings(0, count, folder), charges, own, engine.bury, patience_s)
+    crew = Crew(Siblings(0, count, folder), charges, own, patience_s)
     try:
         yield crew
     finally:

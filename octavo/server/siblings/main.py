@@ -23,14 +23,14 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group; the first process decides
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-    name, charge = pickle.loads(_read(int.from_bytes(_read(8))))
+    charge = pickle.loads(_read(int.from_bytes(_read(8))))
     log_to(charge.config, f"API {charge.index}")
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_serve(name, charge))
+        runner.run(_serve(charge))
     return 0
 
 
-async def _serve(name: bytes, charge: Charge) -> None:
+async def _serve(charge: Charge) -> None:
     config = charge.config
     stop = Stop()
 
@@ -45,7 +45,6 @@ async def _serve(name: bytes, charge: Charge) -> None:
         CoreElsewhere(charge.core_address, charge.core_pid),
         stall_after_s=config.stall_after_s,
         max_unread_tokens=config.max_unread_tokens,
-        name=name,
     )
     try:
         frontend = await asyncio.to_thread(charge.twin, client)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
 
 import pytest
-import zmq
 
 from octavo.cache.cache import KVCache
 from octavo.core.errors import ConfigError, EngineDeadError, InvalidRequestError, SlowReaderError
@@ -19,8 +19,10 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine import wire
 from octavo.engine.client import CoreClient
+from octavo.engine.connections import listen_at
 from octavo.engine.core_server import CoreServer, PhaseTimer
 from octavo.engine.fake import fake_info
+from octavo.engine.frames import frame
 from octavo.engine.inbox import Inbox
 from octavo.engine.loop import EngineLoop
 from octavo.engine.process import CoreElsewhere
@@ -33,7 +35,8 @@ class ThreadCore:
     """What `CoreClient` needs of a `CoreProcess`, in a thread. `fail` is raised instead of starting."""
 
     def __init__(self, folder, *, fail=None, gate=None):
-        self.address = f"ipc://{folder}/core.sock"
+        self.address = f"{folder}/core.sock"
+        self._listener = listen_at(self.address)
         self.fail, self.gate = fail, gate
         self.killed = threading.Event()
         self.loop = None
@@ -41,7 +44,7 @@ class ThreadCore:
         self._thread.start()
 
     def _run(self):
-        CoreServer(self.address).run(self._make)
+        CoreServer(self._listener).run(self._make)
 
     def _make(self, on_phase):
         timer = PhaseTimer(on_phase)
@@ -68,9 +71,9 @@ class ThreadCore:
     def stop(self):
         """A process that was killed is gone; a thread must still be told."""
         if self.killed.is_set():
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.connect(self.address)
-                socket.send(wire.encode(wire.Shutdown()))
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(self.address)
+                peer.sendall(frame(wire.encode(wire.Shutdown())))
         self._thread.join()
 
 
@@ -280,9 +283,9 @@ def test_news_in_one_piece_is_never_too_much(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def guest_of(process, name, **options):
+async def guest_of(process, **options):
     """One more client of a core that is another's."""
-    client = await CoreClient.start(CoreElsewhere(process.address, os.getpid()), name=name, **options)
+    client = await CoreClient.start(CoreElsewhere(process.address, os.getpid()), **options)
     try:
         yield client
     finally:
@@ -292,7 +295,7 @@ async def guest_of(process, name, **options):
 def test_clients_that_share_a_core_get_their_own_tokens_and_leave_it_running(tmp_path):
     async def main():
         async with client_of(tmp_path) as (owner, process):
-            async with guest_of(process, b"one") as one, guest_of(process, b"two") as two:
+            async with guest_of(process) as one, guest_of(process) as two:
                 assert one.info == two.info == owner.info
                 clients = (owner, one, two)
                 prompts = [[i, 2, 3] for i in range(1, 4)]
@@ -309,20 +312,20 @@ def test_clients_that_share_a_core_get_their_own_tokens_and_leave_it_running(tmp
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_requests_of_a_client_that_is_gone_end(tmp_path, leaves):
-    """It says so itself; or it died, and another says so."""
+    """It closes, or dies: its connection ends in the middle of a message."""
 
     async def main():
         gate = threading.Event()
         gate.set()
-        async with client_of(tmp_path, gate=gate) as (owner, process), guest_of(process, b"gone") as guest:
+        async with client_of(tmp_path, gate=gate) as (owner, process), guest_of(process) as guest:
             stream = guest.generate(ask("r", max_tokens=150, ignore_eos=True))
             await anext(stream)
             gate.clear()
             if leaves:
                 await guest.close()
             else:
-                owner.bury(b"gone")
-                guest._send(wire.Add(ask("late")))  # what the dead one had sent before
+                guest._transport.write(frame(wire.encode(wire.Add(ask("late"))))[:-1])
+                guest._transport.close()
             gate.set()
             await until(lambda: not process.loop.busy)
             process.loop.check_idle()
@@ -337,7 +340,7 @@ def test_each_client_sees_a_stall_and_the_end_of_the_core(tmp_path):
         gate = threading.Event()
         async with (
             client_of(tmp_path, gate=gate, stall_after_s=0.02) as (owner, process),
-            guest_of(process, b"guest", stall_after_s=0.02) as guest,
+            guest_of(process, stall_after_s=0.02) as guest,
         ):
             await asyncio.sleep(0.03)
             assert guest.health().ok, "idle is healthy, however long"
@@ -355,7 +358,7 @@ def test_a_client_sees_that_a_core_elsewhere_has_died(tmp_path):
     async def main():
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
             async with client_of(tmp_path) as (_, process):
-                guest = await CoreClient.start(CoreElsewhere(process.address, stranger.pid), name=b"guest")
+                guest = await CoreClient.start(CoreElsewhere(process.address, stranger.pid))
                 assert guest.health().ok
                 stranger.kill()
                 stranger.wait()

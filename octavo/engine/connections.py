@@ -1,0 +1,122 @@
+"""`Connections`: an engine core's ends of the sockets to its front ends. Nothing here waits for one that is slow."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Iterator
+
+from octavo.engine.frames import Frames, frame
+
+_BACKLOG = 128
+_PIECE = 1 << 18
+_FAREWELL_S = 1.0
+
+
+def listen_at(path: str) -> socket.socket:
+    """A socket to which front ends can connect from now on; they are heard once somebody makes `Connections` of it."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+class Connection:
+    """To one front end. What it does not take at once is kept, however much that is, and sent as it reads on."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self.peer = peer
+        self.unsent = bytearray()
+        self._frames = Frames()
+
+    def send(self, message: bytes) -> None:
+        data = frame(message)
+        sent = 0 if self.unsent else self._write(data)
+        if sent < len(data):
+            self.unsent += data[sent:]
+
+    def flush(self) -> None:
+        """Send what is kept, as far as that is possible now."""
+        del self.unsent[: self._write(self.unsent)]
+
+    def receive(self) -> list[bytes] | None:
+        """The messages that are there; None if the front end has gone."""
+        try:
+            data = self.peer.recv(_PIECE)
+        except (BlockingIOError, InterruptedError):
+            return []
+        except OSError:
+            return None
+        return self._frames.take(data) if data else None
+
+    def close(self) -> None:
+        """Once what is kept is sent, if that takes no longer than a second."""
+        with contextlib.suppress(OSError):
+            self.peer.settimeout(_FAREWELL_S)
+            self.peer.sendall(self.unsent)
+        self.peer.close()
+
+    def _write(self, data: bytes | bytearray) -> int:
+        try:
+            return self.peer.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:  # it has gone: `receive` will say so
+            return len(data)
+
+
+class Connections:
+    """Those that are open. Front ends come and go."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._open: dict[int, Connection] = {}
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+
+    def send(self, connection: Connection, message: bytes) -> None:
+        """Nothing happens if the front end has gone."""
+        connection.send(message)
+        if connection.unsent:
+            self._watch(connection)
+
+    def receive(self, wait_ms: int) -> Iterator[tuple[Connection, bytes | None]]:
+        """What has come, after a wait for the first of it; None from a front end that has gone."""
+        for descriptor, event in self._poll.poll(wait_ms):
+            connection = self._open.get(descriptor)
+            if connection is None:
+                self._accept()
+                continue
+            if event & select.POLLOUT:
+                connection.flush()
+                self._watch(connection)
+            if event & ~select.POLLOUT:
+                messages = connection.receive()
+                if messages is None:
+                    self._drop(descriptor)
+                    yield connection, None
+                else:
+                    yield from ((connection, message) for message in messages)
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in self._open.values():
+            connection.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            peer, _ = self._listener.accept()
+            peer.setblocking(False)
+            self._open[peer.fileno()] = Connection(peer)
+            self._poll.register(peer, select.POLLIN)
+
+    def _watch(self, connection: Connection) -> None:
+        self._poll.modify(connection.peer, select.POLLIN | (select.POLLOUT if connection.unsent else 0))
+
+    def _drop(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        connection = self._open.pop(descriptor)
+        connection.unsent.clear()
+        connection.peer.close()
