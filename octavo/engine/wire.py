@@ -25,6 +25,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     index: int | None = None
 
 
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """Forget the KV cache of past prompts."""
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """A front end is gone: its requests are aborted, and it gets no more news. Says itself, or whoever saw it die.
 
@@ -72,7 +76,7 @@ class News(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToCore = Hello | Add | Abort | Leave | Shutdown
+ToCore = Hello | Add | Abort | Reset | Leave | Shutdown
 ToClient = Phase | Ready | Failed | Refused | News
 
 encode = msgspec.msgpack.Encoder().encode
