@@ -17,6 +17,7 @@ _FLAG_NAMES = {
     "gpu_memory_utilization": "memory_utilization",
     "scheduling_policy": "policy",
     "async_scheduling": "depth",
+    "cpu_omp_threads_bind": "cpu_bind",
 }
 _FROM_ZERO = {"seed", "depth"}
 

@@ -197,6 +197,9 @@ FLAGS: dict[str, Missing | Needless] = {
     "performance-mode": Needless("there is one mode", takes_value=True),
 }
 
+ENGINE_FLAGS = {name: entry for name, entry in FLAGS.items() if name not in _SERVER}
+"""Those that are no matter of a server."""
+
 SHORT = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
