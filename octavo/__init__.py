@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.core.structured import StructuredOutputsParams
     from octavo.engine_args import AsyncEngineArgs, EngineArgs
     from octavo.llm import LLM
+    from octavo.llm_engine import LLMEngine
     from octavo.text.prepare import TextPrompt, TokensPrompt
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
+    "LLMEngine",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -50,6 +52,7 @@ _HOMES = {
     "BeamSearchSequence": "octavo.core.beams",
     "CompletionOutput": "octavo.core.output",
     "EngineArgs": "octavo.engine_args",
+    "LLMEngine": "octavo.llm_engine",
     "RequestOutput": "octavo.core.output",
     "RequestOutputKind": "octavo.core.params",
     "SamplingParams": "octavo.core.params",

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from octavo.config import EngineConfig
-from octavo.core.errors import ConfigError, EngineDeadError
+from octavo.core.errors import ConfigError, EngineDeadError, UnsupportedError
 from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput
 from octavo.core.params import SamplingParams
@@ -17,7 +17,6 @@ from octavo.core.pooling import PoolingOutput, PoolingRequestOutput, Task
 from octavo.core.stats import EngineStats
 from octavo.engine.client import CoreClient, OnPhase
 from octavo.engine.process import CoreProcess
-from octavo.engine_args import EngineArgs
 from octavo.hub.progress import Progress, silent
 from octavo.hub.resolve import resolve
 from octavo.llm_inputs import refuse, tokenization
@@ -25,6 +24,10 @@ from octavo.text.frontend import Frontend
 from octavo.text.pooling import pool
 from octavo.text.prepare import Prompt
 from octavo.text.recipe import FrontendRecipe
+from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.engine_args import EngineArgs
 
 
 class AsyncLLM:
@@ -196,6 +199,27 @@ class AsyncLLM:
         """End requests now; their generators yield what was generated, with the finish reason "abort"."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             await self._client.abort(one)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget the KV cache of past prompts, before any request that comes later. Running ones keep theirs. True.
+
+        Args:
+            reset_running_requests: refused, for what runs would have to be computed again.
+            reset_connector: there is none.
+        """
+        if reset_running_requests:
+            raise UnsupportedError(
+                "reset_running_requests is not supported: running requests keep their KV cache. Abort them first.",
+                param="reset_running_requests",
+                value=True,
+            )
+        await self._started()
+        await self._client.reset_prefix_cache()
+        return True
+
+    async def get_tokenizer(self) -> Tokenizer:
+        await self._started()
+        return self.frontend.tokenizer
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has stopped, or makes no progress although work waits."""

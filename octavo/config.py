@@ -17,6 +17,7 @@ _FLAG_NAMES = {
     "gpu_memory_utilization": "memory_utilization",
     "scheduling_policy": "policy",
     "async_scheduling": "depth",
+    "cpu_omp_threads_bind": "cpu_bind",
 }
 _FROM_ZERO = {"seed", "depth"}
 
@@ -221,6 +222,8 @@ class ServerConfig:
         max_schema_bytes: a schema or grammar of one request.
         enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
         trust_request_chat_template: let requests bring their own chat template.
+        enable_tokenizer_info_endpoint: serve /tokenizer_info, chat template and all.
+        server_dev_mode: serve the routes for development: /reset_prefix_cache, /server_info and the like.
         max_unread_tokens: of one request, that wait for a client that reads slowly before the request is ended.
         unread_timeout_s: how long a client may leave what was sent to it unread before its connection is closed.
         jobs_dir: where uploaded files and batches are kept; None takes jobs/ in the user's folder for Octavo's data.
@@ -282,6 +285,8 @@ class ServerConfig:
     enable_force_include_usage: bool = False
     enable_log_requests: bool = False
     trust_request_chat_template: bool = False
+    enable_tokenizer_info_endpoint: bool = False
+    server_dev_mode: bool = False
     max_unread_tokens: int = 4096
     unread_timeout_s: float = 60.0
     jobs_dir: str | None = None

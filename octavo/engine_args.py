@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+from typing import Any, Self, TypeVar
 
+from octavo.cli.flag import Flag
+from octavo.cli.flags import ENGINE_GROUPS, flags_of
 from octavo.config import EngineConfig
+from octavo.foreign import ENGINE_FLAGS, SHORT
+
+P = TypeVar("P", bound=argparse.ArgumentParser)
 
 
 class EngineArgs:
@@ -18,6 +24,64 @@ class EngineArgs:
         EngineConfig.of(model=model, **settings)
         self.__dict__.update(settings, model=model)
 
+    @staticmethod
+    def add_cli_args(parser: P) -> P:
+        """Let a script's parser take the flags of `octavo serve` that are the engine's, with dashes or underscores.
+
+        One that is not given is None. What is parsed are keywords of `LLM`: `LLM(**vars(parser.parse_args()))`, as far
+        as the script has no flags of its own, and `EngineArgs.from_cli_args` in any case. Flags of other engines are
+        taken as well; what they ask for is judged when an engine is made.
+        """
+        group = parser.add_argument_group("engine")
+        for flag in flags_of(ENGINE_GROUPS):
+            _add(group, flag)
+        shorts: dict[str, list[str]] = {}
+        for short, name in SHORT.items():
+            shorts.setdefault(name, []).append(short)
+        for name, entry in ENGINE_FLAGS.items():
+            words = [*shorts.get(name, []), *_spelled(name)]
+            common: dict[str, Any] = {"dest": _keyword(name), "default": None, "help": argparse.SUPPRESS}
+            if entry.takes_value:
+                group.add_argument(*words, **common)
+            else:
+                group.add_argument(*words, action=argparse.BooleanOptionalAction, **common)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """What `add_cli_args` took, without a script's own arguments.
+
+        Raises:
+            ConfigError: a setting that can't be had.
+        """
+        names = [*(_keyword(flag.name) for flag in flags_of(ENGINE_GROUPS)), *map(_keyword, ENGINE_FLAGS)]
+        given = {name: getattr(args, name, None) for name in names}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
 
 class AsyncEngineArgs(EngineArgs):
     """The same for `AsyncLLM.from_engine_args`."""
+
+
+def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    words = [word for name in (flag.name, *flag.aliases) for word in _spelled(name)]
+    text = f"{flag.help} (default: {flag.default})".replace("%", "%%")
+    common: dict[str, Any] = {"dest": _keyword(flag.name), "default": None, "help": text}
+    if flag.switch:
+        group.add_argument(*words, action=argparse.BooleanOptionalAction, **common)
+        return
+    if flag.many:
+        common |= {"nargs": "+", "action": "extend"}
+    metavar = flag.metavar or (None if flag.choices else flag.name.split("-")[-1].upper())
+    group.add_argument(*words, type=flag.read, choices=flag.choices, metavar=metavar, **common)
+
+
+def _keyword(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _spelled(name: str) -> list[str]:
+    """A flag with dashes, and with underscores where that is another word."""
+    if name.startswith("-"):
+        return [name]
+    return list(dict.fromkeys([f"--{name}", f"--{_keyword(name)}"]))

@@ -125,7 +125,6 @@ _SERVER: dict[str, Missing | Needless] = {
     "enable-request-id-headers": Needless("every answer has X-Request-Id"),
     "enable-server-load-tracking": Needless("/load always answers"),
     "enable-per-request-metrics": _switch("timing in answers is"),
-    "enable-tokenizer-info-endpoint": _switch("/tokenizer_info is"),
     "enable-offline-docs": _switch("the page /docs without the Internet is"),
     "log-config-file": _value("a file with settings of the log is"),
     "max-log-len": Needless("prompts are never logged", takes_value=True),
@@ -197,6 +196,9 @@ FLAGS: dict[str, Missing | Needless] = {
     "compilation-config": Needless("this version does not compile the model", takes_value=True),
     "performance-mode": Needless("there is one mode", takes_value=True),
 }
+
+ENGINE_FLAGS = {name: entry for name, entry in FLAGS.items() if name not in _SERVER}
+"""Those that are no matter of a server."""
 
 SHORT = {
     "-tp": "tensor-parallel-size",

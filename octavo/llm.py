@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from octavo.build import build_core
 from octavo.config import EngineConfig
@@ -29,7 +29,9 @@ from octavo.llm_inputs import (
     refuse,
     sampling_of,
     tokenization,
+    written_options,
 )
+from octavo.llm_metrics import Metric, metrics_of
 from octavo.llm_pooling import PoolingDriver, PoolingMethods
 from octavo.llm_progress import UseTqdm, open_progress
 from octavo.text.answers import AnswerFormats
@@ -39,6 +41,9 @@ from octavo.text.chat import chat_template_of
 from octavo.text.model_text import load_text
 from octavo.text.prepare import Preparer, Prompt, not_generating, sampling_defaults, with_defaults
 from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.engine_args import EngineArgs
 
 _STARVED_PAUSE_S = 0.001
 
@@ -83,6 +88,12 @@ class LLM(PoolingMethods):
         self._preparer = Preparer(text.tokenizer, self._info, reasoning=AnswerFormats.of(text.chat).reasoning)
         self._defaults = sampling_defaults(text.defaults)
         self._ids = itertools.count()
+        self._queue: list[RequestAssembler] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """The same from settings that were kept in an object."""
+        return cls(**vars(engine_args))
 
     @property
     def info(self) -> ModelInfo:
@@ -150,22 +161,76 @@ class LLM(PoolingMethods):
         """
         refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         check_chat(chat_template_content_format, tools)
+        prompts = self._written(
+            messages,
+            chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
+        assemblers = self._prepare(prompts, sampling_params, priority, tokenization(tokenization_kwargs))
+        return self._complete(assemblers, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        lora_request: Any = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: UseTqdm = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Prepare prompts for `wait_for_completion`, which computes them; returns the ids of their requests.
+
+        The arguments are those of `generate`. Other calls in between leave them waiting.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters can't be served; none of these prompts waits then.
+        """
+        refuse(lora_request=lora_request)
+        assemblers = self._prepare(prompts, sampling_params, priority, tokenization(tokenization_kwargs))
+        self._queue += assemblers
+        return [one.request.id for one in assemblers]
+
+    def enqueue_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: UseTqdm = None,
+        **options: Any,
+    ) -> list[str]:
+        """`enqueue` for conversations; `options` are those of `chat` that bear on the prompt."""
+        prompts = self._written(messages, **{"add_generation_prompt": True, **written_options(options)})
+        return self.enqueue(prompts, sampling_params, priority=priority)
+
+    def wait_for_completion(self, output_type: Any = None, *, use_tqdm: UseTqdm = None) -> list[RequestOutput]:
+        """Compute all that was queued; the outputs come in the order in which it was.
+
+        Args:
+            output_type: what outputs are expected, which are all `RequestOutput`.
+        """
+        types = output_type if isinstance(output_type, tuple) else (output_type,)
+        if output_type is not None and RequestOutput not in types:
+            raise TypeError(f"what was queued becomes RequestOutput, not {output_type!r}")
+        waiting, self._queue = self._queue, []
+        return self._complete(waiting, use_tqdm)
+
+    def _written(
+        self, messages: Messages | Sequence[Messages], chat_template: str | None = None, **options: Any
+    ) -> list[Prompt]:
+        """What the template makes of one conversation or several."""
         template = self._template if chat_template is None else chat_template_of(self._tokenizer, chat_template)
         if template is None:
             raise self._no_template()
         prompts: list[Prompt] = []
         for conversation in conversations(messages):
-            text = template.render(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                template_kwargs=chat_template_kwargs,
-            )
+            text = template.render(conversation, **options)
             tokens = self._tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
-        assemblers = self._prepare(prompts, sampling_params, priority, tokenization(tokenization_kwargs))
-        return self._complete(assemblers, use_tqdm)
+        return prompts
 
     def beam_search(
         self,
@@ -196,6 +261,19 @@ class LLM(PoolingMethods):
 
     def stats(self) -> EngineStats:
         return self._core.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counters and gauges, named as at the server's /metrics."""
+        return metrics_of(self._info, self.stats())
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget the KV cache of past prompts. True: between calls nothing runs that would hold on to it.
+
+        Args:
+            reset_running_requests, reset_connector: there are none.
+        """
+        self._core.reset_prefix_cache()
+        return True
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -248,9 +326,12 @@ class LLM(PoolingMethods):
             for prompt, one, rank in zip(prompts, params, priorities, strict=True)
         ]
 
-    def _open(self, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestAssembler:
+    def _open(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, **options: Any
+    ) -> RequestAssembler:
         """Check and tokenise one prompt."""
-        prepared = self._preparer.prepare(prompt, params, request_id=f"llm-{next(self._ids)}", **options)
+        name = request_id or f"llm-{next(self._ids)}"
+        prepared = self._preparer.prepare(prompt, params, request_id=name, **options)
         return RequestAssembler(prepared.request, self._tokenizer, prepared.prompt_text)
 
     def _complete(

@@ -26,6 +26,7 @@ _REMEDIES = {
     "data_parallel_rank": "there is one engine; leave it out",
 }
 _FORMATS = ("auto", "string")
+_WRITTEN = ("chat_template", "add_generation_prompt", "continue_final_message", "tools", "template_kwargs")
 
 
 def as_list(prompts: Any) -> list[Prompt]:
@@ -87,6 +88,22 @@ def conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     """One conversation or several, as a list of them."""
     several = bool(messages) and isinstance(messages, Sequence) and not isinstance(messages[0], Mapping)
     return list(messages) if several else [messages]  # type: ignore[arg-type,list-item]
+
+
+def written_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the keywords of `LLM.chat` those that bear on the prompt, as the template's renderer has them.
+
+    Raises:
+        TypeError: one of them bears on something else, or on nothing.
+    """
+    options = dict(given)
+    refuse(**{name: options.pop(name, None) for name in ("lora_request", "mm_processor_kwargs")})
+    check_chat(options.pop("chat_template_content_format", "auto"), options.get("tools"))
+    options["template_kwargs"] = options.pop("chat_template_kwargs", None)
+    odd = next((name for name in options if name not in _WRITTEN), None)
+    if odd is not None:
+        raise TypeError(f"enqueue_chat() got an unexpected keyword argument {odd!r}")
+    return options
 
 
 def check_chat(content_format: str, tools: Sequence[Any] | None) -> None:

@@ -21,6 +21,7 @@ from octavo.core.errors import ConfigError
 from octavo.foreign import FLAGS
 
 Groups = Mapping[str, tuple[Flag, ...]]
+_SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def add_settings(parser: OctavoParser, groups: Groups, *, without: frozenset[str] = frozenset()) -> None:
@@ -83,9 +84,14 @@ def from_environment(flags: Iterable[Flag], environ: Mapping[str, str]) -> dict[
                 found[flag.target] = read_value(flag, value, f"environment variable {name}")
         for name in (flag.env, flag.env.replace("OCTAVO_", "VLLM_")) if flag.env else ():
             if environ.get(name):
-                found[flag.target] = read_value(flag, environ[name], f"environment variable {name}")
+                found[flag.target] = read_value(flag, _word(flag, environ[name]), f"environment variable {name}")
                 break
     return found
+
+
+def _word(flag: Flag, text: str) -> str | bool:
+    """A variable's text; for a switch what it stands for, if it stands for anything."""
+    return _SWITCH_WORDS.get(text.strip().lower(), text) if flag.switch else text
 
 
 def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> dict[str, Any]:

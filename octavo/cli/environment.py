@@ -40,7 +40,6 @@ _NEEDLESS: Mapping[str, str] = {
     "USE_MODELSCOPE": "models come from Hugging Face, or from a folder",
     "ALLOW_RUNTIME_LORA_UPDATING": "LoRA adapters are not supported by this version",
     "LORA_RESOLVER_CACHE_DIR": "LoRA adapters are not supported by this version",
-    "SERVER_DEV_MODE": "there are no routes for development",
     "CONFIGURE_LOGGING": "see --log-level",
     "LOGGING_CONFIG_PATH": "see --log-level",
     "PLUGINS": "plugins are not supported by this version",

@@ -302,6 +302,21 @@ SERVER = (
         switch=True,
     ),
     Flag(
+        "enable-tokenizer-info-endpoint",
+        "server.enable_tokenizer_info_endpoint",
+        "serve /tokenizer_info: special tokens and chat template",
+        "off",
+        switch=True,
+    ),
+    Flag(
+        "server-dev-mode",
+        "server.server_dev_mode",
+        "serve the routes for development: /reset_prefix_cache, /server_info, /is_sleeping",
+        "off",
+        switch=True,
+        env="OCTAVO_SERVER_DEV_MODE",
+    ),
+    Flag(
         "disable-fastapi-docs",
         "server.enable_docs",
         "do not serve /docs and /openapi.json",

@@ -123,6 +123,9 @@ class CoreClient:
     async def abort(self, request_id: str, index: int | None = None) -> None:
         self._send(wire.Abort(request_id, index))
 
+    async def reset_prefix_cache(self) -> None:
+        self._send(wire.Reset())
+
     def stats(self) -> EngineStats:
         return self._stats
 

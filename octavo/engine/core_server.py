@@ -40,6 +40,8 @@ class Loop(Protocol):
 
     def step(self) -> list[TokenDelta]: ...
 
+    def reset_prefix_cache(self) -> None: ...
+
     def stats(self) -> EngineStats: ...
 
     def check_idle(self) -> None: ...
@@ -120,6 +122,8 @@ class CoreServer:
                 self._add(self._loop, client, request)
             case wire.Abort(request_id, index) if self._loop is not None:
                 self._send_news(self._loop.abort(request_id, index))
+            case wire.Reset() if self._loop is not None:
+                self._loop.reset_prefix_cache()
             case wire.Shutdown():
                 self._alive = False
 

@@ -84,6 +84,7 @@ class FakeEngine:
     ) -> None:
         self.requests: list[GenerateRequest] = []
         self.aborts: list[tuple[str, int | None]] = []
+        self.resets = 0
         self.abandoned: list[str] = []
         self.running: set[str] = set()
         self.current = EngineStats()
@@ -130,6 +131,9 @@ class FakeEngine:
         if live is not None:
             live.aborted.update(range(live.request.params.n) if index is None else [index])
             live.wake.set()
+
+    async def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     def stats(self) -> EngineStats:
         self.current.num_running = len(self.running)

@@ -51,6 +51,10 @@ class EngineLoop:
         """Compare the books while nothing runs. Raises AssertionError if a block leaked."""
         self._scheduler.check_idle()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what the KV cache holds of past prompts; what runs keeps its blocks."""
+        self._scheduler.cache.reset()
+
     def forget_past(self) -> None:
         """Start counting and caching anew, as after a warm-up."""
         self._scheduler.forget_past()

@@ -32,6 +32,10 @@ class EngineClient(Protocol):
         """End a request, or one of its choices, now. Its iterator yields a last delta with finish ABORT."""
         ...
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget what the KV cache holds of past prompts. Requests that run keep theirs, which others may find."""
+        ...
+
     def stats(self) -> EngineStats:
         """The newest snapshot; costs nothing."""
         ...

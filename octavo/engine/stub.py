@@ -104,6 +104,9 @@ class StubLoop:
         self._stats.num_steps += 1
         return deltas
 
+    def reset_prefix_cache(self) -> None:
+        """There is no cache."""
+
     def stats(self) -> EngineStats:
         self._stats.num_running = len(self._rows)
         return self._stats

@@ -28,6 +28,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     index: int | None = None
 
 
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """Forget the KV cache of past prompts."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop now; what still runs is aborted."""
 
@@ -65,7 +69,7 @@ class News(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToCore = Hello | Add | Abort | Shutdown
+ToCore = Hello | Add | Abort | Reset | Shutdown
 ToClient = Phase | Ready | Failed | Refused | News
 
 encode = msgspec.msgpack.Encoder().encode

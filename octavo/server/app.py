@@ -31,9 +31,11 @@ from octavo.server.metrics.metrics import Metrics
 from octavo.server.openai.protocol import ChatBatchBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.server.openai.respond.protocol import ResponseBody
 from octavo.server.openai.respond.route import Responses
+from octavo.server.routes.dev import dev_routes
 from octavo.server.routes.inference import inference_routes
 from octavo.server.routes.invocations import invocation_routes
 from octavo.server.routes.status import metrics_routes, status_routes
+from octavo.server.routes.tokens import TOKEN_BODIES, token_routes, tokenizer_routes
 from octavo.server.routes.vectors import BODIES, vector_routes
 from octavo.server.siblings.crew import Crew
 from octavo.server.siblings.routes import private_app, relayed
@@ -88,13 +90,15 @@ def create_app(
         app.state.private = private_app(ctx, responses, in_one_place)
         if not siblings.leads:
             in_one_place = [relayed(router, siblings) for router in in_one_place]
-    inference = [inference_routes(ctx, responses), vector_routes(ctx)]
-    for router in (status_routes(ctx), *inference, *in_one_place):
+    inference = [inference_routes(ctx, responses), token_routes(ctx), vector_routes(ctx)]
+    optional = [tokenizer_routes(ctx)] if config.enable_tokenizer_info_endpoint else []
+    optional += [dev_routes(ctx)] if config.server_dev_mode else []
+    for router in (status_routes(ctx), *inference, *in_one_place, *optional):
         app.include_router(router)
     posts = post_endpoints(*inference)
     app.include_router(invocation_routes(ctx, posts))
     app.router.routes.append(WebSocketRoute("/v1/stream", StreamSocket(ctx, posts).__call__))
-    schema.install(app, [*INFERENCE_BODIES, *BODIES, BatchBody], limits(ctx, batches.executor.urls))
+    schema.install(app, [*INFERENCE_BODIES, *TOKEN_BODIES, *BODIES, BatchBody], limits(ctx, batches.executor.urls))
     errors.install(app, error_response)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)

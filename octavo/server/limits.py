@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.core.params import MAX_BAD_WORDS, MAX_PATTERN, RANGES, Range
+from octavo.core.params import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_PATTERN, RANGES, Range
 from octavo.core.structured import MAX_CHOICES
 from octavo.server.context import ServerContext
 from octavo.server.openai.tools import MAX_TOOLS, NAME_PATTERN
@@ -46,6 +46,7 @@ def _sampling(ctx: ServerContext) -> dict[str, list[Fragment]]:
     return made | {
         "min_tokens": [_bounded("integer", Range(RANGES["min_tokens"].low, most))],
         "top_k": [_bounded("integer", RANGES["top_k"])],
+        "stream_interval": [_bounded("integer", RANGES["stream_interval"])],
         "stop": [_TEXT, stops],
         "stop_sequences": [stops],
         "bad_words": [{"type": "array", "items": _TEXT, "maxItems": MAX_BAD_WORDS}],
@@ -82,6 +83,8 @@ def _tokens(ctx: ServerContext) -> dict[str, list[Fragment]]:
         "CompletionBody.prompt": [_prompts(token, ctx.config.max_prompts)],
         "stop_token_ids": [several],
         "allowed_token_ids": [several | {"minItems": 1}],
+        "logprob_token_ids": [several | {"maxItems": MAX_LOGPROB_TOKENS}],
+        "GenerateBody.token_ids": [several],
         "DetokenizeBody.tokens": [
             {"type": "array", "items": _bounded("integer", Range(0, ctx.frontend.tokenizer.vocab_size - 1))}
         ],

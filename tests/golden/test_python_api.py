@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 from collections.abc import Callable, Iterator
@@ -13,8 +14,19 @@ import torch
 import toy_tokenizers
 import transformers
 
-from octavo import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
+from octavo import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    BeamSearchParams,
+    EngineArgs,
+    LLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from octavo.core.errors import EngineDeadError, InvalidRequestError, UnsupportedError
+from octavo.llm_metrics import Counter, Gauge, Histogram
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mood }}{{ tools | tojson if tools }}"
 USER = [{"role": "user", "content": "Hello"}]
@@ -178,6 +190,17 @@ def test_an_engine_from_arguments_starts_at_its_first_use_and_is_shut_down_from_
             await anext(engine.generate("abc", GREEDY, lora_request=object()))
         await engine.check_health()
         assert (engine.is_running, engine.errored) == (True, False)
+        long = list(range(5, 69))
+        cached = []
+        for _ in range(3):
+            (*_, output) = [one async for one in engine.generate(long, GREEDY)]
+            cached.append(output.num_cached_tokens)
+            if len(cached) == 2:
+                assert await engine.reset_prefix_cache()
+        assert (cached[0], cached[1] > 0, cached[2]) == (0, True, 0)
+        with pytest.raises(UnsupportedError, match="keep their KV cache"):
+            await engine.reset_prefix_cache(reset_running_requests=True)
+        assert (await engine.get_tokenizer()).encode("a")
         engine.shutdown()
         assert (engine.is_running, isinstance(engine.dead_error, EngineDeadError)) == (False, True)
         with pytest.raises(EngineDeadError, match="was shut down"):
@@ -198,3 +221,67 @@ def test_logprobs_of_named_tokens(llm: LLM) -> None:
     assert output.outputs[0].cumulative_logprob == likely.outputs[0].cumulative_logprob
     with pytest.raises(InvalidRequestError, match="logprobs must equal len"):
         SamplingParams(logprob_token_ids=[1], logprobs=2)
+
+
+def test_what_is_queued_waits_for_its_call(llm: LLM) -> None:
+    expected = llm.generate(["abc", "xyz", "q"], GREEDY)
+    ids = llm.enqueue(["abc", "xyz"], GREEDY)
+    (between,) = llm.generate("q", GREEDY)
+    ids += llm.enqueue("q", GREEDY)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]
+    assert between.outputs[0].token_ids == expected[2].outputs[0].token_ids
+    assert llm.wait_for_completion() == []
+    llm.enqueue_chat([USER, USER], GREEDY, chat_template_kwargs={"mood": "!"})
+    assert [one.prompt for one in llm.wait_for_completion(RequestOutput)] == ["<user>Hello!"] * 2
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mood'"):
+        llm.enqueue_chat(USER, mood="!")
+    with pytest.raises(InvalidRequestError):
+        llm.enqueue(["a", [4000]], GREEDY)
+    with pytest.raises(TypeError, match="becomes RequestOutput"):
+        llm.wait_for_completion(int)
+    assert llm.wait_for_completion() == []
+
+
+def test_the_cache_is_forgotten(llm: LLM) -> None:
+    long = list(range(7, 71))
+    llm.generate(long, GREEDY)
+    assert llm.generate(long, GREEDY)[0].num_cached_tokens > 0
+    assert llm.reset_prefix_cache()
+    assert llm.stats().num_blocks_cached == 0
+    assert llm.generate(long, GREEDY)[0].num_cached_tokens == 0
+
+
+def test_metrics_have_the_servers_names(llm: LLM) -> None:
+    llm.generate("a", GREEDY)
+    found = {(one.name, *one.labels.values()): one for one in llm.get_metrics()}
+    tokens = found["vllm:generation_tokens", llm.info.name]
+    assert isinstance(tokens, Counter)
+    assert tokens.value == llm.stats().generation_tokens > 0
+    assert isinstance(found["octavo:num_requests_running", llm.info.name], Gauge)
+    steps = found["vllm:iteration_tokens_total", llm.info.name]
+    assert isinstance(steps, Histogram)
+    assert steps.count == steps.buckets["+Inf"] == llm.stats().num_steps
+
+
+def test_requests_are_stepped_by_hand(folder: Path, llm: LLM) -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    words = ["--model", str(folder), "--dtype=float32", "--max_num_seqs", "2", "--kv-cache-memory-bytes", "2MiB"]
+    args = parser.parse_args([*words, "--threads", "1", "-tp", "1", "--no-enable-prefix-caching", "--swap-space", "4"])
+    engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
+    try:
+        assert engine.info.max_num_seqs == 2
+        for name in "abc":
+            assert engine.add_request(name, name, GREEDY) == name
+        with pytest.raises(InvalidRequestError, match="in use"):
+            engine.add_request("a", "a", GREEDY)
+        engine.abort_request(["c", "unknown"])
+        last: dict[str, RequestOutput] = {}
+        while engine.has_unfinished_requests():
+            last |= {output.request_id: output for output in engine.step()}
+        assert {name: one.finished for name, one in last.items()} == {"a": True, "b": True}
+        alone = [llm.generate(name, GREEDY)[0].outputs[0].token_ids for name in "ab"]
+        assert [last[name].outputs[0].token_ids for name in "ab"] == alone
+    finally:
+        engine.close()

@@ -34,7 +34,7 @@ async def completions(ctx: ServerContext, request: Request) -> Response:
     body = await parse_body(request, CompletionBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "cmpl-", check_extras(ctx, body, chat=False))
     params = completion_params(ctx, body)
-    jobs = await _prepare(ctx, body, reply, params)
+    jobs = await prepare_completion(ctx, body, reply, params)
     as_ids = tokens_as_ids(ctx, body) or not params.detokenize
     writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=as_ids)
     if body.streamed:
@@ -45,7 +45,14 @@ async def completions(ctx: ServerContext, request: Request) -> Response:
     return json_response(_whole(ctx, jobs, outputs, reply, writer, body))
 
 
-async def _prepare(ctx: ServerContext, body: CompletionBody, reply: Reply, params: SamplingParams) -> list[Job]:
+async def prepare_completion(
+    ctx: ServerContext, body: CompletionBody, reply: Reply, params: SamplingParams
+) -> list[Job]:
+    """Check and tokenise each prompt.
+
+    Raises:
+        InvalidRequestError: there are too many, or one can't be served.
+    """
     prompts, limit = body.prompt, ctx.config.max_prompts
     require(
         len(prompts) <= limit,

@@ -23,10 +23,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class Job:
-    """One prompt, ready for the engine."""
+    """One prompt, ready for the engine.
+
+    Attributes:
+        params: as they were asked for; what the features of the engine see to is apart in the request.
+    """
 
     request: GenerateRequest
     text: str | None
+    params: SamplingParams
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -59,7 +64,7 @@ async def prepare(
         add_special_tokens=add_special_tokens,
         param=param,
     )
-    return Job(request, prompt if isinstance(prompt, str) else None)
+    return Job(request, prompt if isinstance(prompt, str) else None, params)
 
 
 def run(ctx: ServerContext, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -45,6 +45,8 @@ class StructuredOutputs(BaseModel):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    frame: str | None = None
+    """As the /render routes tell of tools and reasoning."""
 
 
 class RepetitionRule(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
@@ -10,6 +11,7 @@ from octavo.server.body import require
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from octavo.server.openai.structured import output_form
+from octavo.text.prepare import with_defaults
 
 _DIRECT = (
     "presence_penalty",
@@ -53,8 +55,13 @@ def chat_params(ctx: ServerContext, body: ChatBody) -> SamplingParams:
     return _params(ctx, body, limit, logprobs)
 
 
-def completion_params(ctx: ServerContext, body: CompletionBody) -> SamplingParams:
+def completion_params(
+    ctx: ServerContext, body: CompletionBody, *, defaults: Mapping[str, Any] | None = None
+) -> SamplingParams:
     """The sampling of a text completion request.
+
+    Args:
+        defaults: for what it leaves out; None for the model's.
 
     Raises:
         InvalidRequestError: a value is out of range; `param` is the field's name in the request.
@@ -63,7 +70,7 @@ def completion_params(ctx: ServerContext, body: CompletionBody) -> SamplingParam
     limit = 1 if body.only_echo else limit
     _check_best_of(body)
     _check_named(body, told=body.logprobs is not None)
-    params = _params(ctx, body, limit, None if body.logprob_token_ids else body.logprobs)
+    params = _params(ctx, body, limit, None if body.logprob_token_ids else body.logprobs, defaults)
     if body.detokenize is False:
         require(not body.echo, "detokenize", False, "echo is text and can't be combined with detokenize: false.")
         params = params.replace(detokenize=False)
@@ -109,7 +116,13 @@ def _chat_logprobs(body: ChatBody, most: int, vocab_size: int) -> int | None:
     return (top or 0) if body.logprobs else None
 
 
-def _params(ctx: ServerContext, body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def _params(
+    ctx: ServerContext,
+    body: GenerationBody,
+    max_tokens: int | None,
+    logprobs: int | None,
+    defaults: Mapping[str, Any] | None = None,
+) -> SamplingParams:
     _check_limits(ctx, body)
     given: dict[str, Any] = {name: value for name in _DIRECT if (value := getattr(body, name)) is not None}
     given["output_kind"] = OutputKind.DELTA if body.streamed else OutputKind.FINAL_ONLY
@@ -122,7 +135,8 @@ def _params(ctx: ServerContext, body: GenerationBody, max_tokens: int | None, lo
             given.setdefault("repetition_penalty", 1.0)  # the model's default is for sampling
         if body.repetition_detection is not None:
             given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
-        return ctx.frontend.default_params(**given, n=body.choices, max_tokens=max_tokens, logprobs=logprobs)
+        given |= {"n": body.choices, "max_tokens": max_tokens, "logprobs": logprobs}
+        return with_defaults(ctx.frontend.default_sampling if defaults is None else defaults, given)
     except OverflowError:
         raise InvalidRequestError("A number in the request is too large.") from None
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+import json
+from collections.abc import Sequence
+from typing import cast, get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.pooling import Pooled
+from octavo.core.pooling import Pooled, Task
+from octavo.core.request import GenerateRequest
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
@@ -20,8 +24,11 @@ from octavo.server.vectors.answers import (
     PoolingItem,
     PoolingResult,
 )
+from octavo.server.vectors.encode import encode
 from octavo.server.vectors.protocol import ClassifyBody, EmbeddingBody, PoolingBody
 from octavo.server.vectors.work import Reply, compute, prepare_inputs, usage_of
+
+_BYTES = ("bytes", "bytes_only")
 
 
 async def embeddings(ctx: ServerContext, request: Request) -> Response:
@@ -29,11 +36,13 @@ async def embeddings(ctx: ServerContext, request: Request) -> Response:
     body = await parse_body(request, EmbeddingBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "embd-")
     params = ctx.frontend.pooling.params("embed", dimensions=body.dimensions, normalize=_normalize(body))
-    jobs = await prepare_inputs(ctx, body, reply, body.input, params)
+    jobs = await prepare_inputs(ctx, body, reply, params)
     results = await compute(ctx, request, jobs)
+    if body.encoding_format in _BYTES:
+        return _bytes_response(body, reply, jobs, results)
     as_text = body.encoding_format == "base64"
     items = [
-        EmbeddingItem(index=place, embedding=_base64(pooled) if as_text else pooled.values())
+        EmbeddingItem(index=place, embedding=_base64(pooled, body) if as_text else pooled.values())
         for place, pooled in enumerate(results)
     ]
     answer = Embeddings(
@@ -51,14 +60,16 @@ async def pooling(ctx: ServerContext, request: Request) -> Response:
     """What a task makes of each input."""
     body = await parse_body(request, PoolingBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "pool-")
-    task = body.task or "token_embed"
+    task = _task(body.task)
     params = ctx.frontend.pooling.params(task, dimensions=body.dimensions, normalize=_normalize(body))
-    jobs = await prepare_inputs(ctx, body, reply, body.input, params)
+    jobs = await prepare_inputs(ctx, body, reply, params)
     results = await compute(ctx, request, jobs)
+    if body.encoding_format in _BYTES:
+        return _bytes_response(body, reply, jobs, results)
     items = []
     for place, pooled in enumerate(results):
         if body.encoding_format == "base64":
-            items.append(PoolingItem(index=place, data=_base64(pooled)))
+            items.append(PoolingItem(index=place, data=_base64(pooled, body)))
         else:
             items.append(PoolingItem(index=place, data=pooled.rows() if task == "token_embed" else pooled.values()))
     answer = PoolingResult(
@@ -77,7 +88,7 @@ async def classify(ctx: ServerContext, request: Request) -> Response:
     body = await parse_body(request, ClassifyBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "classify-")
     params = ctx.frontend.pooling.params("classify", normalize=body.use_activation)
-    jobs = await prepare_inputs(ctx, body, reply, body.input, params)
+    jobs = await prepare_inputs(ctx, body, reply, params)
     results = await compute(ctx, request, jobs)
     pooler = ctx.frontend.info.pooler
     labels = pooler.labels if pooler else []
@@ -107,5 +118,41 @@ def _normalize(body: EmbeddingBody) -> bool | None:
     return body.use_activation if body.normalize is None else body.normalize
 
 
-def _base64(pooled: Pooled) -> str:
-    return base64.b64encode(pooled.data).decode("ascii")
+def _task(given: str | None) -> Task:
+    if given is not None and given not in get_args(Task):
+        raise InvalidRequestError(
+            f"Unsupported task: {given!r}. Choose one of {', '.join(get_args(Task))}.", param="task", value=given
+        )
+    return cast("Task", given or "token_embed")
+
+
+def _bytes(pooled: Pooled, body: EmbeddingBody) -> bytes:
+    return encode(pooled, body.embed_dtype or "float32", body.endianness or "native")
+
+
+def _base64(pooled: Pooled, body: EmbeddingBody) -> str:
+    return base64.b64encode(_bytes(pooled, body)).decode("ascii")
+
+
+def _bytes_response(
+    body: EmbeddingBody, reply: Reply, jobs: Sequence[GenerateRequest], results: Sequence[Pooled]
+) -> Response:
+    """One vector behind the other; unless the bytes alone are wanted, a header tells where each begins and ends."""
+    parts = [_bytes(pooled, body) for pooled in results]
+    headers = {}
+    if body.encoding_format == "bytes":
+        items, start = [], 0
+        for place, (pooled, part) in enumerate(zip(results, parts, strict=True)):
+            form = {"embed_dtype": body.embed_dtype or "float32", "endianness": body.endianness or "native"}
+            items.append({"index": place, **form, "start": start, "end": start + len(part), "shape": pooled.shape})
+            start += len(part)
+        usage = usage_of(jobs)
+        told = {
+            "id": reply.id,
+            "created": reply.created,
+            "model": reply.model,
+            "data": items,
+            "usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.total_tokens},
+        }
+        headers["metadata"] = json.dumps(told)
+    return Response(b"".join(parts), media_type="application/octet-stream", headers=headers)

@@ -8,6 +8,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from octavo.core.errors import InvalidRequestError
 from octavo.server.openai.fields import Inputs, Int
+from octavo.server.openai.protocol import Message
+from octavo.server.vectors.encode import EmbedDtype, Endianness
 
 
 def _texts(value: Any) -> list[str] | None:
@@ -56,11 +58,27 @@ class VectorBody(BaseModel):
         return self.model_extra or {}
 
 
-class EmbeddingBody(VectorBody):
-    """`POST /v1/embeddings`. `normalize` has the model's own way unless it is given; `use_activation` is the same."""
+class InputBody(VectorBody):
+    """Texts or token ids in `input`, or one conversation in `messages`, as the chat template writes it."""
 
-    input: Inputs
-    encoding_format: Literal["float", "base64"] | None = None
+    input: Inputs | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingBody(InputBody):
+    """`POST /v1/embeddings`. `normalize` has the model's own way unless it is given; `use_activation` is the same.
+
+    Numbers come as JSON ("float"), as text in base64, as bytes with their places in the header `metadata`, or as bytes
+    alone; `embed_dtype` and `endianness` bear on all but the first.
+    """
+
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    embed_dtype: EmbedDtype | None = None
+    endianness: Endianness | None = None
     dimensions: Int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
@@ -69,13 +87,12 @@ class EmbeddingBody(VectorBody):
 class PoolingBody(EmbeddingBody):
     """`POST /pooling`: what a `task` makes of each input; a vector of each token unless it is said."""
 
-    task: Literal["embed", "token_embed", "classify"] | None = None
+    task: str | None = None
 
 
-class ClassifyBody(VectorBody):
+class ClassifyBody(InputBody):
     """`POST /classify`."""
 
-    input: Inputs
     use_activation: bool | None = None
 
 

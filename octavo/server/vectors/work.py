@@ -19,9 +19,11 @@ from octavo.server.body import require
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import ApiError
 from octavo.server.merge import merge
+from octavo.server.openai.messages import render
+from octavo.server.openai.protocol import Message
 from octavo.server.stream import until_disconnect
 from octavo.server.vectors.answers import VectorUsage
-from octavo.server.vectors.protocol import VectorBody
+from octavo.server.vectors.protocol import InputBody, VectorBody
 from octavo.text.pooling import Pair, PoolingFailedError, pool
 from octavo.text.prepare import Prompt
 
@@ -85,9 +87,14 @@ def preparation(ctx: ServerContext, body: VectorBody, reply: Reply) -> Callable[
 
 
 async def prepare_inputs(
-    ctx: ServerContext, body: VectorBody, reply: Reply, inputs: Sequence[Any], params: PoolingParams
+    ctx: ServerContext, body: InputBody, reply: Reply, params: PoolingParams
 ) -> list[GenerateRequest]:
-    """A request for each input; errors name its place if there are several."""
+    """A request for each input, or for the conversation; errors name an input's place if there are several."""
+    given = (body.input is None) + (body.messages is None) == 1
+    require(given, "input" if body.messages is None else "messages", None, "Give one of input and messages.")
+    if body.messages is not None:
+        return [await _prepare_messages(ctx, body, reply, body.messages, params)]
+    inputs: list[Any] = body.input or []
     check_count(ctx, len(inputs), "input")
     prepare = preparation(ctx, body, reply)
 
@@ -103,6 +110,28 @@ async def prepare_inputs(
         return made
 
     return await in_thread_if_long(inputs, work)
+
+
+async def _prepare_messages(
+    ctx: ServerContext, body: InputBody, reply: Reply, messages: Sequence[Message], params: PoolingParams
+) -> GenerateRequest:
+    """One request for what the chat template makes of a conversation, which has its special tokens already."""
+    if ctx.frontend.chat is None and body.chat_template is None:
+        raise InvalidRequestError(
+            "This model has no chat template, so messages can't be made into a prompt. Send input, or start the server "
+            "with --chat-template FILE.",
+            param="messages",
+        )
+    text = await render(
+        ctx,
+        messages,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=body.continue_final_message,
+        options=ctx.config.default_chat_template_kwargs | (body.chat_template_kwargs or {}),
+        template=body.chat_template,
+    )
+    prepare = preparation(ctx, body.model_copy(update={"add_special_tokens": bool(body.add_special_tokens)}), reply)
+    return await in_thread_if_long([text], lambda: prepare(text, params, param="messages"))
 
 
 async def in_thread_if_long(texts: Sequence[Any], work: Callable[[], T]) -> T:

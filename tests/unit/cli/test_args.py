@@ -151,6 +151,15 @@ def test_our_own_variable_wins_over_the_borrowed_name(monkeypatch: pytest.Monkey
     assert parse()[1].api_keys == ("ours",)
 
 
+def test_a_variable_turns_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, wanted in (("1", True), ("True", True), ("0", False)):
+        monkeypatch.setenv("VLLM_SERVER_DEV_MODE", text)
+        assert parse()[1].server_dev_mode is wanted
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "perhaps")
+    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE: must be true or false"):
+        parse()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

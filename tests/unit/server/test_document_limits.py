@@ -21,11 +21,18 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/messages": HELLO | {"max_tokens": 2},
     "/v1/messages/count_tokens": HELLO,
     "/detokenize": {"tokens": [5]},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
     "/v1/embeddings": {"input": "a"},
     "/pooling": {"input": "a"},
     "/rerank": {"query": "a", "documents": ["b"]},
 }
-TOGETHER = ("maximum context length", "less than or equal to max_tokens", "needs logprobs", "needs tools")
+TOGETHER = (
+    "maximum context length",
+    "less than or equal to max_tokens",
+    "needs logprobs",
+    "needs tools",
+    "when using `logprob_token_ids`",
+)
 """What may still be wrong with a value that is within its limits: it does not go with the other fields."""
 
 LENIENT = {

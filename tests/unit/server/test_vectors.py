@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from array import array
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-from server_kit import TOKENIZER, VOCAB_SIZE, Answer, Visitor, ask_now, eventually, get_now
+from server_kit import TEMPLATE, TOKENIZER, VOCAB_SIZE, Answer, Visitor, ask_now, eventually, get_now
 
 from octavo.config import ServerConfig
 from octavo.core.pooling import OPTION, Pooled, PoolerInfo, PoolingParams
@@ -17,6 +19,7 @@ from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import background_executor, create_app, make_context
 from octavo.server.batch.lines import Line
+from octavo.text.chat import ChatTemplate
 from octavo.text.frontend import Frontend
 
 POOLER = PoolerInfo(pooling="mean", normalize=True, size=3, matryoshka=[2])
@@ -38,14 +41,17 @@ def play(request: GenerateRequest) -> dict[str, bytes]:
     return {OPTION: msgspec.msgpack.encode(Pooled(shape, data))}
 
 
-def house(config: ServerConfig | None = None, pace: Any = None, **info: Any) -> tuple[Any, FakeEngine]:
+def house(
+    config: ServerConfig | None = None, pace: Any = None, *, templated: bool = False, **info: Any
+) -> tuple[Any, FakeEngine]:
     pooler = info.get("pooler", POOLER)
     tasks = ["embed", "token_embed", *(["classify"] if pooler and pooler.labels else [])]
     settings = {"tasks": tasks, "pooler": POOLER, "num_blocks": 0, **info}
     engine = FakeEngine(
         lambda request: [], info=fake_info(name="toy", vocab_size=VOCAB_SIZE, **settings), found=play, pace=pace
     )
-    return create_app(Frontend(engine, TOKENIZER, engine.info), config), engine
+    chat = ChatTemplate(TEMPLATE, TOKENIZER) if templated else None
+    return create_app(Frontend(engine, TOKENIZER, engine.info, chat=chat), config), engine
 
 
 def post(path: str, body: dict[str, Any], app: Any = None, **info: Any) -> Answer:
@@ -77,6 +83,43 @@ def test_base64_holds_the_same_numbers() -> None:
     assert array("f", base64.b64decode(body["data"][0]["embedding"])).tolist() == [2.0, 1.0]
 
 
+def test_bytes_come_with_their_places_in_a_header_or_alone() -> None:
+    asked = {"input": ["aab", "b"], "embed_dtype": "float16", "endianness": "big"}
+    answer = post("/v1/embeddings", asked | {"encoding_format": "bytes"})
+    assert answer.headers["content-type"] == "application/octet-stream"
+    told = json.loads(answer.headers["metadata"])
+    assert [(one["start"], one["end"], one["shape"]) for one in told["data"]] == [(0, 6, [3]), (6, 12, [3])]
+    assert {(one["embed_dtype"], one["endianness"]) for one in told["data"]} == {("float16", "big")}
+    assert told["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+    assert np.frombuffer(answer.body, dtype=">f2").tolist() == [2.0, 1.0, 3.0, 0.0, 1.0, 1.0]
+    alone = post("/pooling", asked | {"encoding_format": "bytes_only", "task": "embed"})
+    assert "metadata" not in alone.headers
+    assert alone.body == answer.body
+    text = post("/v1/embeddings", asked | {"encoding_format": "base64"}).json()["data"][1]["embedding"]
+    assert base64.b64decode(text) == answer.body[6:]
+
+
+def test_a_conversation_is_written_by_the_template() -> None:
+    app, engine = house(templated=True)
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    written = "[user]a\n[assistant]b\n"
+    for more, text in (
+        ({}, written),
+        ({"add_generation_prompt": True}, written + "[assistant]"),
+        ({"continue_final_message": True}, "[user]a\n[assistant]b"),
+    ):
+        assert len(post("/v1/embeddings", talk | more, app).json()["data"]) == 1
+        assert engine.requests[-1].tokens == TOKENIZER.encode(text, add_special_tokens=False)
+    assert post("/pooling", talk, app).status == 200
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    assert "Cannot set both" in post("/v1/embeddings", talk | both, app).error()["message"]
+
+
+def test_an_unknown_task_is_refused() -> None:
+    message = post("/pooling", {"input": "a", "task": "plugin"}).error()["message"]
+    assert message.startswith("Unsupported task: 'plugin'")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -85,15 +128,18 @@ def test_base64_holds_the_same_numbers() -> None:
         ({"input": [""]}, "input"),
         ({"input": ["a", ""]}, "input.1"),
         ({"input": ["a", 3]}, "input"),
-        ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+        ({"input": "a", "encoding_format": "binary"}, "encoding_format"),
+        ({"input": "a", "endianness": "middle"}, "endianness"),
         ({"input": "a", "dimensions": 1}, "dimensions"),
         ({"input": "a", "dimensions": "2"}, "dimensions"),
         ({"input": "a" * 2000}, "input"),
         ({"input": "a", "truncate_prompt_tokens": 5000}, "truncate_prompt_tokens"),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
+        ({"input": "a", "embed_dtype": "int8"}, "embed_dtype"),
         ({"input": "a", "normalize": True, "use_activation": False}, "use_activation"),
         ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
         ({"input": ["a"] * 2049}, "input"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
@@ -103,7 +149,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
 
 
 def test_fields_that_nobody_knows_are_told_of_or_refused() -> None:
-    assert post("/v1/embeddings", {"input": "a", "foo": 1, "endianness": "little"}).json()["warnings"] == [
+    assert post("/v1/embeddings", {"input": "a", "foo": 1}).json()["warnings"] == [
         "The unknown field `foo` was ignored."
     ]
     strict = house(ServerConfig(strict_params=True))[0]

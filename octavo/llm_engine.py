@@ -1,0 +1,108 @@
+"""`LLMEngine`: the engine in this process for scripts that add requests and take steps themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from octavo.core.info import ModelInfo
+from octavo.core.output import RequestOutput, TokenDelta
+from octavo.core.params import SamplingParams
+from octavo.core.stats import EngineStats
+from octavo.engine_args import EngineArgs
+from octavo.llm import LLM
+from octavo.llm_inputs import refuse, tokenization
+from octavo.text.assembler import RequestAssembler
+from octavo.text.prepare import Prompt
+from octavo.text.tokenizer import Tokenizer
+
+
+class LLMEngine:
+    """Made by `from_engine_args`. Example:
+
+    >>> engine = LLMEngine.from_engine_args(EngineArgs("smollm2"))
+    >>> engine.add_request("0", "Hello", SamplingParams(max_tokens=8))
+    >>> while engine.has_unfinished_requests():
+    ...     for output in engine.step():
+    ...         print(output.outputs[0].text)
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._open: dict[str, RequestAssembler] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load the model. Errors are those of `LLM`."""
+        return cls(LLM.from_engine_args(engine_args))
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._llm.info
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue one request; what it brings comes from `step`, as `params.output_kind` says. Returns its id.
+
+        Raises:
+            InvalidRequestError: it can't be served, or its id is that of a request which has not ended.
+        """
+        refuse(lora_request=lora_request, trace_headers=trace_headers)
+        options = tokenization(tokenization_kwargs)
+        assembler = self._llm._open(prompt, params.clone(), request_id=request_id, priority=priority, **options)
+        self._llm._core.add(assembler.request)
+        self._open[request_id] = assembler
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Compute once for all requests there is room for; what is new of them."""
+        outputs = []
+        for delta in self._llm._core.step():
+            outputs += self._push(delta)
+        return outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; nothing more comes of them."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            if self._open.pop(request_id, None) is not None:
+                self._llm._core.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._open)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._open)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._llm.get_tokenizer()
+
+    def reset_prefix_cache(self) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return self._llm.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        return self._llm.stats()
+
+    def close(self) -> None:
+        """Free the model and its memory."""
+        self._llm.close()
+
+    def _push(self, delta: TokenDelta) -> list[RequestOutput]:
+        assembler = self._open.get(delta.id)
+        if assembler is None:
+            return []
+        output = assembler.push(delta)
+        for index in assembler.aborts:
+            self._llm._core.abort(delta.id, index)
+        if assembler.finished:
+            del self._open[delta.id]
+        return [] if output is None else [output]

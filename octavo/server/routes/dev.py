@@ -1,0 +1,95 @@
+"""Routes for development and for trainers, there only where the server was started for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.core.errors import UnsupportedError
+from octavo.server.body import require
+from octavo.server.context import ServerContext
+from octavo.server.errors import json_response
+from octavo.version import __version__
+
+_SECRETS = ("api_keys", "ssl_keyfile_password")
+_SECRET_WORDS = ("KEY", "PASSWORD", "TOKEN")
+_FORMATS = ("text", "json")
+
+
+def dev_routes(ctx: ServerContext) -> APIRouter:
+    """POST /reset_prefix_cache, /sleep, /wake_up; GET /server_info, /is_sleeping."""
+    router = APIRouter(tags=["development"])
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Forget the KV cache of past prompts; requests that run keep theirs."""
+        await ctx.frontend.engine.reset_prefix_cache()
+        return Response(status_code=200)
+
+    async def server_info(request: Request) -> Response:
+        """The server's settings, as text or with `config_format=json` as an object, and the machine."""
+        form = request.query_params.get("config_format", "text")
+        require(form in _FORMATS, "config_format", form, f"config_format must be one of {', '.join(_FORMATS)}.")
+        settings = _settings(ctx)
+        return json_response(
+            {
+                "vllm_config": settings if form == "json" else str(settings),
+                "vllm_env": _environment(),
+                "system_env": _system(),
+            }
+        )
+
+    async def is_sleeping(request: Request) -> Response:
+        """False: this server never sleeps."""
+        return json_response({"is_sleeping": False})
+
+    async def sleep(request: Request) -> Response:
+        """Refused: weights and KV cache stay where they are while the server runs."""
+        raise UnsupportedError(
+            "Sleep is not supported: weights and KV cache stay in memory while the server runs. Stop the server to "
+            "free them."
+        )
+
+    async def wake_up(request: Request) -> Response:
+        """Nothing needs to be woken."""
+        return Response(status_code=200)
+
+    for path, endpoint, method in (
+        ("/reset_prefix_cache", reset_prefix_cache, "POST"),
+        ("/server_info", server_info, "GET"),
+        ("/is_sleeping", is_sleeping, "GET"),
+        ("/sleep", sleep, "POST"),
+        ("/wake_up", wake_up, "POST"),
+    ):
+        router.add_api_route(path, endpoint, methods=[method])
+    return router
+
+
+def _settings(ctx: ServerContext) -> dict[str, Any]:
+    server = dataclasses.asdict(ctx.config)
+    for name in _SECRETS:
+        server[name] = "(hidden)" if server[name] else server[name]
+    return {"server": server, "model": msgspec.to_builtins(ctx.frontend.info)}
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("OCTAVO_", "VLLM_")) and not any(word in name for word in _SECRET_WORDS)
+    }
+
+
+def _system() -> dict[str, Any]:
+    return {
+        "octavo_version": __version__,
+        "python_version": platform.python_version(),
+        "os": platform.platform(),
+        "cpu_count": os.cpu_count(),
+    }

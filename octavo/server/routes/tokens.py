@@ -1,0 +1,61 @@
+"""The routes on which prompts and answers are token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.anthropic.protocol import MessagesBody
+from octavo.server.context import ServerContext
+from octavo.server.openai.protocol import ChatBody, CompletionBody
+from octavo.server.schema import describe
+from octavo.server.tokens import generate, info, render
+from octavo.server.tokens.protocol import GenerateBody
+
+TOKEN_BODIES: list[type[BaseModel]] = [GenerateBody]
+
+
+def token_routes(ctx: ServerContext) -> APIRouter:
+    """POST /inference/v1/generate, and /render of chat completions, completions and messages."""
+    router = APIRouter(tags=["tokens"])
+
+    async def generate_tokens(request: Request) -> Response:
+        """The tokens with which the model continues others."""
+        return await generate.generate(ctx, request)
+
+    async def render_chat_completion(request: Request) -> Response:
+        """The tokens and sampling parameters that a chat completion becomes."""
+        return await render.render_chat(ctx, request)
+
+    async def render_completion(request: Request) -> Response:
+        """The tokens and sampling parameters that each prompt of a text completion becomes."""
+        return await render.render_completion(ctx, request)
+
+    async def render_message(request: Request) -> Response:
+        """The tokens and sampling parameters that a request of Anthropic's API becomes."""
+        return await render.render_messages(ctx, request)
+
+    def post(path: str, endpoint: Any, body: Any) -> None:
+        router.add_api_route(path, endpoint, methods=["POST"], openapi_extra=describe(body))
+
+    post("/inference/v1/generate", generate_tokens, GenerateBody)
+    post("/v1/chat/completions/render", render_chat_completion, ChatBody)
+    post("/v1/completions/render", render_completion, CompletionBody)
+    post("/v1/messages/render", render_message, MessagesBody)
+    return router
+
+
+def tokenizer_routes(ctx: ServerContext) -> APIRouter:
+    """GET /tokenizer_info."""
+    router = APIRouter(tags=["tokens"])
+
+    async def tokenizer_info(request: Request) -> Response:
+        """The tokenizer's marks and chat template."""
+        return info.tokenizer_info(ctx)
+
+    router.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])
+    return router

@@ -1,0 +1,119 @@
+"""What goes in and out where prompts and answers are token ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from octavo.core.errors import UnsupportedError
+from octavo.core.params import SamplingParams
+from octavo.server.body import require
+from octavo.server.openai.fields import Int
+from octavo.server.openai.protocol import CompletionBody, StreamOptions
+from octavo.server.openai.responses import ChatLogprobs, PromptLogprobs, Usage
+from octavo.server.validation import explain
+
+_SAME = frozenset(SamplingParams.__struct_fields__) & frozenset(CompletionBody.model_fields)
+"""Fields of `SamplingParams` that text completions have under the same name."""
+_DROPPED = frozenset({"output_kind", "skip_reading_prefix_cache"})
+
+
+class GenerateBody(BaseModel):
+    """`POST /inference/v1/generate`. `sampling_params` are taken to the letter: the model adds no defaults."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    token_ids: Annotated[list[Int], Field(min_length=1)]
+    sampling_params: dict[str, Any] | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Int | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    features: dict[str, Any] | None = None
+
+
+def as_completion(body: GenerateBody) -> CompletionBody:
+    """The same request in the form of a text completion; without `max_tokens` it may fill the context.
+
+    Raises:
+        InvalidRequestError: a field of `sampling_params` is not of its form.
+        UnsupportedError: an option that this server does not have.
+    """
+    if body.features:
+        raise UnsupportedError("features are images, audio or video, which are not supported.", param="features")
+    given = body.sampling_params or {}
+    reads = given.get("skip_reading_prefix_cache")
+    name = "sampling_params.skip_reading_prefix_cache"
+    require(reads in (None, True, False), name, reads, f"{name} must be true or false.")
+    asked: dict[str, Any] = {"max_tokens": None, "vllm_xargs": given.get("extra_args"), "detokenize": None}
+    for name, value in given.items():
+        if name in _SAME:
+            asked[name] = value
+        elif name not in _DROPPED and name != "extra_args":
+            if name in SamplingParams.__struct_fields__:
+                refuse_unless_neutral(name, value)
+            else:
+                asked[f"sampling_params.{name}"] = value
+    if asked["detokenize"] is None:
+        asked["detokenize"] = bool(asked.get("stop"))  # nobody asks for text but to look for these
+    around = {"prompt": body.token_ids, **(body.model_extra or {})}
+    for name in ("model", "stream", "stream_options", "cache_salt", "priority", "request_id"):
+        around[name] = getattr(body, name)
+    try:
+        return CompletionBody.model_validate(asked | around)
+    except ValidationError as exc:
+        raise explain(exc) from None
+
+
+def refuse_unless_neutral(name: str, value: Any) -> None:
+    """A field of `SamplingParams` that has no place in this route."""
+    if value not in (None, False, [], {}, getattr(SamplingParams(), name)):
+        raise UnsupportedError(f"sampling_params.{name} is not supported here; leave it out.", param=name, value=value)
+
+
+class GenerateChoice(msgspec.Struct, frozen=True):
+    """Tokens of one choice: all of them, or in a chunk what is new."""
+
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int]
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole response of `POST /inference/v1/generate`."""
+
+    request_id: str
+    choices: list[GenerateChoice]
+    prompt_logprobs: PromptLogprobs | None
+    usage: Usage
+    warnings: list[str] | UnsetType = UNSET
+
+
+class GeneratedChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of it, streamed."""
+
+    request_id: str
+    choices: list[GenerateChoice]
+    usage: Usage | UnsetType | None = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class Rendered(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request becomes before it is computed; as the body of `/inference/v1/generate` it is computed."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+    features: None = None
+    kv_transfer_params: None = None

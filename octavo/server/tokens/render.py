@@ -1,0 +1,72 @@
+"""Requests as the engine would get them, without computing any: `/v1/chat/completions/render` and its like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.anthropic.protocol import MessagesBody
+from octavo.server.anthropic.protocol import as_chat as chat_of_messages
+from octavo.server.body import parse_body
+from octavo.server.context import ServerContext
+from octavo.server.errors import json_response
+from octavo.server.openai.chat import prepare_chat
+from octavo.server.openai.completions import prepare_completion
+from octavo.server.openai.generation import Job
+from octavo.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from octavo.server.openai.reply import Reply
+from octavo.server.openai.sampling import completion_params
+from octavo.server.openai.unsupported import check_extras
+from octavo.server.tokens.protocol import Rendered
+
+_INSIDE = ("output_kind", "bad_token_ids")
+"""Fields of `SamplingParams` that are for the way through the server alone."""
+
+
+async def render_chat(ctx: ServerContext, request: Request) -> Response:
+    """What a chat completion becomes."""
+    body = await parse_body(request, ChatBody, ctx.config.max_body_bytes)
+    return json_response(await _chat(ctx, request, body))
+
+
+async def render_messages(ctx: ServerContext, request: Request) -> Response:
+    """What a request of Anthropic's API becomes."""
+    body = await parse_body(request, MessagesBody, ctx.config.max_body_bytes)
+    return json_response(await _chat(ctx, request, chat_of_messages(body)))
+
+
+async def render_completion(ctx: ServerContext, request: Request) -> Response:
+    """What a text completion becomes, for each of its prompts."""
+    body = await parse_body(request, CompletionBody, ctx.config.max_body_bytes)
+    reply = Reply.of(ctx, request, body, "cmpl-", check_extras(ctx, body, chat=False))
+    jobs = await prepare_completion(ctx, body, reply, completion_params(ctx, body))
+    names = [reply.id] if len(jobs) == 1 else [f"{reply.id}-{number}" for number in range(len(jobs))]
+    return json_response([_rendered(job, body, name, reply.model) for job, name in zip(jobs, names, strict=True)])
+
+
+async def _chat(ctx: ServerContext, request: Request, body: ChatBody) -> Rendered:
+    reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(ctx, body, chat=True))
+    chat = await prepare_chat(ctx, body, reply.id)
+    return _rendered(chat.job, body, reply.id, reply.model)
+
+
+def _rendered(job: Job, body: GenerationBody, name: str, model: str) -> Rendered:
+    limit = job.request.params.max_tokens
+    params: dict[str, Any] = msgspec.to_builtins(job.params) | {"max_tokens": limit}
+    for field in _INSIDE:
+        params.pop(field, None)
+    params.get("structured_outputs", {}).pop("param", None)
+    options = body.stream_options
+    return Rendered(
+        request_id=name,
+        token_ids=job.prompt_tokens,
+        sampling_params=params,
+        model=model,
+        stream=body.streamed,
+        stream_options=None if options is None else options.model_dump(exclude_none=True),
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
+    )

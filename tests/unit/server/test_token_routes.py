@@ -1,0 +1,194 @@
+"""Token ids in, token ids out; requests rendered for another engine; the tokenizer told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from server_kit import HELLO, TEMPLATE, TOKENIZER, VOCAB_SIZE, House, ask_now, get_now, ids, make_house, saying
+
+from octavo.config import ServerConfig
+
+GENERATE = "/inference/v1/generate"
+ASKED: dict[str, Any] = {"token_ids": ids("abc")}
+HEARD = [*ids("hi"), 2]
+
+
+@pytest.fixture
+def house() -> House:
+    return make_house(saying("hi"))
+
+
+def sampling(**fields: Any) -> dict[str, Any]:
+    return ASKED | {"sampling_params": fields}
+
+
+def test_tokens_for_tokens(house: House) -> None:
+    made = ask_now(house.app, GENERATE, ASKED | {"request_id": "r1", "model": "toy"}).json()
+    assert made["request_id"] == "r1"
+    (choice,) = made["choices"]
+    assert choice == {"index": 0, "logprobs": None, "finish_reason": "stop", "token_ids": HEARD}
+    assert made["usage"]["completion_tokens"] == len(HEARD)
+    (request,) = house.engine.requests
+    assert request.tokens == ids("abc")
+    assert request.params.max_tokens == house.engine.info.max_model_len - 3
+    assert not request.params.detokenize
+
+
+def test_parameters_are_taken_to_the_letter(house: House) -> None:
+    fields = {"temperature": 0.5, "max_tokens": 7, "stop_token_ids": [5], "extra_args": None, "output_kind": 2}
+    assert ask_now(house.app, GENERATE, sampling(**fields, skip_reading_prefix_cache=True)).status == 200
+    request = house.engine.requests[-1]
+    params = request.params
+    assert (params.temperature, params.max_tokens, params.stop_token_ids) == (0.5, 7, [5])
+    assert not request.reads_cache
+
+
+def test_a_stop_string_is_looked_for_in_the_text(house: House) -> None:
+    (choice,) = ask_now(house.app, GENERATE, sampling(stop=["i"])).json()["choices"]
+    assert choice["token_ids"] == ids("hi")
+    assert ask_now(house.app, GENERATE, sampling(stop=["i"], detokenize=False)).status == 400
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_log_probabilities_name_tokens_by_id(house: House, count: int) -> None:
+    (choice,) = ask_now(house.app, GENERATE, sampling(logprobs=count, n=1)).json()["choices"]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in HEARD]
+    assert {len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]} == {max(count, 1)}
+
+
+def test_streamed_they_are_the_same(house: House) -> None:
+    body = sampling(n=2, logprobs=1) | {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = ask_now(house.app, GENERATE, body).events()
+    told: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+        assert choice["token_ids"]
+        assert chunk["usage"] is None
+        told[choice["index"]] += choice["token_ids"]
+    assert told == {0: HEARD, 1: HEARD}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 2 * len(HEARD)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [VOCAB_SIZE]}, "token_ids"),
+        (sampling(temperature=-1), "temperature"),
+        (sampling(max_tokens="7"), "max_tokens"),
+        (sampling(flat_logprobs=True), "flat_logprobs"),
+        (sampling(beam_width=2), "beam_width"),
+        (sampling(skip_reading_prefix_cache=3), "sampling_params.skip_reading_prefix_cache"),
+        (ASKED | {"features": {"mm_hashes": {}}}, "features"),
+        (ASKED | {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ],
+)
+def test_what_is_refused(house: House, body: dict[str, Any], param: str) -> None:
+    answer = ask_now(house.app, GENERATE, body)
+    assert answer.status == 400
+    assert answer.error()["param"] == param
+    assert not house.engine.requests
+
+
+def test_fields_that_are_none_of_sampling_are_named(house: House) -> None:
+    made = ask_now(house.app, GENERATE, sampling(echo=True, flat_logprobs=False)).json()
+    assert made["warnings"] == ["The unknown field `sampling_params.echo` was ignored."]
+    strict = make_house(saying("hi"), ServerConfig(strict_params=True))
+    assert ask_now(strict.app, GENERATE, sampling(echo=True)).status == 400
+
+
+def test_a_rendered_chat_computes_as_the_chat_would() -> None:
+    house = make_house(saying("hi"), features=["grammar"])
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    asked = HELLO | {
+        "temperature": 0.125,
+        "stop": ["x"],
+        "seed": 3,
+        "response_format": form,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "cache_salt": "s",
+    }
+    rendered = ask_now(house.app, "/v1/chat/completions/render", asked).json()
+    assert not house.engine.requests
+    assert rendered["request_id"].startswith("chatcmpl-")
+    assert rendered["token_ids"] == ids("[user]Hello\n[assistant]")
+    assert rendered["sampling_params"]["temperature"] == 0.125
+    assert rendered["model"] == "toy"
+    assert ask_now(house.app, GENERATE, rendered).status == 200
+    assert ask_now(house.app, "/v1/chat/completions", asked).status == 200
+    one, other = house.engine.requests
+    assert one.params == other.params
+    assert (one.tokens, one.namespace) == (other.tokens, other.namespace)
+    forms = [msgspec.msgpack.decode(request.options["grammar"]) for request in (one, other)]
+    assert [form.pop("param", None) for form in forms] == [None, "response_format"]
+    assert forms[0] == forms[1]
+
+
+def test_a_rendered_stream_is_still_one(house: House) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = ask_now(
+        house.app, "/v1/chat/completions/render", HELLO | {"stream": True, "stream_options": options}
+    ).json()
+    assert (answer["stream"], answer["stream_options"]) == (True, options)
+
+
+def test_each_prompt_is_rendered(house: House) -> None:
+    one, two = ask_now(house.app, "/v1/completions/render", {"prompt": ["a", "bc"], "max_tokens": 16}).json()
+    assert (one["token_ids"], two["token_ids"]) == (ids("a"), ids("bc"))
+    assert one["sampling_params"]["max_tokens"] == 16
+    assert one["request_id"] != two["request_id"]
+    assert one["request_id"].startswith("cmpl-")
+
+
+def test_messages_are_rendered(house: House) -> None:
+    asked = HELLO | {"max_tokens": 4, "system": "Be."}
+    rendered = ask_now(house.app, "/v1/messages/render", asked).json()
+    assert rendered["token_ids"] == ids("[system]Be.\n[user]Hello\n[assistant]")
+    assert rendered["sampling_params"]["max_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions/render", HELLO), ("/v1/completions/render", {"prompt": "a"}), (GENERATE, ASKED)],
+)
+def test_an_unknown_model_is_not_found(house: House, path: str, body: dict[str, Any]) -> None:
+    assert ask_now(house.app, path, body | {"model": "other"}).status == 404
+
+
+def test_the_tokenizer_is_told_where_that_is_wanted(house: House) -> None:
+    assert get_now(house.app, "/tokenizer_info").status == 404
+    open_ = make_house(saying("hi"), ServerConfig(enable_tokenizer_info_endpoint=True))
+    told = get_now(open_.app, "/tokenizer_info").json()
+    assert told["chat_template"] == TEMPLATE
+    assert (told["bos_token"], told["eos_token"]) == ("<s>", "</s>")
+    assert told["additional_special_tokens"] == ["<unk>"]
+    assert told["added_tokens_decoder"]["2"]["content"] == "</s>"
+    assert told["added_tokens_decoder"]["2"]["special"] is True
+    assert told["vocab_size"] == TOKENIZER.vocab_size
+    assert told["tokenizer_class"]
+
+
+def test_routes_for_development_are_there_only_then(house: House) -> None:
+    paths = {"/server_info": "GET", "/is_sleeping": "GET", "/reset_prefix_cache": "POST", "/sleep": "POST"}
+    assert {ask_now(house.app, path, method=method).status for path, method in paths.items()} == {404}
+    secret = ServerConfig(server_dev_mode=True, api_keys=("k3y",))
+    dev = make_house(saying("hi"), secret)
+    key = {"authorization": "Bearer k3y"}
+    assert get_now(dev.app, "/server_info").status == 401
+    told = get_now(dev.app, "/server_info?config_format=json", headers=key)
+    assert told.json()["vllm_config"]["server"]["port"] == 8000
+    assert b"k3y" not in told.body + get_now(dev.app, "/server_info", headers=key).body
+    assert isinstance(get_now(dev.app, "/server_info", headers=key).json()["vllm_config"], str)
+    assert get_now(dev.app, "/server_info?config_format=xml", headers=key).status == 400
+    assert get_now(dev.app, "/is_sleeping", headers=key).json() == {"is_sleeping": False}
+    assert ask_now(dev.app, "/wake_up", headers=key).status == 200
+    assert "not supported" in ask_now(dev.app, "/sleep", headers=key).error()["message"]
+    assert ask_now(dev.app, "/reset_prefix_cache", headers=key).status == 200
+    assert dev.engine.resets == 1

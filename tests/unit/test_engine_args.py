@@ -1,0 +1,51 @@
+"""Flags of the engine in a script's own parser."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from octavo import AsyncEngineArgs, EngineArgs
+from octavo.config import EngineConfig
+from octavo.core.errors import ConfigError
+
+
+def parsed(*words: str, **defaults: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompts", type=int, default=3)
+    assert EngineArgs.add_cli_args(parser) is parser
+    parser.set_defaults(**defaults)
+    return parser.parse_args(words)
+
+
+def test_what_is_parsed_are_keywords_of_an_engine() -> None:
+    args = vars(parsed("--max_model_len", "2K", "--gpu-memory-utilization=0.5", "--async-scheduling", model="m"))
+    assert args.pop("prompts") == 3
+    config = EngineConfig.of(**args)
+    assert (config.model.model, config.model.max_model_len, config.scheduler.depth) == ("m", 2048, 1)
+    assert config.cache.memory_utilization == 0.5
+    assert config.device == EngineConfig().device
+
+
+def test_a_scripts_own_arguments_stay_its_own() -> None:
+    args = parsed("--prompts", "5", "--seed", "7", "--cpu-omp-threads-bind", "nobind")
+    assert vars(AsyncEngineArgs.from_cli_args(args)) == {"model": None, "seed": 7, "cpu_omp_threads_bind": "nobind"}
+
+
+def test_flags_of_other_engines_are_judged_when_an_engine_is_made() -> None:
+    EngineArgs.from_cli_args(parsed("--tensor-parallel-size", "1", "--trust-remote-code", "--enable-chunked-prefill"))
+    with pytest.raises(ConfigError, match="tensor parallelism is not supported"):
+        EngineArgs.from_cli_args(parsed("-tp", "2"))
+
+
+def test_a_wrong_value_is_an_error_of_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--max-num-seqs", "many")
+    assert "--max-num-seqs" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    shown = capsys.readouterr().out
+    assert "--max-num-seqs" in shown
+    assert "--tensor-parallel-size" not in shown
