@@ -53,6 +53,7 @@ MakeCore = Callable[[OnPhase], tuple[Loop, ModelInfo]]
 
 _IDLE_POLL_MS = 1000
 _STARVED_POLL_MS = 2
+_HELLO_S = 1.0
 
 
 class CoreServer:
@@ -74,7 +75,7 @@ class CoreServer:
 
     def run(self, make_core: MakeCore) -> int:
         """Start the core, serve until told to stop; returns the process's exit code."""
-        self._receive(_IDLE_POLL_MS)  # the first Hello, so that somebody hears of the phases
+        self._wait_for_hello()
         try:
             self._loop, self._info = make_core(self._on_phase)
         except OctavoError as error:
@@ -90,6 +91,12 @@ class CoreServer:
         self._serve(self._loop)
         self._loop.close()
         return self._close(0)
+
+    def _wait_for_hello(self) -> None:
+        """So that somebody hears of the phases, and of what may go wrong in them; but not for ever."""
+        until = time.monotonic() + _HELLO_S
+        while not self._clients and (left := until - time.monotonic()) > 0:
+            self._receive(int(left * 1000) + 1)
 
     def _serve(self, loop: Loop) -> None:
         while self._alive and os.getppid() == self._parent:
