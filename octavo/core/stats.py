@@ -8,7 +8,7 @@ import msgspec
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-class EngineStats(msgspec.Struct):
+class EngineStats(msgspec.Struct, array_like=True):
     """A snapshot. Counters only grow; gauges hold at the moment of the snapshot.
 
     `kv_slots_allocated` and `kv_slots_filled` count token slots in blocks held by running requests, shared blocks once;

@@ -185,14 +185,8 @@ class CoreClient:
     def _take(self, message: wire.ToClient) -> None:
         self._progress_at = time.monotonic()
         match message:
-            case wire.News(deltas, stats):
-                self._stats = stats
-                for delta in deltas:
-                    inbox = self._streams.get(delta.id)
-                    if inbox is not None:
-                        inbox.put(delta)
-                        if self._max_unread is not None and inbox.overflows(self._max_unread):
-                            self._suspect(delta.id, inbox, self._max_unread)
+            case wire.News():
+                self._spread(message)
             case wire.Refused(request_id, text, param):
                 inbox = self._streams.get(request_id)
                 if inbox is not None:
@@ -203,6 +197,16 @@ class CoreClient:
                 self._ready.set_result(info)
             case wire.Failed(kind, text):
                 self._ready.set_exception(_error_of(kind, text))
+
+    def _spread(self, news: wire.News) -> None:
+        if news.stats is not None:
+            self._stats = news.stats
+        for delta in news.deltas:
+            inbox = self._streams.get(delta.id)
+            if inbox is not None:
+                inbox.put(delta)
+                if self._max_unread is not None and inbox.overflows(self._max_unread):
+                    self._suspect(delta.id, inbox, self._max_unread)
 
     def _suspect(self, request_id: str, inbox: Inbox, limit: int) -> None:
         """Look again after the reader's turn: perhaps it was only the event loop that lagged."""

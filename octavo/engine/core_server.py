@@ -54,12 +54,13 @@ MakeCore = Callable[[OnPhase], tuple[Loop, ModelInfo]]
 _IDLE_POLL_MS = 1000
 _STARVED_POLL_MS = 2
 _HELLO_S = 1.0
+_STATS_S = 0.05
 
 
 class CoreServer:
     """Single-threaded: messages are read between steps, so an abort takes effect within one step.
 
-    Any number of front ends may connect; each gets the news of its own requests, and everybody gets the counters.
+    Any number of front ends may connect; each gets the news of its own requests, and everybody the counters.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -70,6 +71,7 @@ class CoreServer:
         self._remaining: dict[str, int] = {}
         self._info: ModelInfo | None = None
         self._loop: Loop | None = None
+        self._stats_due = 0.0
         self._alive = True
         self._parent = os.getppid()
 
@@ -144,6 +146,7 @@ class CoreServer:
         self._owner[request.id] = client
         self._remaining[request.id] = request.params.n
         if not was_busy and len(self._clients) > 1:
+            self._stats_due = 0.0
             self._send_news([])  # so that all know that steps are due from now on
 
     def _forget(self, client: Connection) -> None:
@@ -157,18 +160,23 @@ class CoreServer:
     def _send_news(self, deltas: list[TokenDelta]) -> None:
         if self._loop is None:
             return
-        stats = self._loop.stats()
-        by_client: dict[Connection, list[TokenDelta]] = {client: [] for client in self._clients}
+        stats = self._due_stats(self._loop)
+        for client in self._clients:
+            own = [delta for delta in deltas if self._owner.get(delta.id) is client]
+            self._send(client, wire.News(own, stats))
         for delta in deltas:
-            owner = self._owner.get(delta.id)
-            if owner in by_client:
-                by_client[owner].append(delta)
             if delta.finish is not None:
                 self._remaining[delta.id] -= 1
                 if not self._remaining[delta.id]:
                     del self._remaining[delta.id], self._owner[delta.id]
-        for client, news in by_client.items():
-            self._send(client, wire.News(news, stats))
+
+    def _due_stats(self, loop: Loop) -> EngineStats | None:
+        """Those of a busy engine are stale at once, and cost more than the news of a token."""
+        now = time.monotonic()
+        if loop.busy and now < self._stats_due:
+            return None
+        self._stats_due = now + _STATS_S
+        return loop.stats()
 
     def _on_phase(self, name: str, seconds: float | None) -> None:
         self._receive(0)

@@ -157,11 +157,10 @@ class NativeDecoder:
         self._run(compiled.head_from, compiled.end, Step(tokens=rows), hidden.contiguous())
         return compiled.logits[:rows, : self.spec.vocab_size]
 
-    def decode(self, batch: Decode) -> tuple[Tensor, int]:
-        """A step of one token for each of `batch.count` slots, from their embedding to the most likely next token.
+    def lay_out(self, batch: Decode) -> Tensor:
+        """Get ready to `decode` a batch, any number of times until another step is computed.
 
-        Only for slots whose earlier tokens went through `forward`, which sees to it that the KV caches are the bound
-        ones. Returns logits like `logits`, and how many rows have none that can be used.
+        Returns where its logits will be, like those of `logits`.
         """
         compiled = self._program
         rows = batch.count
@@ -172,8 +171,15 @@ class NativeDecoder:
             compiled.attended = torch.empty(rows, self._query_width)
         self._bind(batch, compiled.residual)
         batch.logit_stride, batch.columns, batch.operations = self._logits_width, self.spec.vocab_size, compiled.end
-        flawed = compiled.program.decode(batch)
-        return compiled.logits[:rows, : self.spec.vocab_size], flawed
+        return compiled.logits[:rows, : self.spec.vocab_size]
+
+    def decode(self, batch: Decode) -> int:
+        """A step of one token for each of `batch.count` slots, from their embedding to the most likely next token.
+
+        Only for slots whose earlier tokens went through `forward`, which sees to it that the KV caches are the bound
+        ones. Returns how many rows have no logits that can be used.
+        """
+        return self._program.program.decode(batch)
 
     def _make_room(self, compiled: _Compiled, rows: int) -> None:
         if compiled.logits.shape[0] < rows:

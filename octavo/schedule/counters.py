@@ -18,7 +18,7 @@ class Counters:
         self._cache = cache
         self.stats = EngineStats(num_blocks=cache.num_blocks, block_size=cache.block_size)
 
-    def snapshot(self, running: int, unfilled: int, *, waiting: int, deferred: int) -> EngineStats:
+    def snapshot(self, running: int, waiting: int, deferred: int, unfilled: int) -> EngineStats:
         """The counters, with the gauges brought up to date. `unfilled`: what `unfilled` gives for the running ones."""
         stats, cache = self.stats, self._cache
         stats.num_running = running

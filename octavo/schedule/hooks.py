@@ -17,8 +17,8 @@ class EngineHook:
 
     name: str = ""
     opt_in: bool = False
-    """Whether requests without options for it mean nothing to it: it need not be asked about their single tokens
-    (`admit`) or told of them (`on_commit`)."""
+    """Whether requests without options for it mean nothing to it: of steps in which they compute single tokens, it need
+    neither be asked nor told."""
 
     def admit(self, request: Request, num_tokens: int) -> int:
         """How many of `num_tokens` the request may compute now; 0 lets it wait and others pass it.

@@ -149,10 +149,11 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decide the next step from what is known now; None if nothing can be computed."""
-        rows, draft = self._repeat() or self._decide()
+        repeated = self._repeat()
+        rows, draft = repeated or self._decide()
         if not rows:
             return None
-        for hook in self._hooks:
+        for hook in () if repeated else self._hooks:
             hook.on_plan(draft, rows)
         plan = draft.freeze(self._num_plans, self._freed)
         self._num_plans += 1
@@ -194,13 +195,14 @@ class Scheduler:
         unfilled = self._counters.unfilled(self._running)
         self._counters.step(len(step.rows), sum(step.draft.num_tokens), unfilled)
         if self._repeats and not self._waiting and not self._quarantine:
-            ahead = self.limits.max_ahead
-            self._steady = Steady.after(step, self._running, unfilled, self.cache, self._room, ahead)
+            self._steady = Steady.after(step, self._running, unfilled, self.cache, self._room, self.limits.max_ahead)
         return step.rows, step.draft
 
     def payload(self, plan: StepPlan) -> dict[str, Any]:
         """What the features' worker halves need to sample the plan; called after its forward pass was launched."""
         rows = self._launched[plan.id]
+        if self._steady is not None and rows is self._steady.rows:
+            return {}
         made = {hook.name: hook.before_sample(plan, rows) for hook in self._hooks}
         return {name: value for name, value in made.items() if value is not None}
 
@@ -375,9 +377,8 @@ class Scheduler:
         self._counters.idle(output.idle_s)
         rows, steady = self._launched.pop(plan.id), self._steady
         if steady is not None and rows is steady.rows and not (output.errors or output.logprobs):
-            news = steady.take(output.tokens)
-            self._counters.stats.generation_tokens += len(rows) - news.count(None)
-            return [d or self._append(r, t, None) for d, r, t in zip(news, rows, output.tokens, strict=True)]
+            self._counters.stats.generation_tokens += len(rows)
+            return steady.take(output.tokens, self._append)
         deltas = []
         for row, request in enumerate(rows):
             request.inflight -= 1
@@ -396,6 +397,7 @@ class Scheduler:
                         deltas += self._report(request, found[0])
                     else:
                         deltas.append(self._append(request, sampled, found))
+                        self._counters.stats.generation_tokens += len(deltas[-1].tokens)
             elif request.finish is None and not request.inflight and request.certain_to_finish:
                 deltas += self._answer(request, output, row)
             if request.finish is not None and not request.inflight and request.slot >= 0:
@@ -434,7 +436,6 @@ class Scheduler:
         tokens, reason = append(request, sampled)
         if not request.first_token:
             request.first_token = time.monotonic()
-        self._counters.stats.generation_tokens += len(tokens)
         complete, failed = committed(self._hooks, request, tokens)
         kept = None if logprobs is None else logprobs[: len(tokens)]
         if failed is not None:
@@ -483,8 +484,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """The counters, with the gauges brought up to date."""
         unfilled = self._counters.unfilled(self._running) if self._steady is None else self._steady.unfilled
-        waits, deferred = len(self._waiting), self._num_deferred
-        return self._counters.snapshot(len(self._running), unfilled, waiting=waits, deferred=deferred)
+        return self._counters.snapshot(len(self._running), len(self._waiting), self._num_deferred, unfilled)
 
     def count_times(self, *, plan: float, launch: float, retire: float) -> None:
         """Add a step's seconds: spent planning, launching, and waiting for tokens and taking them in."""

@@ -7,12 +7,16 @@ has just written into is its own, for who shares it takes a copy with his first 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from octavo.cache.cache import KVCache
 from octavo.core.output import TokenDelta
 from octavo.core.plan import PlanDraft
 from octavo.core.request import Request
 from octavo.schedule.room import Room
 from octavo.schedule.step import Step
+
+End = Callable[[Request, list[int], None], TokenDelta]
 
 
 class Steady:
@@ -31,6 +35,7 @@ class Steady:
         self._room = room
         self._left = min(r.max_tokens - r.num_output - r.pending for r in self.rows)
         self._count = 0
+        self._told = [(r, r.spec.id, r.index, r.stop_ids, r.num_cached) for r in self.rows]
         self._borders: dict[int, list[tuple[Request, bool]]] = {}
         """Step number modulo the block size -> the requests that begin a block (True), or fill one or come to know the
         tokens of a full one (False), with which others can find it."""
@@ -83,19 +88,20 @@ class Steady:
         draft.copies.extend(growth.copies)
         draft.block_writes.extend((request.slot, index, block) for index, block in growth.writes)
 
-    def take(self, tokens: list[list[int]]) -> list[TokenDelta | None]:
-        """Append the one token that each of the rows brought, and the news of it; None for a row that it ends.
+    def take(self, tokens: list[list[int]], end: End) -> list[TokenDelta]:
+        """Append the one token that each of the rows brought; the news of them.
 
-        That one's token is not appended.
+        Args:
+            end: takes in the token that ends a row, and gives the news of it.
         """
-        news: list[TokenDelta | None] = []
-        for request, sampled in zip(self.rows, tokens, strict=True):
-            token = sampled[0]
+        may_be_full = self._left <= 0  # until then no row can have reached its limit
+        news = []
+        for (request, name, index, stop_ids, num_cached), sampled in zip(self._told, tokens, strict=True):
             request.inflight -= 1
             request.pending -= 1
-            if token in request.stop_ids or request.num_output + 1 >= request.max_tokens:
-                news.append(None)
+            if sampled[0] in stop_ids or (may_be_full and request.num_output + 1 >= request.max_tokens):
+                news.append(end(request, sampled, None))
             else:
-                request.tokens.append(token)
-                news.append(TokenDelta(request.spec.id, request.index, sampled, None, request.num_cached))
+                request.tokens.append(sampled[0])
+                news.append(TokenDelta(name, index, sampled, None, num_cached))
         return news

@@ -33,7 +33,7 @@ class RequestAssembler:
         self._open = params.n
         self._choices = [Choice(index, params, tokenizer, after_text=after_text) for index in range(params.n)]
         self._num_cached = 0
-        self._preemptions: dict[int, int] = {}
+        self._num_preemptions = 0
         self._times: RequestTimes | None = None
         self._first_token = 0.0
         # The first token of a prompt has none.
@@ -76,7 +76,7 @@ class RequestAssembler:
             num_cached_tokens=self._num_cached,
             prompt_logprobs=self._prompt_logprobs,
             times=self._final_times() if finished else None,
-            num_preemptions=sum(self._preemptions.values()),
+            num_preemptions=self._num_preemptions,
         )
 
     def _take_prompt(self, delta: TokenDelta) -> None:
@@ -91,7 +91,7 @@ class RequestAssembler:
     def _note(self, delta: TokenDelta) -> None:
         if delta.index == 0:  # the others share its prompt, whether or not that came from the cache
             self._num_cached = max(self._num_cached, delta.num_cached)
-        self._preemptions[delta.index] = delta.num_preemptions
+        self._num_preemptions += delta.num_preemptions
         if delta.tokens and not self._first_token:
             self._first_token = time.monotonic()
         if delta.times is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from octavo.core.output import StepOutput
@@ -63,6 +64,7 @@ class Decoding:
             table_stride=slots.block_tables.shape[1],
             block_size=block_size,
         )
+        self._results: tuple[Tensor, Ints] = torch.empty(0), self._chosen
         self._laid_out: list[int] | None = None
 
     def takes(self, plan: StepPlan) -> bool:
@@ -83,12 +85,12 @@ class Decoding:
             return False
         self._rows[:count] = plan.slots
         self._batch.count = count
+        self._results = self._model.lay_out(self._batch), self._chosen[:count]
         self._laid_out = plan.slots
         return True
 
     def forward(self, plan: StepPlan) -> DecodeStep:
         """Compute the step and append its tokens to the slots."""
-        logits, flawed = self._model.decode(self._batch)
-        count = self._batch.count
-        bad = np.flatnonzero(~np.isfinite(self._peaks[:count])).tolist() if flawed else []
-        return DecodeStep(plan, logits, self._chosen[:count], bad)
+        flawed = self._model.decode(self._batch)
+        bad = np.flatnonzero(~np.isfinite(self._peaks[: self._batch.count])).tolist() if flawed else []
+        return DecodeStep(plan, *self._results, bad)

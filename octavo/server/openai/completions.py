@@ -132,12 +132,13 @@ async def _stream(
     ctx: ServerContext, jobs: list[Job], reply: Reply, writer: LogprobWriter, body: CompletionBody
 ) -> AsyncGenerator[bytes, None]:
     counter = UsageCounter(jobs)
+    only_echo = body.only_echo
     n = jobs[0].request.params.n
     unfinished = n * len(jobs)
     opened: set[int] = set()
     async with aclosing(run(ctx, jobs)) as outputs:
         async for number, output in outputs:
-            output = _without_text(output) if body.only_echo else output
+            output = _without_text(output) if only_echo else output
             counter.add(number, output)
             events = []
             for choice in output.outputs:

@@ -99,8 +99,9 @@ async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[
             async for output in outputs:
                 record.observe(output)
                 ctx.admission.begun(job.request)
-                if any(choice.finish_reason == "error" for choice in output.outputs):
-                    raise ApiError(500, "The engine could not finish this request; send it again.")
+                for choice in output.outputs:
+                    if choice.finish_reason == "error":
+                        raise ApiError(500, "The engine could not finish this request; send it again.")
                 yield number, output
     finally:
         active.discard(job.request.id)
