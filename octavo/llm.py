@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +16,6 @@ from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput
 from octavo.core.params import OutputKind, SamplingParams
 from octavo.core.stats import EngineStats
-from octavo.engine.loop import EngineLoop
 from octavo.hub.progress import Progress, silent
 from octavo.hub.resolve import resolve
 from octavo.llm_inputs import (
@@ -31,6 +30,7 @@ from octavo.llm_inputs import (
     tokenization,
     written_options,
 )
+from octavo.llm_loop import SharedLoop
 from octavo.llm_metrics import Metric, metrics_of
 from octavo.llm_pooling import PoolingDriver, PoolingMethods
 from octavo.llm_progress import UseTqdm, open_progress
@@ -44,8 +44,6 @@ from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.engine_args import EngineArgs
-
-_STARVED_PAUSE_S = 0.001
 
 
 class LLM(PoolingMethods):
@@ -80,8 +78,8 @@ class LLM(PoolingMethods):
         files = resolve(
             config.model.model, revision=config.model.revision, weights=config.needs_weights, progress=progress
         )
-        self._loop: EngineLoop | None
-        self._loop, self._info = build_core(config, files)
+        loop, self._info = build_core(config, files)
+        self._loop: SharedLoop | None = SharedLoop(loop)
         text = load_text(files, config.model, chat_template=chat_template)
         self._tokenizer, self._template = text.tokenizer, text.chat
         self._pooling = PoolingDriver(text.tokenizer, self._info)
@@ -272,7 +270,7 @@ class LLM(PoolingMethods):
         Args:
             reset_running_requests, reset_connector: there are none.
         """
-        self._core.reset_prefix_cache()
+        self._core.loop.reset_prefix_cache()
         return True
 
     def get_tokenizer(self) -> Tokenizer:
@@ -296,7 +294,7 @@ class LLM(PoolingMethods):
         self.close()
 
     @property
-    def _core(self) -> EngineLoop:
+    def _core(self) -> SharedLoop:
         if self._loop is None:
             raise RuntimeError("This LLM was closed; make a new one.")
         return self._loop
@@ -350,27 +348,12 @@ class LLM(PoolingMethods):
     def _run(self, assemblers: Sequence[RequestAssembler]) -> Iterator[RequestOutput]:
         """Drive the loop until all these requests have ended; whatever interrupts it aborts them."""
         core = self._core
-        open_: dict[str, RequestAssembler] = {}
-        try:
-            for assembler in assemblers:
-                core.add(assembler.request)
-                open_[assembler.request.id] = assembler
-            while open_:
-                if core.starved and core.busy:
-                    time.sleep(_STARVED_PAUSE_S)
-                for delta in core.step():
-                    assembler = open_.get(delta.id)
-                    if assembler is None:
-                        continue
-                    output = assembler.push(delta)
-                    for index in assembler.aborts:
-                        core.abort(delta.id, index)
-                    if assembler.finished:
-                        del open_[delta.id]
-                    if output is not None:
-                        yield output
-        finally:
-            for request_id in open_:
-                core.abort(request_id)
-            while core.busy:
-                core.step()
+        by_id = {assembler.request.id: assembler for assembler in assemblers}
+        with closing(core.run([assembler.request for assembler in assemblers])) as news:
+            for delta in news:
+                assembler = by_id[delta.id]
+                output = assembler.push(delta)
+                for index in assembler.aborts:
+                    core.abort(delta.id, index)
+                if output is not None:
+                    yield output

@@ -59,14 +59,14 @@ class LLMEngine:
         refuse(lora_request=lora_request, trace_headers=trace_headers)
         options = tokenization(tokenization_kwargs)
         assembler = self._llm._open(prompt, params.clone(), request_id=request_id, priority=priority, **options)
-        self._llm._core.add(assembler.request)
+        self._llm._core.loop.add(assembler.request)
         self._open[request_id] = assembler
         return request_id
 
     def step(self) -> list[RequestOutput]:
         """Compute once for all requests there is room for; what is new of them."""
         outputs = []
-        for delta in self._llm._core.step():
+        for delta in self._llm._core.loop.step():
             outputs += self._push(delta)
         return outputs
 
@@ -74,7 +74,7 @@ class LLMEngine:
         """End requests; nothing more comes of them."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if self._open.pop(request_id, None) is not None:
-                self._llm._core.abort(request_id)
+                self._llm._core.loop.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._open)
@@ -102,7 +102,7 @@ class LLMEngine:
             return []
         output = assembler.push(delta)
         for index in assembler.aborts:
-            self._llm._core.abort(delta.id, index)
+            self._llm._core.loop.abort(delta.id, index)
         if assembler.finished:
             del self._open[delta.id]
         return [] if output is None else [output]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, get_args
 
-from octavo.core.errors import InvalidRequestError, OctavoError
+from octavo.core.errors import InvalidRequestError
 from octavo.core.info import ModelInfo
 from octavo.core.pooling import (
     ClassificationOutput,
@@ -23,8 +24,8 @@ from octavo.core.pooling import (
     Task,
 )
 from octavo.core.request import GenerateRequest
-from octavo.engine.loop import EngineLoop
 from octavo.llm_inputs import as_list, refuse, tokenization
+from octavo.llm_loop import SharedLoop
 from octavo.llm_progress import PromptProgress, UseTqdm, open_progress
 from octavo.text.pooling import Pair, PoolingPreparer, pooled_output
 from octavo.text.prepare import Prompt
@@ -51,34 +52,20 @@ class PoolingDriver:
         return plan_scores(pairs, self.preparer, lambda prompt, params: self.prepare(prompt, params, **tokenizing))
 
     def run(
-        self, core: EngineLoop, requests: Sequence[GenerateRequest], progress: PromptProgress
+        self, core: SharedLoop, requests: Sequence[GenerateRequest], progress: PromptProgress
     ) -> list[PooledOutput]:
         """The results in the requests' order; whatever interrupts it aborts what is left.
 
         Raises:
             InvalidRequestError, PoolingFailedError: the first that could not be computed.
         """
+        lengths = {request.id: len(request.tokens) for request in requests}
         done: dict[str, PooledOutput] = {}
-        failed: OctavoError | None = None
-        try:
-            for request in requests:
-                core.add(request)
-            wanted = {request.id: len(request.tokens) for request in requests}
-            while wanted and failed is None:
-                for delta in core.step():
-                    if delta.id in wanted and delta.finish is not None:
-                        progress.took(wanted.pop(delta.id), 0)
-                        try:
-                            done[delta.id] = pooled_output(delta)
-                        except OctavoError as error:
-                            failed = failed or error
-        finally:
-            for request in requests:
-                core.abort(request.id)
-            while core.busy:
-                core.step()
-        if failed is not None:
-            raise failed
+        with closing(core.run(requests)) as news:
+            for delta in news:
+                if delta.finish is not None:
+                    progress.took(lengths[delta.id], 0)
+                    done[delta.id] = pooled_output(delta)
         return [done[request.id] for request in requests]
 
 
@@ -96,7 +83,7 @@ class PoolingMethods(ABC):
 
     @property
     @abstractmethod
-    def _core(self) -> EngineLoop: ...
+    def _core(self) -> SharedLoop: ...
 
     def embed(
         self,

@@ -97,7 +97,7 @@ def test_preemption_changes_no_vector(checkpoint: tuple[Path, Any]) -> None:
         threads=1,
     ) as llm:
         asked = [llm._pooling.prepare(tokens, llm._pooling.preparer.params(), priority=1) for tokens in prompts()[1:3]]
-        core = llm._core
+        core = llm._core.loop
         for request in asked:
             core.add(request)
         core.step()
