@@ -87,7 +87,10 @@ class EngineLoop:
         begun, self._ahead = self._ahead or self._begin(news), None
         self._launched = begun is not None
         if begun is None:
-            news += self._retire() if self._flight else self._unstick()
+            if self._flight:
+                news += self._retire()
+            elif not news:  # else one was refused, and who waited behind it may run now
+                news += self._unstick()
         else:
             plan, step = begun
             while plan.needs_feedback and self._flight:

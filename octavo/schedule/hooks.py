@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from octavo.core.errors import InvalidRequestError
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
 
@@ -41,6 +42,24 @@ class EngineHook:
 
     def on_release(self, request: Request) -> None:
         """The request has ended; forget it."""
+
+
+def admitted(
+    hooks: Sequence[EngineHook], request: Request, num_tokens: int
+) -> tuple[int, InvalidRequestError | RuntimeError | None]:
+    """`admit` of all hooks: how many tokens all agree to, or why the request ends.
+
+    That is a RuntimeError where a hook failed: the failure is the request's own, for nothing of it was planned.
+    """
+    for hook in hooks:
+        try:
+            num_tokens = min(num_tokens, hook.admit(request, num_tokens))
+        except InvalidRequestError as error:
+            return 0, error
+        except Exception as exc:
+            log.exception("the feature %r failed to admit request %s, which ends here", hook.name, request.id)
+            return 0, RuntimeError(f"{hook.name}: {type(exc).__name__}: {exc}")
+    return num_tokens, None
 
 
 def committed(hooks: Sequence[EngineHook], request: Request, tokens: Sequence[int]) -> tuple[bool, str | None]:

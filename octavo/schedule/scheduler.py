@@ -23,7 +23,7 @@ from octavo.schedule.beam import Beams
 from octavo.schedule.choices import make_choices
 from octavo.schedule.counters import Counters
 from octavo.schedule.endings import append
-from octavo.schedule.hooks import EngineHook, committed, released
+from octavo.schedule.hooks import EngineHook, admitted, committed, released
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.news import NOTHING, Last, last_news, prompt_news
 from octavo.schedule.policy import Policy, Rank
@@ -65,7 +65,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_plans = 0
         self._num_deferred = 0
-        self._refused: list[tuple[Request, InvalidRequestError]] = []
+        self._refused: list[tuple[Request, InvalidRequestError | RuntimeError]] = []
         self._beams = Beams()
         self._steady: Steady | None = None
         self._repeats = not limits.num_drafts and all(hook.opt_in for hook in hooks)
@@ -128,11 +128,13 @@ class Scheduler:
         return [] if request is None else self._end(request, FinishReason.ERROR, error=error)
 
     def take_refused(self) -> list[TokenDelta]:
-        """End the requests that a feature found to be impossible while the last step was planned."""
+        """End the requests that a feature refused, or failed on, while the last step was planned."""
         deltas = []
         for request, error in self._refused:
             if request.finish is None:
-                deltas += self._end(request, FinishReason.ERROR, error=error.message, refused=error.param or "")
+                refused = (error.param or "") if isinstance(error, InvalidRequestError) else None
+                text = error.message if isinstance(error, InvalidRequestError) else str(error)
+                deltas += self._end(request, FinishReason.ERROR, error=text, refused=refused)
         self._refused = []
         return deltas
 
@@ -300,12 +302,9 @@ class Scheduler:
         num_tokens = min(request.uncomputed, budget)
         if self.limits.whole_prompts and num_tokens < request.uncomputed:
             return 0
-        for hook in self._hooks:
-            try:
-                num_tokens = min(num_tokens, hook.admit(request, num_tokens))
-            except InvalidRequestError as error:
-                self._refused.append((request, error))
-                return 0
+        num_tokens, error = admitted(self._hooks, request, num_tokens)
+        if error is not None:
+            self._refused.append((request, error))
         end = request.num_computed + num_tokens
         splits_drafts = num_tokens < request.uncomputed and end >= len(request.tokens) + request.pending
         return 0 if request.num_drafts and splits_drafts else num_tokens

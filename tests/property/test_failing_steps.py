@@ -42,8 +42,16 @@ def likely(context: Sequence[int]) -> TokenLogprobs:
 
 
 class Engine:
-    def __init__(self, device: ToyDevice, depth: int = 0, hooks: Sequence[EngineHook] = ()) -> None:
-        limits = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=256, max_ahead=depth + 1)
+    def __init__(
+        self, device: ToyDevice, depth: int = 0, hooks: Sequence[EngineHook] = (), *, whole_prompts: bool = False
+    ) -> None:
+        limits = Limits(
+            max_num_seqs=8,
+            max_num_batched_tokens=16,
+            max_model_len=256,
+            max_ahead=depth + 1,
+            whole_prompts=whole_prompts,
+        )
         self.scheduler = Scheduler(KVCache(64, BLOCK), limits, make_policy("fcfs"), hooks=hooks)
         self.loop = EngineLoop(self.scheduler, device, depth)
         self.deltas = []
@@ -107,13 +115,18 @@ def test_a_search_that_can_not_be_computed_ends_whole_and_alone(depth):
 
 
 class Broken(EngineHook):
-    """Fails on the third token of "guilty", or on forgetting it."""
+    """Fails on the admission of "guilty", on its third token, or on forgetting it."""
 
     name = "broken"
 
     def __init__(self, where):
         self.where = where
         self.forgotten = []
+
+    def admit(self, request, num_tokens):
+        if self.where == "admit" and request.id == "guilty":
+            raise KeyError("an option that is not there")
+        return num_tokens
 
     def on_commit(self, request, tokens):
         if self.where == "commit" and request.id == "guilty" and request.num_output == 3:
@@ -151,3 +164,25 @@ def test_a_feature_that_can_not_forget_harms_nobody(caplog):
     assert {end.finish for end in ends.values()} == {FinishReason.LENGTH}
     assert sorted(after.forgotten) == ["a", "b", "guilty"]
     assert "failed to forget request guilty" in caplog.text
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_feature_that_fails_to_admit_a_request_ends_that_alone(whole, depth, caplog):
+    """It shares blocks of one that ran before, and others wait behind it."""
+    hook, after = Broken("admit"), Broken("never")
+    engine = Engine(ToyDevice(64, BLOCK), depth, [hook, after], whole_prompts=whole)
+    prompt = [7] * 13
+    engine.ask("before", prompt, max_tokens=1)
+    engine.run()
+    for name in ("guilty", "a", "b"):
+        engine.ask(name, prompt)
+    ends = engine.run().ends()
+    assert ends["guilty", 0].finish is FinishReason.ERROR
+    assert ends["guilty", 0].error == "broken: KeyError: 'an option that is not there'"
+    assert ends["guilty", 0].refused is None
+    for name in ("a", "b"):
+        assert engine.outputs(name) == {0: toy_generate(prompt, 8, stop_ids=())}
+    assert ends["a", 0].num_preemptions == 0
+    assert sorted(hook.forgotten) == sorted(after.forgotten) == ["a", "b", "before", "guilty"]
+    assert "failed to admit request guilty" in caplog.text
