@@ -73,7 +73,7 @@ _MODEL: dict[str, Missing | Needless] = {
     "max-loras-per-batch": _value(_LORA),
     "lora-dtype": _value(_LORA, "auto"),
     "fully-sharded-loras": _switch(_LORA),
-    "calculate-kv-scales": _switch("a KV cache in another dtype than the model's is"),
+    "calculate-kv-scales": Needless("scales for an FP8 KV cache are measured where the checkpoint has none"),
 }
 _ENGINE: dict[str, Missing | Needless] = {
     "nnodes": _one("more than one host"),
@@ -154,7 +154,10 @@ FLAGS: dict[str, Missing | Needless] = {
     "prefill-context-parallel-size": _one("context parallelism"),
     "enable-expert-parallel": _switch("expert parallelism is"),
     "distributed-executor-backend": _value("a distributed executor is", "uni"),
-    "quantization": _value("quantized computation is (a GGUF file is dequantized as it loads)", "none", "None", "auto"),
+    "quantization": Missing(
+        "quantizing weights as they are loaded is not supported: a GGUF file that is quantized stays so by itself",
+        frozenset({"none", "None", "auto"}),
+    ),
     "enable-lora": _switch(_LORA),
     "lora-modules": _value(_LORA),
     "max-loras": _value(_LORA),

@@ -79,7 +79,10 @@ def make_parser() -> OctavoParser:
 def local_input(name: str, folder: Path | None) -> Iterator[Path]:
     """The input as a file here."""
     if not is_url(name):
-        yield Path(name)
+        path = Path(name)
+        if not path.is_file():  # said before the model is loaded
+            raise ConfigError(f"--input-file {name}: there is no such file; give the path of a JSONL file or its URL.")
+        yield path
         return
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".jsonl") as file:
         path = Path(file.name)

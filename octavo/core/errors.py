@@ -12,8 +12,8 @@ class OctavoError(Exception):
 class InvalidRequestError(OctavoError, ValueError):
     """A request that can't be served as it stands (HTTP 400).
 
-    `param` names the offending field and `value` what it held; both go into the message, in the form
-    that clients of this ecosystem already look for.
+    `param` names the offending field and `value` what it held, where that is worth repeating; both go into the message,
+    in the form that clients of this ecosystem already look for.
     """
 
     def __init__(self, message: str, *, param: str | None = None, value: Any = None) -> None:
@@ -25,7 +25,8 @@ class InvalidRequestError(OctavoError, ValueError):
     def __str__(self) -> str:
         if self.param is None:
             return self.message
-        return f"{self.message} (parameter={self.param}, value={_short(self.value)})"
+        value = "" if self.value is None else f", value={_short(self.value)}"
+        return f"{self.message} (parameter={self.param}{value})"
 
 
 class UnsupportedError(InvalidRequestError):

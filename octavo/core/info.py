@@ -68,4 +68,3 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
     ok: bool
     reason: str = ""
-    stalled_s: float = 0.0

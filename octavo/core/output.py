@@ -35,6 +35,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this request."
+"""Among `StepOutput.errors`: the rows that can't be sampled whatever the parameters."""
+
+
 class StepOutput(msgspec.Struct, frozen=True):
     """What one step produced, row by row in the plan's order.
 

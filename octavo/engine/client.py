@@ -136,8 +136,7 @@ class CoreClient:
         # Of all clients, by the core's last news; one's own requests may be news to it.
         waiting = max(len(self._streams), self._stats.num_running + self._stats.num_waiting)
         if waiting and waited > self._stall_after_s:
-            reason = f"{waiting} requests wait, but no step has completed for {waited:.0f} s."
-            return Health(ok=False, reason=reason, stalled_s=waited)
+            return Health(ok=False, reason=f"{waiting} requests wait, but no step has completed for {waited:.0f} s.")
         return Health(ok=True)
 
     @property

@@ -16,7 +16,8 @@ Rank = tuple[int, ...]
 
 
 class Policy(Protocol):
-    """Two total orders; both must stay fixed while a request lives, and `rank` must end in the arrival number."""
+    """Two total orders. `rank` must stay fixed while a request lives and end in the arrival number; `victim_rank` may
+    follow what the request has computed."""
 
     def rank(self, request: Request) -> Rank:
         """Lower runs earlier, is admitted earlier, and is never preempted for a higher one."""

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field
 
 from octavo.config import ServerConfig
-from octavo.core.info import Health
 from octavo.server.admission import Admission
 from octavo.server.errors import UnknownModelError
 from octavo.server.lifecycle import Lifecycle
@@ -46,15 +45,6 @@ class ServerContext:
         if name is not None and name not in names:
             raise UnknownModelError(name, names)
         return name or names[0]
-
-    def health(self) -> Health:
-        """The engine's health, where a stall longer than `stall_after_s` counts as illness."""
-        health = self.frontend.engine.health()
-        limit = self.config.stall_after_s
-        if health.ok and health.stalled_s > limit:
-            reason = f"The engine has work but made no step for {health.stalled_s:.0f} s (the limit is {limit:.0f} s)."
-            return Health(ok=False, reason=reason, stalled_s=health.stalled_s)
-        return health
 
 
 def engine_id(response_id: str) -> str:

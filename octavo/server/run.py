@@ -49,13 +49,9 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: C
         open_frontend: starts the engine when entered and closes it when left.
         announce: told where the server is, once it is ready.
     """
-    try:
-        config = with_key_file(config)
-    except OctavoError as exc:
-        print(f"octavo: {exc}", file=sys.stderr)
-        return 1
     log_to(config)
     try:
+        config = with_key_file(config)
         check_tls(config)
         with ExitStack() as stack:
             socks = [stack.enter_context(sock) for sock in bind_all(config)]

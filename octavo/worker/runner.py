@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.output import StepOutput
+from octavo.core.output import BAD_LOGITS, StepOutput
 from octavo.core.plan import StepPlan
 from octavo.models.model import Model
 from octavo.nn.attention.base import AttentionBackend
@@ -34,8 +34,6 @@ from octavo.worker.hooks import (
 )
 from octavo.worker.inputs import build_input
 from octavo.worker.slots import Slots
-
-_BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this request."
 
 
 @dataclass(slots=True)
@@ -107,7 +105,7 @@ class Runner:
             if payload:
                 self._sample_again(step, payload)
             else:
-                errors = dict.fromkeys(step.flawed, _BAD_LOGITS)
+                errors = dict.fromkeys(step.flawed, BAD_LOGITS)
                 step.output = StepOutput([[token] for token in step.chosen.tolist()], errors=errors)
         else:
             self._sample(step, payload)
@@ -167,7 +165,7 @@ class Runner:
         for row, token in zip(rows, sampled.tokens.tolist(), strict=True):
             tokens[row] = [token]
         logprobs = {rows[i]: [entry] for i, entry in sampled.logprobs.items()}
-        errors = {rows[i]: error for i, error in (dict.fromkeys(sampled.bad_rows, _BAD_LOGITS) | failed).items()}
+        errors = {rows[i]: error for i, error in (dict.fromkeys(sampled.bad_rows, BAD_LOGITS) | failed).items()}
         return StepOutput(tokens, logprobs, errors)
 
     def _prompt_rows(self, plan: StepPlan) -> list[PromptRow]:

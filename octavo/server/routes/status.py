@@ -70,7 +70,7 @@ def metrics_routes(ctx: ServerContext, crew: Crew | None) -> APIRouter:
 
 
 def _health(ctx: ServerContext, word: str = "ok") -> Response:
-    health = ctx.health()
+    health = ctx.frontend.engine.health()
     if health.ok:
         return json_response({"status": word})
     return ApiError(503, health.reason or "The engine is not healthy.").response()

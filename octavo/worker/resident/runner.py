@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.core.output import StepOutput, TokenLogprobs
+from octavo.core.output import BAD_LOGITS, StepOutput, TokenLogprobs
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.transfer import Download, mark
@@ -34,8 +34,6 @@ from octavo.worker.hooks import (
 )
 from octavo.worker.resident.graphs import DecodeGraphs
 from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
-
-_BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this request."
 
 
 @dataclass(slots=True)
@@ -72,7 +70,7 @@ class ResidentStep:
             for row, token in zip(where, self.sampled.token_list(), strict=False):
                 tokens[row] = [max(token, 0)]
                 if token < 0:
-                    errors[row] = _BAD_LOGITS
+                    errors[row] = BAD_LOGITS
             errors |= {where[i]: error for i, error in self.failed.items()}
             found = self.sampled.logprobs_of()
             logprobs = {where[i]: [entry] for i, entry in found.items() if where[i] not in errors}

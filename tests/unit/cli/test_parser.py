@@ -31,7 +31,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2: tensor parallelism is not supported"),
         (["-tp", "4"], "tensor parallelism is not supported"),
         (["--tensor_parallel_size=8"], "--tensor-parallel-size 8: tensor parallelism"),
-        (["--quantization", "fp8"], "--quantization fp8: quantized computation is"),
+        (["--quantization", "fp8"], "--quantization fp8: quantizing weights as they are loaded is not supported"),
         (["--enable-lora"], "LoRA adapters are not supported"),
         (["--speculative-config.method", "ngram"], "speculative decoding is not supported"),
         (["-cc.cudagraph_mode", "x", "--tool-server", "demo"], "tools that the server runs are not supported"),

@@ -153,10 +153,11 @@ def test_a_file_that_is_no_batch_is_told(tmp_path: Path, engine: FakeEngine, con
 
 
 def test_files_that_are_not_there_are_told(tmp_path: Path, engine: FakeEngine) -> None:
-    with pytest.raises(ConfigError, match="can't be read"):
+    with pytest.raises(ConfigError, match="no such file"):
         run_batch.run(["-i", str(tmp_path / "none"), "-o", str(tmp_path / "out")])
+    (tmp_path / "in").touch()
     with pytest.raises(ConfigError, match="--output-file"):
-        run_batch.run(["-i", str(tmp_path / "none"), "-o", str(tmp_path / "no" / "out")])
+        run_batch.run(["-i", str(tmp_path / "in"), "-o", str(tmp_path / "no" / "out")])
 
 
 class Store(http.server.BaseHTTPRequestHandler):

@@ -10,7 +10,6 @@ import pytest
 from server_kit import HELLO, Visitor, ask, ask_now, eventually, get_now, make_house, saying
 
 from octavo.config import ServerConfig
-from octavo.core.info import Health
 from octavo.version import __version__
 
 CHAT = "/v1/chat/completions"
@@ -34,13 +33,6 @@ def test_a_dead_engine_is_told() -> None:
     assert get_now(house.app, "/version").status == 200
     assert get_now(house.app, "/v1/models").status == 200
     assert "octavo:engine_healthy" in get_now(house.app, "/metrics").body.decode()
-
-
-def test_a_stalled_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    house = make_house(saying("x"), ServerConfig(stall_after_s=60))
-    for stalled_s, status in ((59.0, 200), (61.0, 503)):
-        monkeypatch.setattr(house.engine, "health", lambda s=stalled_s: Health(ok=True, stalled_s=s))
-        assert get_now(house.app, "/health").status == status
 
 
 def test_a_draining_server_finishes_what_it_has() -> None:
