@@ -223,6 +223,7 @@ class ServerConfig:
         enable_log_requests: log a line at the end of every request (otherwise only at the level debug).
         trust_request_chat_template: let requests bring their own chat template.
         enable_tokenizer_info_endpoint: serve /tokenizer_info, chat template and all.
+        skip_model_name_validation: answer requests for models of any name.
         server_dev_mode: serve the routes for development: /reset_prefix_cache, /server_info and the like.
         max_unread_tokens: of one request, that wait for a client that reads slowly before the request is ended.
         unread_timeout_s: how long a client may leave what was sent to it unread before its connection is closed.
@@ -286,6 +287,7 @@ class ServerConfig:
     enable_log_requests: bool = False
     trust_request_chat_template: bool = False
     enable_tokenizer_info_endpoint: bool = False
+    skip_model_name_validation: bool = False
     server_dev_mode: bool = False
     max_unread_tokens: int = 4096
     unread_timeout_s: float = 60.0

@@ -309,6 +309,14 @@ SERVER = (
         switch=True,
     ),
     Flag(
+        "skip-model-name-validation",
+        "server.skip_model_name_validation",
+        "answer requests for any model name, in that name",
+        "off",
+        switch=True,
+        env="OCTAVO_SKIP_MODEL_NAME_VALIDATION",
+    ),
+    Flag(
         "server-dev-mode",
         "server.server_dev_mode",
         "serve the routes for development: /reset_prefix_cache, /server_info, /is_sleeping",

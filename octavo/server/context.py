@@ -39,10 +39,10 @@ class ServerContext:
         """The name that the answer carries. A request that names no model means the one there is.
 
         Raises:
-            UnknownModelError: `name` is not served.
+            UnknownModelError: `name` is not served, and the settings don't let it pass.
         """
         names = self.model_names
-        if name is not None and name not in names:
+        if name is not None and name not in names and not self.config.skip_model_name_validation:
             raise UnknownModelError(name, names)
         return name or names[0]
 

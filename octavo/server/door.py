@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.server.anthropic.errors import REQUEST_ID, error_response, speaks_anthropic
 from octavo.server.context import ServerContext
 from octavo.server.errors import ApiError, as_api_error
+from octavo.server.load_header import ASKED, TOLD, load_header
 from octavo.server.stream import CLIENT_CLOSED_REQUEST
 
 _SLOWEST = 16 * 1024
@@ -101,7 +102,10 @@ class Door:
             await self._app(scope, receive, send)
             return
         names = ("X-Request-Id", REQUEST_ID) if speaks_anthropic(scope) else ("X-Request-Id",)
-        visit = _Visit(send, _request_id(Headers(scope=scope)), names)
+        sent = Headers(scope=scope)
+        visit = _Visit(send, _request_id(sent), names)
+        if ASKED in sent:
+            visit.load = load_header(sent[ASKED], self._ctx.frontend.engine.stats())
         scope.setdefault("state", {})["request_id"] = visit.request_id
         started = time.monotonic()
         try:
@@ -136,14 +140,19 @@ class Door:
 
 
 class _Visit:
-    """One request's way out: it notes the status and adds the request id to the response's headers, by their names."""
+    """One request's way out: it notes the status and adds the request id to the response's headers, by their names.
 
-    __slots__ = ("_names", "_send", "request_id", "status")
+    Attributes:
+        load: what a header is to say of the engine's load, if that was asked for.
+    """
+
+    __slots__ = ("_names", "_send", "load", "request_id", "status")
 
     def __init__(self, send: Send, request_id: str, names: tuple[str, ...]) -> None:
         self._send = send
         self._names = names
         self.request_id = request_id
+        self.load: str | None = None
         self.status = 0
 
     async def send(self, message: Message) -> None:
@@ -152,6 +161,8 @@ class _Visit:
             headers = MutableHeaders(scope=message)
             for name in self._names:
                 headers[name] = self.request_id
+            if self.load is not None:
+                headers[TOLD] = self.load
         await self._send(message)
 
 

@@ -84,6 +84,7 @@ def _tokens(ctx: ServerContext) -> dict[str, list[Fragment]]:
         "stop_token_ids": [several],
         "allowed_token_ids": [several | {"minItems": 1}],
         "logprob_token_ids": [several | {"maxItems": MAX_LOGPROB_TOKENS}],
+        "label_token_ids": [several | {"maxItems": MAX_LOGPROB_TOKENS}],
         "GenerateBody.token_ids": [several],
         "DetokenizeBody.tokens": [
             {"type": "array", "items": _bounded("integer", Range(0, ctx.frontend.tokenizer.vocab_size - 1))}
@@ -97,6 +98,7 @@ def _vectors(ctx: ServerContext) -> dict[str, list[Fragment]]:
     inputs = [_prompts(token, most)]
     made = {f"{body}.input": inputs for body in ("EmbeddingBody", "PoolingBody", "ClassifyBody")}
     made["truncate_prompt_tokens"] = [_bounded("integer", Range(-1, info.max_model_len)) | {"not": {"const": 0}}]
+    made["LabelsBody.items"] = inputs
     made["documents"] = [{"type": "array", "maxItems": most}]
     if (pooler := info.pooler) is not None:
         sizes: Fragment = {"enum": [pooler.size, *(pooler.matryoshka or [])]}

@@ -39,8 +39,8 @@ class LogprobWriter:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
-        self._named = frozenset(params.logprob_token_ids or ())
-        self._count = len(self._named) or params.logprobs or 0
+        named = params.logprob_token_ids
+        self._count = len(named) + 1 if named else params.logprobs or 0  # with the token itself
         self._as_ids = as_ids
         self._offsets: dict[int, int] = {}
 
@@ -90,8 +90,7 @@ class LogprobWriter:
         return {self._text(number, entry): _finite(entry.logprob) for number, entry in top.items()}
 
     def _top(self, entries: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-        told = [entry for entry in entries.items() if not self._named or entry[0] in self._named]
-        return sorted(told, key=lambda entry: -entry[1].logprob)[: self._count]
+        return sorted(entries.items(), key=lambda entry: -entry[1].logprob)[: self._count]
 
     def _text(self, token: int, entry: Logprob | None) -> str:
         if self._as_ids:

@@ -13,14 +13,15 @@ from octavo.server.anthropic.protocol import MessagesBody
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import ChatBody, CompletionBody
 from octavo.server.schema import describe
-from octavo.server.tokens import generate, info, render
+from octavo.server.tokens import generate, info, labels, render
+from octavo.server.tokens.labels import LabelsBody
 from octavo.server.tokens.protocol import GenerateBody
 
-TOKEN_BODIES: list[type[BaseModel]] = [GenerateBody]
+TOKEN_BODIES: list[type[BaseModel]] = [GenerateBody, LabelsBody]
 
 
 def token_routes(ctx: ServerContext) -> APIRouter:
-    """POST /inference/v1/generate, and /render of chat completions, completions and messages."""
+    """POST /inference/v1/generate, /generative_scoring, and /render of chat completions, completions and messages."""
     router = APIRouter(tags=["tokens"])
 
     async def generate_tokens(request: Request) -> Response:
@@ -39,10 +40,15 @@ def token_routes(ctx: ServerContext) -> APIRouter:
         """The tokens and sampling parameters that a request of Anthropic's API becomes."""
         return await render.render_messages(ctx, request)
 
+    async def score_labels(request: Request) -> Response:
+        """How likely a label follows a query with each of several items."""
+        return await labels.generative_scoring(ctx, request)
+
     def post(path: str, endpoint: Any, body: Any) -> None:
         router.add_api_route(path, endpoint, methods=["POST"], openapi_extra=describe(body))
 
     post("/inference/v1/generate", generate_tokens, GenerateBody)
+    post("/generative_scoring", score_labels, LabelsBody)
     post("/v1/chat/completions/render", render_chat_completion, ChatBody)
     post("/v1/completions/render", render_completion, CompletionBody)
     post("/v1/messages/render", render_message, MessagesBody)

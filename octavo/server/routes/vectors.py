@@ -9,19 +9,24 @@ from starlette.responses import Response
 
 from octavo.server.context import ServerContext
 from octavo.server.schema import describe
-from octavo.server.vectors import embeddings, scores
+from octavo.server.vectors import cohere, embeddings, scores
+from octavo.server.vectors.cohere import EmbedBody
 from octavo.server.vectors.protocol import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 
-BODIES: list[type[BaseModel]] = [EmbeddingBody, PoolingBody, ClassifyBody, ScoreBody, RerankBody]
+BODIES: list[type[BaseModel]] = [EmbeddingBody, EmbedBody, PoolingBody, ClassifyBody, ScoreBody, RerankBody]
 
 
 def vector_routes(ctx: ServerContext) -> APIRouter:
-    """POST /v1/embeddings, /pooling, /classify, /score and /v1/score, /rerank, /v1/rerank and /v2/rerank."""
+    """POST /v1/embeddings, /v2/embed, /pooling, /classify, /score and /v1/score, /rerank, /v1/rerank and /v2/rerank."""
     router = APIRouter(tags=["vectors"])
 
     async def create_embeddings(request: Request) -> Response:
         """Vectors of texts, as OpenAI's API has it."""
         return await embeddings.embeddings(ctx, request)
+
+    async def create_embed(request: Request) -> Response:
+        """Vectors of texts, as Cohere's API has it."""
+        return await cohere.embed(ctx, request)
 
     async def create_pooling(request: Request) -> Response:
         """Vectors of texts, of their tokens, or labels."""
@@ -41,6 +46,7 @@ def vector_routes(ctx: ServerContext) -> APIRouter:
 
     endpoints = (
         (("/v1/embeddings",), create_embeddings, EmbeddingBody),
+        (("/v2/embed",), create_embed, EmbedBody),
         (("/pooling",), create_pooling, PoolingBody),
         (("/classify",), create_classification, ClassifyBody),
         (("/score", "/v1/score"), create_score, ScoreBody),

@@ -21,13 +21,13 @@ def body_of(path: str) -> dict[str, Any]:
     return HELLO | {"logprobs": True} if path == CHAT else ASKED | {"logprobs": 1}
 
 
-def test_a_chat_tells_exactly_the_named_tokens(house: House) -> None:
+def test_a_chat_tells_the_named_tokens_and_the_token_itself(house: House) -> None:
     fields = {"logprob_token_ids": NAMED, "top_logprobs": 3, "return_tokens_as_token_ids": True}
     choice = ask_now(house.app, CHAT, body_of(CHAT) | fields).json()["choices"][0]
     written = [*ids("hello there"), 2]
     for entry, token in zip(choice["logprobs"]["content"], written, strict=True):
         assert entry["token"] == f"token_id:{token}"
-        assert {top["token"] for top in entry["top_logprobs"]} == {f"token_id:{one}" for one in NAMED}
+        assert [top["token"] for top in entry["top_logprobs"]] == [f"token_id:{one}" for one in (token, *NAMED)]
     assert house.engine.requests[-1].params.logprob_token_ids == NAMED
     assert house.engine.requests[-1].params.logprobs is None
 

@@ -184,6 +184,12 @@ def test_what_the_template_made_is_told(house: House) -> None:
     assert events[0]["prompt_text"] == written
 
 
+def test_a_response_has_one_form(house: House) -> None:
+    both = {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}
+    message = ask_now(house.app, "/v1/responses", {"input": "Hello", **both}).error()["message"]
+    assert "Cannot specify both structured_outputs and text.format" in message
+
+
 def test_a_response_tells_what_was_read_and_written(house: House) -> None:
     asked = {"input": "Hello", "enable_response_messages": True}
     made = ask_now(house.app, "/v1/responses", asked).json()

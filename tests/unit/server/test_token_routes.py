@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import msgspec
@@ -160,6 +162,60 @@ def test_messages_are_rendered(house: House) -> None:
 )
 def test_an_unknown_model_is_not_found(house: House, path: str, body: dict[str, Any]) -> None:
     assert ask_now(house.app, path, body | {"model": "other"}).status == 404
+
+
+SCORED: dict[str, Any] = {"query": "Is it? ", "items": ["ab", "c"], "label_token_ids": ids("hx")}
+
+
+@pytest.mark.parametrize(("softmax", "score"), [(True, 1 / (1 + math.exp(-2))), (False, math.exp(-0.5))])
+def test_items_are_scored_by_the_token_that_follows(house: House, softmax: bool, score: float) -> None:
+    made = ask_now(house.app, "/generative_scoring", SCORED | {"apply_softmax": softmax}).json()
+    assert made["id"].startswith("generative-scoring-")
+    assert [(one["object"], one["index"]) for one in made["data"]] == [("score", 0), ("score", 1)]
+    assert [one["score"] for one in made["data"]] == pytest.approx([score, score])
+    assert made["usage"]["completion_tokens"] == 2
+    assert [request.tokens for request in house.engine.requests] == [ids("Is it? ab"), ids("Is it? c")]
+    tokens = {"query": ids("q"), "items": [ids("ab")], "item_first": True}
+    assert ask_now(house.app, "/generative_scoring", SCORED | tokens).status == 200
+    assert house.engine.requests[-1].tokens == ids("abq")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"label_token_ids": None}, "label_token_ids"),
+        ({"label_token_ids": []}, "label_token_ids"),
+        ({"label_token_ids": [10**9]}, "label_token_ids"),
+        ({"label_token_ids": list(range(129))}, "label_token_ids"),
+        ({"items": []}, "items"),
+        ({"items": [[5], [10**9]]}, "items.1"),
+        ({"items": 5}, "items"),
+        ({"query": None}, "query"),
+    ],
+)
+def test_what_can_not_be_scored(house: House, fields: dict[str, Any], param: str) -> None:
+    answer = ask_now(house.app, "/generative_scoring", SCORED | fields)
+    assert answer.status == 400
+    assert answer.error()["param"] == param
+    assert param.split(".")[0] in answer.error()["message"]
+
+
+def test_a_load_balancer_is_told_of_the_load(house: House) -> None:
+    house.engine.current.num_waiting = 3
+    asked = {"endpoint-load-metrics-format": "text"}
+    told = ask_now(house.app, GENERATE, ASKED, headers=asked).headers["endpoint-load-metrics"]
+    assert told == "TEXT named_metrics.kv_cache_usage_perc=0.0, named_metrics.num_requests_waiting=3"
+    asked = {"endpoint-load-metrics-format": "JSON"}
+    told = ask_now(house.app, GENERATE, ASKED | {"stream": True}, headers=asked).headers["endpoint-load-metrics"]
+    assert json.loads(told.removeprefix("JSON "))["named_metrics"]["num_requests_waiting"] == 3
+    for headers in ({}, {"endpoint-load-metrics-format": "yaml"}):
+        assert "endpoint-load-metrics" not in ask_now(house.app, GENERATE, ASKED, headers=headers).headers
+
+
+def test_any_name_will_do_where_names_are_not_looked_at() -> None:
+    lenient = make_house(saying("hi"), ServerConfig(skip_model_name_validation=True))
+    answer = ask_now(lenient.app, "/v1/chat/completions", HELLO | {"model": "gpt-9"})
+    assert (answer.status, answer.json()["model"]) == (200, "gpt-9")
 
 
 def test_the_tokenizer_is_told_where_that_is_wanted(house: House) -> None:

@@ -115,6 +115,42 @@ def test_a_conversation_is_written_by_the_template() -> None:
     assert "Cannot set both" in post("/v1/embeddings", talk | both, app).error()["message"]
 
 
+def test_coheres_clients_get_their_forms() -> None:
+    app, engine = house()
+    asked = {"model": "toy", "texts": ["aab", "b"], "input_type": "search_query"}
+    forms = ["float", "base64", "binary", "ubinary"]
+    body = post("/v2/embed", asked | {"embedding_types": forms}, app).json()
+    made = body["embeddings"]
+    assert made["float"] == [[2.0, 1.0, 3.0], [0.0, 1.0, 1.0]]
+    assert array("f", base64.b64decode(made["base64"][0])).tolist() == [2.0, 1.0, 3.0]
+    assert made["ubinary"] == [[0b11100000], [0b01100000]]
+    assert made["binary"] == [[0b11100000 - 128], [0b01100000 - 128]]
+    assert body["texts"] == ["aab", "b"]
+    assert body["meta"]["api_version"]["version"] == "2"
+    assert body["meta"]["tokens"]["input_tokens"] == 4
+    assert list(post("/v2/embed", {"texts": ["a"], "output_dimension": 2}, app).json()["embeddings"]) == ["float"]
+    long = {"texts": ["ab" * 3000], "max_tokens": 5}
+    for side, kept in (("START", "babab"), ("END", "ababa")):
+        assert post("/v2/embed", long | {"truncate": side}, app).status == 200
+        assert engine.requests[-1].tokens == TOKENIZER.encode(kept)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"texts": None}, "texts"),
+        ({"texts": []}, "texts"),
+        ({"input_type": "poem"}, "Unsupported input_type"),
+        ({"embedding_types": ["int8"]}, "embedding_types"),
+        ({"texts": ["ab" * 3000], "truncate": "NONE"}, "maximum context length"),
+    ],
+)
+def test_what_coheres_clients_may_not_ask(fields: dict[str, Any], words: str) -> None:
+    answer = post("/v2/embed", {"texts": ["a"]} | fields)
+    assert answer.status == 400
+    assert words in answer.error()["message"]
+
+
 def test_an_unknown_task_is_refused() -> None:
     message = post("/pooling", {"input": "a", "task": "plugin"}).error()["message"]
     assert message.startswith("Unsupported task: 'plugin'")

@@ -102,6 +102,9 @@ def as_chat(body: ResponseBody, earlier: Items) -> ChatBody:
     require(
         not (body.background and body.stream), "background", True, "A response in the background can't be streamed."
     )
+    format_ = (body.text or {}).get("format")
+    both = format_ is not None and (body.model_extra or {}).get("structured_outputs") is not None
+    require(not both, "text.format", format_, "Cannot specify both structured_outputs and text.format; choose one.")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     include = body.include or []
     chat: dict[str, Any] = {
@@ -113,7 +116,7 @@ def as_chat(body: ResponseBody, earlier: Items) -> ChatBody:
         "top_p": body.top_p,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": (body.reasoning or {}).get("effort"),
-        "response_format": _format((body.text or {}).get("format")),
+        "response_format": _format(format_),
     }
     if body.tools:
         chat |= {"tools": [_tool(tool) for tool in body.tools], "tool_choice": body.tool_choice}

@@ -1,0 +1,153 @@
+"""`POST /generative_scoring`: how likely a model that generates goes on with one token rather than with others."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.output import RequestOutput
+from octavo.core.params import MAX_LOGPROB_TOKENS, OutputKind, SamplingParams
+from octavo.core.request import BACKGROUND
+from octavo.server.body import parse_body, require
+from octavo.server.context import ServerContext, engine_id
+from octavo.server.errors import json_response
+from octavo.server.openai.fields import Int, Items
+from octavo.server.openai.generation import Job, UsageCounter, collect
+from octavo.server.openai.responses import Usage
+from octavo.server.stream import until_disconnect
+
+_FIELD = "logprob_token_ids"
+"""Under which name the sampler knows the labels."""
+
+
+def _query(value: Any) -> str | list[int]:
+    if isinstance(value, str) or (isinstance(value, list) and all(type(one) is int for one in value)):
+        return value
+    raise InvalidRequestError("query must be a string or a list of token ids.")
+
+
+_TOKENS = {"type": "array", "items": {"type": "integer"}}
+Query = Annotated[str | list[int], BeforeValidator(_query), WithJsonSchema({"anyOf": [{"type": "string"}, _TOKENS]})]
+
+
+class LabelsBody(BaseModel):
+    """A `query` and each of the `items` become a prompt; the score is that of the first of `label_token_ids`.
+
+    With `apply_softmax` (the default) it is its probability among these tokens, else among all.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    query: Query
+    items: Items
+    label_token_ids: Annotated[list[Int], Field(min_length=1)]
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    add_special_tokens: bool | None = None
+    model: str | None = None
+    priority: Int | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+
+
+class LabelScore(msgspec.Struct, frozen=True, kw_only=True):
+    """The score of one item."""
+
+    object: str = "score"
+    index: int
+    score: float
+
+
+class LabelScores(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /generative_scoring`."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[LabelScore]
+    usage: Usage
+    warnings: list[str] | UnsetType = UNSET
+
+
+async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
+    """Score each item by the token that would follow it."""
+    body = await parse_body(request, LabelsBody, ctx.config.max_body_bytes)
+    model = ctx.check_model(body.model)
+    unknown = list(body.model_extra or {})
+    strict = next(iter(unknown), None) if ctx.config.strict_params else None
+    require(strict is None, strict or "", None, f"{strict} is not a parameter that this server knows.")
+    name = body.request_id or request.state.request_id
+    jobs = await _prepare(ctx, body, name)
+    outputs = await until_disconnect(request.receive, collect(ctx, jobs))
+    counter = UsageCounter(jobs)
+    for number, output in enumerate(outputs):
+        counter.add(number, output)
+    softmax = body.apply_softmax is not False
+    scores = [
+        LabelScore(index=number, score=_score(output, body.label_token_ids, softmax=softmax))
+        for number, output in enumerate(outputs)
+    ]
+    answer = LabelScores(
+        id=f"generative-scoring-{name}",
+        created=int(time.time()),
+        model=model,
+        data=scores,
+        usage=counter.usage(),
+        warnings=[f"The unknown field `{one}` was ignored." for one in unknown] or UNSET,
+    )
+    return json_response(answer)
+
+
+async def _prepare(ctx: ServerContext, body: LabelsBody, name: str) -> list[Job]:
+    limit = ctx.config.max_inputs
+    count = len(body.items)
+    require(count <= limit, "items", f"{count} entries", f"items must have at most {limit} entries on this server.")
+    labels = list(dict.fromkeys(body.label_token_ids))
+    text = f"label_token_ids must have at most {MAX_LOGPROB_TOKENS} tokens, got {len(labels)}."
+    require(len(labels) <= MAX_LOGPROB_TOKENS, "label_token_ids", len(labels), text)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        detokenize=False,
+        logprob_token_ids=labels,
+        output_kind=OutputKind.FINAL_ONLY,
+    )
+    query = _tokens(ctx, body.query, special=body.add_special_tokens is not False)
+    jobs = []
+    for number, item in enumerate(body.items):
+        tokens = _tokens(ctx, item, special=False)
+        try:
+            made = await ctx.frontend.prepare_async(
+                tokens + query if body.item_first else query + tokens,
+                params,
+                request_id=engine_id(name),
+                priority=BACKGROUND if ctx.background else body.priority or 0,
+                namespace=body.cache_salt or "",
+                param="items",
+            )
+        except InvalidRequestError as exc:
+            where = {"items": f"items.{number}", _FIELD: "label_token_ids"}.get(exc.param or "", exc.param)
+            message = exc.message.replace(_FIELD, "label_token_ids")
+            raise InvalidRequestError(message, param=where, value=exc.value) from None
+        jobs.append(Job(made, None, params))
+    return jobs
+
+
+def _tokens(ctx: ServerContext, part: str | list[int], *, special: bool) -> list[int]:
+    return ctx.frontend.tokenizer.encode(part, add_special_tokens=special) if isinstance(part, str) else part
+
+
+def _score(output: RequestOutput, labels: Sequence[int], *, softmax: bool) -> float:
+    (told,) = output.outputs[0].logprobs or [{}]
+    wanted = math.exp(told[labels[0]].logprob)
+    return wanted / sum(math.exp(told[label].logprob) for label in set(labels)) if softmax else wanted
