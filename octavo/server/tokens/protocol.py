@@ -56,12 +56,12 @@ def as_completion(body: GenerateBody) -> CompletionBody:
             asked[name] = value
         elif name not in _DROPPED and name != "extra_args":
             if name in SamplingParams.__struct_fields__:
-                refuse_unless_neutral(name, value)
+                _refuse_unless_neutral(name, value)
             else:
                 asked[f"sampling_params.{name}"] = value
     if asked["detokenize"] is None:
         asked["detokenize"] = bool(asked.get("stop"))  # nobody asks for text but to look for these
-    around = {"prompt": body.token_ids, **(body.model_extra or {})}
+    around = {"prompt": body.token_ids, **_beside(body)}
     for name in ("model", "stream", "stream_options", "cache_salt", "priority", "request_id"):
         around[name] = getattr(body, name)
     try:
@@ -70,7 +70,16 @@ def as_completion(body: GenerateBody) -> CompletionBody:
         raise explain(exc) from None
 
 
-def refuse_unless_neutral(name: str, value: Any) -> None:
+def _beside(body: GenerateBody) -> dict[str, Any]:
+    """Fields that are not declared, to be judged with those of a completion."""
+    found = body.model_extra or {}
+    for name, value in found.items():
+        text = f"{name} is no field of this route itself; if it is a sampling parameter, put it into sampling_params."
+        require(name not in CompletionBody.model_fields, name, value, text)
+    return found
+
+
+def _refuse_unless_neutral(name: str, value: Any) -> None:
     """A field of `SamplingParams` that has no place in this route."""
     if value not in (None, False, [], {}, getattr(SamplingParams(), name)):
         raise UnsupportedError(f"sampling_params.{name} is not supported here; leave it out.", param=name, value=value)

@@ -87,6 +87,8 @@ def test_streamed_they_are_the_same(house: House) -> None:
         (sampling(flat_logprobs=True), "flat_logprobs"),
         (sampling(beam_width=2), "beam_width"),
         (sampling(skip_reading_prefix_cache=3), "sampling_params.skip_reading_prefix_cache"),
+        (ASKED | {"max_tokens": 5}, "max_tokens"),
+        (ASKED | {"prompt": "abc"}, "prompt"),
         (ASKED | {"features": {"mm_hashes": {}}}, "features"),
         (ASKED | {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
     ],
