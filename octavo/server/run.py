@@ -4,45 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager
-
-import uvicorn
-from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack
+from typing import TYPE_CHECKING
 
 from octavo.config import ServerConfig
 from octavo.core.errors import OctavoError
-from octavo.server.address import base_url, bind, bind_all, release
-from octavo.server.app import create_app
-from octavo.server.batch.service import BatchService
+from octavo.server.address import bind_all, release
 from octavo.server.collector import seldom_collecting
-from octavo.server.connection import connection_class
 from octavo.server.keys import with_key_file
-from octavo.server.lifecycle import Lifecycle
-from octavo.server.metrics.log_line import log_stats
-from octavo.server.metrics.metrics import Metrics
-from octavo.server.routes.home import curl_example
-from octavo.server.siblings.crew import Crew, leading
-from octavo.server.siblings.link import listening
-from octavo.server.siblings.siblings import Siblings
-from octavo.server.tls import check_tls, refresh
-from octavo.text.frontend import Frontend
+from octavo.server.stop import Stop
+from octavo.server.tls import check_tls
 
-logger = logging.getLogger("octavo.server")
+if TYPE_CHECKING:
+    from octavo.text.frontend import Frontend
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_AFTER_ABORT_S = 5.0
-_BACKLOG = 4096
-
-OpenFrontend = Callable[[], AbstractAsyncContextManager[Frontend]]
+OpenFrontend = Callable[[], AbstractAsyncContextManager["Frontend"]]
+Announce = Callable[[str], None]
+Lead = Callable[["Frontend", ServerConfig, list[socket.socket], Announce, Stop], Awaitable[None]]
 
 
-def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: Callable[[str], None] = print) -> int:
+def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: Announce = print) -> int:
     """Bind, open the engine, serve until a signal comes; the process's exit status.
 
     Args:
@@ -63,130 +47,19 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: C
         return 1
 
 
-async def serve(
-    frontend: Frontend,
-    config: ServerConfig,
-    *,
-    sock: socket.socket | None = None,
-    announce: Callable[[str], None] = print,
-    stop: Stop | None = None,
-    siblings: Siblings | None = None,
-    crew: Crew | None = None,
-) -> None:
-    """Serve until the first stop signal, then finish what is in flight, for `shutdown_timeout_s` at most.
-
-    A second signal ends at once. The engine is left open: whoever opened it closes it.
-
-    Args:
-        sock: bound already; it is closed at the end.
-        announce: told where the server is, once it is ready.
-        stop: listens to signals already; by default this listens itself.
-        siblings: the other API processes, where there are several.
-        crew: those, for the one that starts and ends them.
-
-    Raises:
-        ConfigError: the address can't be had.
-        CrewError: the other processes can't be kept up.
-    """
-    if stop is None:
-        with Stop().listening() as stop:
-            await serve(frontend, config, sock=sock, announce=announce, stop=stop)
-        return
-    lifecycle = Lifecycle(siblings.board if siblings else None)
-    app = create_app(frontend, config, lifecycle=lifecycle, siblings=siblings, crew=crew)
-    leads = siblings is None or siblings.leads
-    async with AsyncExitStack() as stack:
-        bound = stack.enter_context(sock or bind(config))
-        if siblings is not None:
-            await stack.enter_async_context(listening(app.state.private, siblings.path(siblings.index)))
-        server = _Server(_uvicorn_config(app, config))
-        serving = asyncio.create_task(server.serve(sockets=[bound]))
-        batches: BatchService = app.state.batches
-        interval = 0 if config.disable_log_stats or not leads else config.log_stats_interval_s
-        background = [asyncio.create_task(log_stats(frontend.engine.stats, interval))]
-        try:
-            await _until(serving, server.ready)
-            if leads:
-                await batches.start()
-            if config.enable_ssl_refresh and server.config.ssl is not None:
-                background.append(asyncio.create_task(refresh(server.config.ssl, config)))
-            if crew is not None:
-                await _until(serving, crew.ready, crew.failed, stop.first)
-                crew.check()
-            if not stop.first.is_set():
-                announce(_ready_line(frontend, config, bound))
-            await _until(serving, stop.first, *([crew.failed] if crew else ()))
-            lifecycle.drain()
-            if crew is not None:
-                crew.stop()
-            await batches.stop()
-            await _drain(frontend, lifecycle, config, stop)
-            if crew is not None:
-                await _follow(crew, stop)
-            server.should_exit = True
-            server.force_exit = stop.second.is_set()
-            await serving
-            if crew is not None:
-                crew.check()
-        finally:
-            await batches.stop()
-            for task in (*background, serving):
-                task.cancel()
-            await asyncio.wait([*background, serving])
-
-
-class Stop:
-    """The two signals that stop a server: the first asks it to finish, the second to end now."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        self.loading: asyncio.Task[int] | None = None
-        """Cancelled by the first signal."""
-
-    def request(self) -> None:
-        """Count one signal."""
-        if self.first.is_set():
-            self.second.set()
-        self.first.set()
-        if self.loading is not None:
-            self.loading.cancel()
-
-    @contextmanager
-    def listening(self) -> Iterator[Stop]:
-        """Take SIGINT and SIGTERM for the time of the block."""
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self.request)
-        try:
-            yield self
-        finally:
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
-
-
 async def _run(
-    open_frontend: OpenFrontend, config: ServerConfig, socks: list[socket.socket], announce: Callable[[str], None]
+    open_frontend: OpenFrontend, config: ServerConfig, socks: list[socket.socket], announce: Announce
 ) -> int:
     with Stop().listening() as stop:
         stop.loading = asyncio.current_task()
+        # As long as the engine's process is busy importing and loading, another core is free for ours.
+        importing = asyncio.create_task(asyncio.to_thread(_import_lead))
         try:
             async with open_frontend() as frontend:
+                lead = await importing
                 stop.loading = None
                 with seldom_collecting():
-                    if config.api_server_count == 1:
-                        await serve(frontend, config, sock=socks[0], announce=announce, stop=stop)
-                    else:
-                        async with leading(frontend, config, socks) as crew:
-                            await serve(
-                                frontend,
-                                config,
-                                sock=socks[0],
-                                announce=announce,
-                                stop=stop,
-                                siblings=crew.siblings,
-                                crew=crew,
-                            )
+                    await lead(frontend, config, socks, announce, stop)
         except asyncio.CancelledError:
             if not stop.first.is_set():
                 raise
@@ -195,104 +68,10 @@ async def _run(
     return 0
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn's server, with signals left to us. `ready` is set once it listens."""
+def _import_lead() -> Lead:
+    from octavo.server.serving import lead
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    debug = config.log_level == "debug"
-    metrics: Metrics = app.state.metrics
-    return uvicorn.Config(
-        app,
-        http=connection_class(HttpToolsProtocol, config.unread_timeout_s, metrics.http.count_unread),
-        ws=connection_class(WebSocketsSansIOProtocol, config.unread_timeout_s, metrics.http.count_unread),
-        ws_max_size=config.max_body_bytes,
-        ws_per_message_deflate=False,  # a chunk is small: compressing it costs more than it saves
-        lifespan="off",
-        log_config=None,
-        log_level="warning" if config.log_level == "info" else config.log_level,
-        access_log=debug,
-        server_header=False,
-        backlog=_BACKLOG,
-        timeout_keep_alive=config.keep_alive_s,
-        ssl_keyfile=config.ssl_keyfile,
-        ssl_certfile=config.ssl_certfile,
-        ssl_keyfile_password=config.ssl_keyfile_password,
-        ssl_ca_certs=config.ssl_ca_certs,
-        ssl_cert_reqs=config.ssl_cert_reqs,
-        ssl_ciphers=config.ssl_ciphers,
-        timeout_graceful_shutdown=1,
-    )
-
-
-async def _until(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Wait for the first of `events`; if the server ends before, with its error, so does this."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait({serving, *waiting}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for one in waiting:
-            one.cancel()
-    if serving.done():
-        serving.result()
-
-
-async def _drain(frontend: Frontend, lifecycle: Lifecycle, config: ServerConfig, stop: Stop) -> None:
-    if lifecycle.inflight:
-        logger.info(
-            "Stopping: %d requests in flight have %.0f s to finish; a second signal ends them now.",
-            lifecycle.inflight,
-            config.shutdown_timeout_s,
-        )
-    await _wait_any(lifecycle.idle, stop.second, timeout=config.shutdown_timeout_s)
-    if lifecycle.idle.is_set():
-        return
-    logger.warning("Stopping: %d requests did not finish and are aborted.", lifecycle.inflight)
-    for request_id in sorted(lifecycle.active):
-        await frontend.abort(request_id)
-    await _wait_any(lifecycle.idle, stop.second, timeout=_AFTER_ABORT_S)
-
-
-async def _follow(crew: Crew, stop: Stop) -> None:
-    """Wait until the other processes have finished too; they keep to the same times."""
-    if not stop.second.is_set():
-        await _wait_any(crew.ended, stop.second, timeout=crew.patience_s)
-    if stop.second.is_set():
-        crew.stop()
-
-
-async def _wait_any(*events: asyncio.Event, timeout: float) -> None:
-    tasks = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -> str:
-    url = base_url(config, sock)
-    model = (*config.served_model_name, frontend.info.name)[0]
-    curl = curl_example(
-        url + config.root_path.rstrip("/"),
-        model,
-        needs_key=bool(config.api_keys),
-        generates="generate" in frontend.info.tasks,
-        uds=config.uds,
-    )
-    return f"The server is ready at {config.uds or url} and serves {model}. Try it:\n  {curl}"
+    return lead
 
 
 def log_to(config: ServerConfig, who: str = "") -> None:

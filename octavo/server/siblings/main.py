@@ -12,9 +12,11 @@ import sys
 from octavo.engine.client import CoreClient
 from octavo.engine.process import CoreElsewhere, die_with_parent
 from octavo.server.collector import seldom_collecting
-from octavo.server.run import Stop, log_to, loop_factory, serve
+from octavo.server.run import log_to, loop_factory
+from octavo.server.serving import serve
 from octavo.server.siblings.crew import Charge
 from octavo.server.siblings.siblings import Siblings
+from octavo.server.stop import Stop
 
 _STDIN, _STDOUT = 0, 1
 

@@ -21,7 +21,9 @@ from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.address import bind, release
-from octavo.server.run import Stop, run_server, serve
+from octavo.server.run import run_server
+from octavo.server.serving import serve
+from octavo.server.stop import Stop
 from octavo.server.tls import check_tls, load_certificate, refresh
 
 CHAT = "/v1/chat/completions"

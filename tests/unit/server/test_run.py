@@ -18,7 +18,9 @@ from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.engine.fake import FakeEngine, Script, fake_info
 from octavo.server.address import bind
-from octavo.server.run import Stop, run_server, serve
+from octavo.server.run import run_server
+from octavo.server.serving import serve
+from octavo.server.stop import Stop
 from octavo.text.frontend import Frontend
 
 CHAT = "/v1/chat/completions"
