@@ -105,64 +105,60 @@ def prefill_kernel(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    WIDTH: tl.constexpr = BLOCK_D if FORM == 0 else BLOCK_D // 2
+    USED: tl.constexpr = D if FORM == 0 else D // 2
+    w = tl.arange(0, WIDTH)
     paged_end = tl.minimum(end, past) if HAS_FRESH else end
     paged_seen = tl.minimum(seen, paged_end) // BLOCK_N * BLOCK_N
-    # A prompt's first chunk has nothing in the cache, and should pay nothing for what follows.
-    if paged_end > begin:
-        WIDTH: tl.constexpr = BLOCK_D if FORM == 0 else BLOCK_D // 2
-        USED: tl.constexpr = D if FORM == 0 else D // 2
-        w = tl.arange(0, WIDTH)
-        paged_scale = scale
-        value_unit = 1.0
-        if FORM > 0:
-            # A sixteenth keeps queries of any model within float16.
-            half_valid = (query < count)[:, None] & (w < USED)[None, :]
-            q_even = (tl.load(q_place + 2 * w[None, :], mask=half_valid, other=0.0) * 0.0625).to(tl.float16)
-            q_odd = (tl.load(q_place + 2 * w[None, :] + 1, mask=half_valid, other=0.0) * 0.0625).to(tl.float16)
-            paged_scale = scale * 16.0 * unit(FORM, MEANS) * tl.load(cache_scales + kv_head)
-            value_unit = unit(FORM, MEANS) * tl.load(cache_scales + KV_HEADS + kv_head)
-            acc_even = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-            acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-        head_base = cache + kv_head.to(tl.int64) * kv_head_stride
-        for MASKED in tl.static_range(2):
-            phase_begin = begin if MASKED == 0 else tl.maximum(begin, paged_seen)
-            for first in range(phase_begin, paged_seen if MASKED == 0 else paged_end, BLOCK_N):
-                key = first + tl.arange(0, BLOCK_N)
-                if MASKED == 0:
-                    block = tl.load(table + key // PAGE)
-                    read = (w < USED)[None, :]
-                else:
-                    block = tl.load(table + key // PAGE, mask=key < paged_end, other=0)
-                    read = (key < paged_end)[:, None] & (w < USED)[None, :]
-                place = (
-                    head_base + (block.to(tl.int64) * block_stride + (key % PAGE) * cell_stride)[:, None] + w[None, :]
-                )
-                if MASKED == 0 and USED == WIDTH:
-                    k_tile = tl.load(place)
-                    v_tile = tl.load(place + value_stride)
-                else:
-                    k_tile = tl.load(place, mask=read, other=0)
-                    v_tile = tl.load(place + value_stride, mask=read, other=0)
-                if FORM == 0:
-                    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                else:
-                    k_even, k_odd = widen(k_tile, FORM, MEANS)
-                    scores = tl.dot(q_even, tl.trans(k_even))
-                    scores = tl.dot(q_odd, tl.trans(k_odd), scores)
-                visible = (key[None, :] < paged_end) & (key[None, :] <= position[:, None])
-                if WINDOW > 0:
-                    visible = visible & (key[None, :] > position[:, None] - WINDOW)
-                weights, decay, peak, total = _weigh(
-                    scores, visible, peak, total, paged_scale, soft_cap, CAPPED, MASKED
-                )
-                if FORM == 0:
-                    acc = acc * decay[:, None]
-                    acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
-                else:
-                    v_even, v_odd = widen(v_tile, FORM, MEANS)
-                    acc_even = tl.dot(weights.to(tl.float16), v_even, acc_even * decay[:, None])
-                    acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * decay[:, None])
-        if FORM > 0:
+    paged_scale = scale
+    value_unit = 1.0
+    if FORM > 0:
+        # A sixteenth keeps queries of any model within float16. A prompt's first chunk has nothing in the cache and
+        # needs none of this, which would take as long as a few tiles of keys.
+        half_valid = (query < count)[:, None] & (w < USED)[None, :] & (paged_end > begin)
+        q_even = (tl.load(q_place + 2 * w[None, :], mask=half_valid, other=0.0) * 0.0625).to(tl.float16)
+        q_odd = (tl.load(q_place + 2 * w[None, :] + 1, mask=half_valid, other=0.0) * 0.0625).to(tl.float16)
+        paged_scale = scale * 16.0 * unit(FORM, MEANS) * tl.load(cache_scales + kv_head)
+        value_unit = unit(FORM, MEANS) * tl.load(cache_scales + KV_HEADS + kv_head)
+        acc_even = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    head_base = cache + kv_head.to(tl.int64) * kv_head_stride
+    for MASKED in tl.static_range(2):
+        phase_begin = begin if MASKED == 0 else tl.maximum(begin, paged_seen)
+        for first in range(phase_begin, paged_seen if MASKED == 0 else paged_end, BLOCK_N):
+            key = first + tl.arange(0, BLOCK_N)
+            if MASKED == 0:
+                block = tl.load(table + key // PAGE)
+                read = (w < USED)[None, :]
+            else:
+                block = tl.load(table + key // PAGE, mask=key < paged_end, other=0)
+                read = (key < paged_end)[:, None] & (w < USED)[None, :]
+            place = head_base + (block.to(tl.int64) * block_stride + (key % PAGE) * cell_stride)[:, None] + w[None, :]
+            if MASKED == 0 and USED == WIDTH:
+                k_tile = tl.load(place)
+                v_tile = tl.load(place + value_stride)
+            else:
+                k_tile = tl.load(place, mask=read, other=0)
+                v_tile = tl.load(place + value_stride, mask=read, other=0)
+            if FORM == 0:
+                scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            else:
+                k_even, k_odd = widen(k_tile, FORM, MEANS)
+                scores = tl.dot(q_even, tl.trans(k_even))
+                scores = tl.dot(q_odd, tl.trans(k_odd), scores)
+            visible = (key[None, :] < paged_end) & (key[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (key[None, :] > position[:, None] - WINDOW)
+            weights, decay, peak, total = _weigh(scores, visible, peak, total, paged_scale, soft_cap, CAPPED, MASKED)
+            if FORM == 0:
+                acc = acc * decay[:, None]
+                acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+            else:
+                v_even, v_odd = widen(v_tile, FORM, MEANS)
+                acc_even = tl.dot(weights.to(tl.float16), v_even, acc_even * decay[:, None])
+                acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * decay[:, None])
+    if FORM > 0:  # noqa: SIM102 (the compiler decides this one)
+        if paged_end > begin:
             acc = tl.interleave(acc_even, acc_odd) * value_unit
 
     if HAS_FRESH:
