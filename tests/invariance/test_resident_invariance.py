@@ -54,8 +54,9 @@ CONFIG = {
     "hidden_act": "silu",
     "eos_token_id": 3,
 }
-KV_BYTES_PER_TOKEN = 2 * 16 * 4
 COUNT = 40 if GPU else 4
+HEAD, TAIL = (33, 30) if GPU else (17, 12)
+"""Tokens of the prompts' common beginning, and one more than they have of their own at most."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "overlap": {},
@@ -63,7 +64,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "chunked prefill": {"max_num_batched_tokens": 12, "max_num_seqs": 8},
     "no prefix cache": {"enable_prefix_caching": False},
     "small batches": {"max_num_seqs": 2},
-    "preemption": {"memory_bytes": 144 * KV_BYTES_PER_TOKEN, "max_model_len": 128},
+    "preemption": {"policy": "priority", "max_num_seqs": 2},
 } | ({"eager": {"enforce_eager": True}} if GPU else {})
 
 
@@ -78,17 +79,17 @@ class Behind(CpuDevice):
 
 def requests() -> list[GenerateRequest]:
     rng = random.Random(5)
-    head = [rng.randrange(4, VOCAB) for _ in range(33)]
+    head = [rng.randrange(4, VOCAB) for _ in range(HEAD)]
     made = []
     for i in range(COUNT):
-        prompt = (head if i % 2 else []) + [rng.randrange(4, VOCAB) for _ in range(rng.randrange(1, 30))]
+        prompt = (head if i % 2 else []) + [rng.randrange(4, VOCAB) for _ in range(rng.randrange(1, TAIL))]
         sampled: dict[str, Any] = {"temperature": 0}
         if i % 3 == 1:
             sampled = {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 1.5}}
-        if i % 5 == 4:
+        if i % 5 == 3:
             sampled = {"temperature": 0, "logprobs": 2}
         params = SamplingParams(max_tokens=rng.randrange(4, 60 if GPU else 7), min_tokens=3, **sampled)
-        made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params))
+        made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, priority=-i))
     return made
 
 
@@ -106,8 +107,12 @@ def drawn() -> list[GenerateRequest]:
 
 
 def run(asked: list[GenerateRequest], **settings: Any) -> dict[str, list[int]]:
+    return tokens_of(deltas(asked, **settings))
+
+
+def tokens_of(news: list[TokenDelta]) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
-    for delta in deltas(asked, **settings):
+    for delta in news:
         assert delta.error is None, delta.error
         tokens.setdefault(delta.id, []).extend(delta.tokens)
         if delta.logprobs is not None:
@@ -153,7 +158,9 @@ def truth() -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", FEATURES)
 def test_greedy_tokens_are_those_of_the_cpu(name, monkeypatch):
     expected = truth()
-    assert resident(requests(), monkeypatch, **FEATURES[name]) == expected
+    news = deltas(requests(), **behind(monkeypatch), **FEATURES[name])
+    assert tokens_of(news) == expected
+    assert any(delta.num_preemptions for delta in news) == (name == "preemption")
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
