@@ -65,7 +65,10 @@ class Decode(ctypes.Structure):
     """`OctavoDecode`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("tokens", "length", "computed", "block_tables", "sampling", "slots")),
+        *(
+            (name, c_void_p)
+            for name in ("tokens", "length", "computed", "block_tables", "sampling", "slots", "allowed")
+        ),
         ("external", c_void_p * EXTERNALS),
         *((name, c_void_p) for name in ("chosen", "peaks")),
         *((name, c_int64) for name in ("token_stride", "table_stride", "logit_stride")),
@@ -77,7 +80,10 @@ class Sample(ctypes.Structure):
     """`OctavoSample`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "slots", "sampling", "tokens", "length", "chosen", "peaks")),
+        *(
+            (name, c_void_p)
+            for name in ("logits", "slots", "allowed", "sampling", "tokens", "length", "chosen", "peaks")
+        ),
         *((name, c_int64) for name in ("logit_stride", "token_stride")),
         *((name, c_int32) for name in ("count", "columns")),
     )

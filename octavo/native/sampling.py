@@ -14,11 +14,16 @@ SAMPLING = np.dtype(
     [
         *((name, np.float64) for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")),
         ("seed", np.uint64),
-        *((name, np.int64) for name in ("banned_ids", "bias_ids", "bias_values")),
-        *((name, np.int32) for name in ("top_k", "num_prompt", "min_tokens", "num_banned", "num_bias", "changes")),
-    ]
+        *((name, np.int64) for name in ("banned_ids", "bias_ids", "bias_values", "allowed", "bad_words")),
+        *(
+            (name, np.int32)
+            for name in ("top_k", "num_prompt", "min_tokens", "num_banned", "num_bias", "bad_words_size")
+        ),
+        ("changes", np.int32),
+    ],
+    align=True,
 )
-"""`OctavoSampling`: how one slot is sampled. Ids and values are addresses of int64 and float32 that must stay there."""
+"""`OctavoSampling`: how one slot is sampled. Ids, values, masks and words are addresses of what must stay there."""
 
 
 def sample(
@@ -30,6 +35,7 @@ def sample(
     sampling: NDArray[np.void],
     tokens: NDArray[np.int32],
     length: NDArray[np.int64],
+    allowed: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """A token for each row of logits.
 
@@ -40,6 +46,8 @@ def sample(
         sampling: [slots] of `SAMPLING`.
         tokens: [slots, n], each slot's tokens so far.
         length: [slots], how many those are.
+        allowed: [S], the address of each row's mask: an int32 for every 32 tokens, with a bit set for each that is
+            possible; 0 where all are. None is 0 for all rows.
 
     Returns:
         The tokens [S], and each row's largest logit [S] after penalties and bans. Where that is not finite no token is
@@ -50,6 +58,7 @@ def sample(
     batch = Sample(
         logits=logits,
         slots=slots.ctypes.data,
+        allowed=None if allowed is None else allowed.ctypes.data,
         sampling=sampling.ctypes.data,
         tokens=tokens.ctypes.data,
         length=length.ctypes.data,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,17 @@ class Allowed:
     rows: Sequence[int]
     words: Words
     errors: Mapping[int, str] = field(default_factory=dict)
+
+    def addresses(self, count: int) -> NDArray[np.int64]:
+        """[count]: where in memory the words of each of so many rows are; 0 for a row in which all is possible."""
+        found = np.zeros(count, dtype=np.int64)
+        found[list(self.rows)] = self.words.ctypes.data + np.arange(len(self.rows)) * self.words.strides[0]
+        return found
+
+    def of(self, rows: Collection[int]) -> Allowed:
+        """The part that is about these rows."""
+        places = [place for place, row in enumerate(self.rows) if row in rows]
+        return Allowed([self.rows[place] for place in places], self.words[places], self.errors)
 
 
 def num_words(vocab_size: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from octavo.sampling import allowed
+from octavo.sampling.allowed import Allowed
 from octavo.sampling.state import SampleRow
 
 
@@ -15,17 +17,13 @@ def forbid(logits: Tensor, rows: list[SampleRow]) -> None:
         logits: [S, V] float32.
         rows: S of them.
     """
+    named = [(i, row.slot_params.allowed) for i, row in enumerate(rows) if row.slot_params.allowed is not None]
+    if named:
+        allowed.forbid(logits, Allowed([i for i, _ in named], np.stack([words for _, words in named])))
     for i, row in enumerate(rows):
-        params = row.slot_params
-        if params.allowed_ids is not None:
-            index = params.allowed_ids.to(logits.device)
-            kept = logits[i, index]
-            logits[i].fill_(float("-inf"))
-            logits[i, index] = kept
-        if params.bad_words:
-            banned = [word[-1] for word in params.bad_words if _ends_with(row, word[:-1])]
-            if banned:
-                logits[i, torch.tensor(banned, device=logits.device)] = float("-inf")
+        banned = [word[-1] for word in row.slot_params.bad_words if _ends_with(row, word[:-1])]
+        if banned:
+            logits[i, banned] = float("-inf")
 
 
 def _ends_with(row: SampleRow, beginning: list[int]) -> bool:

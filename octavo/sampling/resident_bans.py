@@ -9,6 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from octavo.device.transfer import upload
+from octavo.sampling.allowed import Allowed
+from octavo.sampling.resident_allowed import ResidentAllowed
 
 if TYPE_CHECKING:
     from octavo.sampling.resident import Row
@@ -27,13 +29,11 @@ def forbid(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _allow(logits: Tensor, rows: Sequence[Row]) -> None:
-    flat, vocab = logits.view(-1), logits.shape[1]
-    chosen = [(i, row.params.allowed_ids) for i, row in enumerate(rows) if row.params.allowed_ids is not None]
-    if chosen:
-        index = upload(np.concatenate([ids.numpy() + i * vocab for i, ids in chosen]), logits.device)
-        kept = flat.index_select(0, index)
-        logits.index_fill_(0, upload(np.asarray([i for i, _ in chosen]), logits.device), float("-inf"))
-        flat.index_copy_(0, index, kept)
+    named = [(i, row.params.allowed) for i, row in enumerate(rows) if row.params.allowed is not None]
+    if named:
+        masks = ResidentAllowed(*logits.shape, logits.device)
+        masks.set(Allowed([i for i, _ in named], np.stack([words for _, words in named])))
+        masks.forbid(logits)
 
 
 def _end_bad_words(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:

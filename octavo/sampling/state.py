@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import TokenLogprobs
 from octavo.core.params import SamplingParams
+from octavo.sampling.allowed import Words, words_of
 from octavo.sampling.logprobs import Wanted
 
 _MAX_BIAS = 100.0
@@ -32,8 +33,9 @@ class PreparedParams:
         banned_ids: [s] int64, tokens not sampled before `min_tokens`.
         logprobs: what is reported with each token; None for nothing.
         prompt_logprobs: alternatives to report, -1 for all; None reports nothing.
-        allowed_ids: [a] int64, the only tokens that may be sampled; None for all.
+        allowed: the only tokens that may be sampled, as in `Allowed.words`; None for all.
         bad_words: sequences of tokens that the output may not contain, all of them in the vocabulary.
+        packed_words: int32, the length of each of them and then its tokens.
     """
 
     greedy: bool
@@ -51,8 +53,9 @@ class PreparedParams:
     bias_values: Tensor
     logprobs: Wanted | None
     prompt_logprobs: int | None
-    allowed_ids: Tensor | None
+    allowed: Words | None
     bad_words: list[list[int]]
+    packed_words: NDArray[np.int32]
 
     @classmethod
     def make(cls, params: SamplingParams, seed: int, stop_ids: list[int], vocab_size: int) -> PreparedParams:
@@ -73,6 +76,7 @@ class PreparedParams:
         banned = sorted({token for token in stop_ids if 0 <= token < vocab_size}) if params.min_tokens else []
         filtered = bool(top_k) or params.top_p < 1 or params.min_p > 0
         reported = _reported(params, vocab_size)
+        bad_words = [word for word in params.bad_token_ids or [] if all(0 <= token < vocab_size for token in word)]
         changed = bias or params.has_penalties or params.allowed_token_ids is not None or params.bad_token_ids
         return cls(
             greedy=params.greedy,
@@ -92,26 +96,24 @@ class PreparedParams:
             bias_values=torch.tensor(list(bias.values()), dtype=torch.float32).clamp_(-_MAX_BIAS, _MAX_BIAS),
             logprobs=reported,
             prompt_logprobs=params.prompt_logprobs,
-            allowed_ids=None
+            allowed=None
             if params.allowed_token_ids is None
-            else torch.tensor([token for token in params.allowed_token_ids if 0 <= token < vocab_size]),
-            bad_words=[word for word in params.bad_token_ids or [] if all(0 <= token < vocab_size for token in word)],
+            else words_of([token for token in params.allowed_token_ids if 0 <= token < vocab_size], vocab_size),
+            bad_words=bad_words,
+            packed_words=np.array([number for word in bad_words for number in (len(word), *word)], dtype=np.int32),
         )
-
-    @property
-    def native(self) -> bool:
-        """Whether the native kernels can sample it: they know neither of these bans."""
-        return self.allowed_ids is None and not self.bad_words
 
     def packed(self, num_prompt: int) -> tuple[float | int, ...]:
         """A row of the kernels' table, `octavo.native.sampling.SAMPLING`; it points into tensors that are held here."""
         temperature, top_k, top_p, min_p = self.filters.tolist()
         penalties = (self.repetition, self.frequency, self.presence)
-        counts = (len(self.banned_ids), len(self.bias_ids))
+        counts = (len(self.banned_ids), len(self.bias_ids), len(self.packed_words))
         changes = any(counts) or penalties != (1, 0, 0)
+        allowed = 0 if self.allowed is None else self.allowed.ctypes.data
         return (
             *(0.0 if self.greedy else temperature, top_p, min_p, *penalties, int(self.seed) % 2**64),
             *(tensor.data_ptr() for tensor in (self.banned_ids, self.bias_ids, self.bias_values)),
+            *(allowed, self.packed_words.ctypes.data),
             *(int(top_k), num_prompt, self.min_tokens, *counts, int(changes)),
         )
 

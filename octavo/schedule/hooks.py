@@ -18,7 +18,7 @@ class EngineHook:
 
     name: str = ""
     opt_in: bool = False
-    """Whether requests without options for it mean nothing to it: of steps in which they compute single tokens, it need
+    """Whether requests without options mean nothing to it: of steps in which only such compute single tokens, it need
     neither be asked nor told."""
 
     def admit(self, request: Request, num_tokens: int) -> int:

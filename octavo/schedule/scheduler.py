@@ -30,7 +30,7 @@ from octavo.schedule.policy import Policy, Rank
 from octavo.schedule.quarantine import Quarantine
 from octavo.schedule.queue import WaitingQueue
 from octavo.schedule.room import Room
-from octavo.schedule.steady import Steady
+from octavo.schedule.steady import Steady, concerned
 from octavo.schedule.step import Admission, Step
 from octavo.schedule.victims import displaced_by, victim_of
 
@@ -151,11 +151,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decide the next step from what is known now; None if nothing can be computed."""
-        repeated = self._repeat()
-        rows, draft = repeated or self._decide()
+        rows, draft = self._repeat() or self._decide()
         if not rows:
             return None
-        for hook in () if repeated else self._hooks:
+        for hook in concerned(self._hooks, self._steady, rows):
             hook.on_plan(draft, rows)
         plan = draft.freeze(self._num_plans, self._freed)
         self._num_plans += 1
@@ -197,15 +196,15 @@ class Scheduler:
         unfilled = self._counters.unfilled(self._running)
         self._counters.step(len(step.rows), sum(step.draft.num_tokens), unfilled)
         if self._repeats and not self._waiting and not self._quarantine:
-            self._steady = Steady.after(step, self._running, unfilled, self.cache, self._room, self.limits.max_ahead)
+            ahead = self.limits.max_ahead
+            self._steady = Steady.after(step, self._running, unfilled, self.cache, self._room, ahead, self._hooks)
         return step.rows, step.draft
 
     def payload(self, plan: StepPlan) -> dict[str, Any]:
         """What the features' worker halves need to sample the plan; called after its forward pass was launched."""
         rows = self._launched[plan.id]
-        if self._steady is not None and rows is self._steady.rows:
-            return {}
-        made = {hook.name: hook.before_sample(plan, rows) for hook in self._hooks}
+        hooks = concerned(self._hooks, self._steady, rows)
+        made = {hook.name: hook.before_sample(plan, rows) for hook in hooks}
         return {name: value for name, value in made.items() if value is not None}
 
     def _plan_running(self, step: Step) -> None:

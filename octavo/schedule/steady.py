@@ -2,21 +2,23 @@
 
 Most steps are such steps. What the scheduler would find out anew about each request is then known: nobody waits, no
 request is about to reach its limit, and a request needs a KV block only when it crosses into the next: the one that it
-has just written into is its own, for who shares it takes a copy with his first row.
+has just written into is its own, for who shares it takes a copy with his first row. Only of requests with options for
+features the features are asked every time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from octavo.cache.cache import KVCache
 from octavo.core.output import TokenDelta
 from octavo.core.plan import PlanDraft
 from octavo.core.request import Request
+from octavo.schedule.hooks import EngineHook
 from octavo.schedule.room import Room
 from octavo.schedule.step import Step
 
-End = Callable[[Request, list[int], None], TokenDelta]
+Append = Callable[[Request, list[int], None], TokenDelta]
 
 
 class Steady:
@@ -24,15 +26,20 @@ class Steady:
 
     Attributes:
         rows: the requests, in the order of the batch.
+        hooks: the features to which these steps may mean something.
         unfilled: token slots in their blocks that hold no token.
     """
 
-    def __init__(self, step: Step, unfilled: int, cache: KVCache, room: Room, max_ahead: int) -> None:
+    def __init__(
+        self, step: Step, unfilled: int, cache: KVCache, room: Room, max_ahead: int, hooks: Sequence[EngineHook]
+    ) -> None:
         self.rows = list(step.rows)
         self.unfilled = unfilled
         self._draft = step.draft
         self._cache = cache
         self._room = room
+        self._watched = {request for request in self.rows if request.spec.options}
+        self.hooks = hooks if self._watched else ()
         self._left = min(r.max_tokens - r.num_output - r.pending for r in self.rows)
         self._count = 0
         self._told = [(r, r.spec.id, r.index, r.stop_ids, r.num_cached) for r in self.rows]
@@ -46,21 +53,28 @@ class Steady:
 
     @classmethod
     def after(
-        cls, step: Step, running: list[Request], unfilled: int, cache: KVCache, room: Room, max_ahead: int
+        cls,
+        step: Step,
+        running: list[Request],
+        unfilled: int,
+        cache: KVCache,
+        room: Room,
+        max_ahead: int,
+        hooks: Sequence[EngineHook],
     ) -> Steady | None:
         """What follows a step, if it has all the `running` requests, in their order, with one token that is sampled."""
         rows, draft = step.rows, step.draft
         if rows != running or draft.num_tokens != [1] * len(rows) or not all(draft.samples) or any(draft.num_drafts):
             return None
-        if any(r.num_drafts or r.spec.options or r.params.beam_width or r.params.repetition_detection for r in rows):
+        if any(r.num_drafts or r.params.beam_width or r.params.repetition_detection for r in rows):
             return None
-        return cls(step, unfilled, cache, room, max_ahead)
+        return cls(step, unfilled, cache, room, max_ahead, hooks)
 
     def next(self) -> PlanDraft | None:
         """The next step, which is hereby launched; None if the scheduler has to look at each request again."""
         borders = self._borders.get((self._count + 1) % self._cache.block_size, ())
         grown = sum(begins for _, begins in borders)
-        if self._left <= 0 or grown > self._cache.num_free:
+        if self._left <= 0 or grown > self._cache.num_free or not all(map(self._admitted, self._watched)):
             return None
         draft = PlanDraft(
             slots=self._draft.slots,
@@ -81,6 +95,13 @@ class Steady:
         self._count += 1
         return draft
 
+    def _admitted(self, request: Request) -> bool:
+        """Whether no feature holds the request up; why not, the scheduler finds out."""
+        try:
+            return all(hook.admit(request, 1) for hook in self.hooks)
+        except Exception:
+            return False
+
     def _grow(self, request: Request, draft: PlanDraft) -> None:
         growth = self._cache.grow(request.table, request.num_computed - 1, request.num_computed)
         if growth is None:
@@ -88,20 +109,26 @@ class Steady:
         draft.copies.extend(growth.copies)
         draft.block_writes.extend((request.slot, index, block) for index, block in growth.writes)
 
-    def take(self, tokens: list[list[int]], end: End) -> list[TokenDelta]:
+    def take(self, tokens: list[list[int]], append: Append) -> list[TokenDelta]:
         """Append the one token that each of the rows brought; the news of them.
 
         Args:
-            end: takes in the token that ends a row, and gives the news of it.
+            append: takes in a token that ends its row, or of which features are to be told, and gives the news of it.
         """
         may_be_full = self._left <= 0  # until then no row can have reached its limit
         news = []
         for (request, name, index, stop_ids, num_cached), sampled in zip(self._told, tokens, strict=True):
             request.inflight -= 1
             request.pending -= 1
-            if sampled[0] in stop_ids or (may_be_full and request.num_output + 1 >= request.max_tokens):
-                news.append(end(request, sampled, None))
+            full = may_be_full and request.num_output + 1 >= request.max_tokens
+            if full or sampled[0] in stop_ids or request in self._watched:
+                news.append(append(request, sampled, None))
             else:
                 request.tokens.append(sampled[0])
                 news.append(TokenDelta(name, index, sampled, None, num_cached))
         return news
+
+
+def concerned(hooks: Sequence[EngineHook], steady: Steady | None, rows: list[Request]) -> Sequence[EngineHook]:
+    """The features to which a step of these rows may mean something."""
+    return steady.hooks if steady is not None and rows is steady.rows else hooks

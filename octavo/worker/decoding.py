@@ -6,6 +6,7 @@ so every object touched comes from memory. Here nothing is touched that does not
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
 from octavo.models.native import NativeDecoder
 from octavo.native.bindings import Decode
+from octavo.sampling.allowed import Allowed
 from octavo.worker.slots import Ints, Slots
 
 
@@ -27,12 +29,14 @@ class DecodeStep:
         logits: [S, vocab] float32, until the next step.
         chosen: [S] int64, until the next step.
         flawed: rows without a finite largest logit.
+        failed: row -> why a feature ends its request.
     """
 
     plan: StepPlan
     logits: Tensor
     chosen: Ints
     flawed: list[int]
+    failed: Mapping[int, str]
     output: StepOutput | None = None
 
     def result(self) -> StepOutput:
@@ -72,14 +76,14 @@ class Decoding:
 
         A plan that repeats the one before brings its very list of slots.
         """
-        if plan.slots is self._laid_out and not plan.new and not plan.payload:
+        if plan.slots is self._laid_out and not plan.new and not plan.needs_feedback:
             return True
         self._laid_out = None
         count = len(plan.slots)
-        if plan.num_tokens != [1] * count or not all(plan.samples) or plan.payload or plan.needs_feedback:
+        if plan.num_tokens != [1] * count or not all(plan.samples) or plan.needs_feedback:
             return False
         params = self._slots.params(plan.slots)
-        if not all(one is not None and one.native and one.logprobs is None for one in params):
+        if not all(one is not None and one.logprobs is None for one in params):
             return False
         if self._slots.reports(plan.slots):
             return False
@@ -89,8 +93,11 @@ class Decoding:
         self._laid_out = plan.slots
         return True
 
-    def forward(self, plan: StepPlan) -> DecodeStep:
-        """Compute the step and append its tokens to the slots."""
+    def forward(self, plan: StepPlan, allowed: Allowed | None) -> DecodeStep:
+        """Compute the step and append its tokens, among the `allowed` ones of its rows, to the slots."""
+        count = self._batch.count
+        masks = None if allowed is None else allowed.addresses(count)
+        self._batch.allowed = None if masks is None else masks.ctypes.data
         flawed = self._model.decode(self._batch)
-        bad = np.flatnonzero(~np.isfinite(self._peaks[: self._batch.count])).tolist() if flawed else []
-        return DecodeStep(plan, *self._results, bad)
+        bad = np.flatnonzero(~np.isfinite(self._peaks[:count])).tolist() if flawed else []
+        return DecodeStep(plan, *self._results, bad, {} if allowed is None else allowed.errors)

@@ -18,7 +18,6 @@ from octavo.core.plan import StepPlan
 from octavo.models.model import Model
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
-from octavo.sampling.allowed import forbid
 from octavo.sampling.prompt_logprobs import prompt_logprobs
 from octavo.worker.choosing import Choosing
 from octavo.worker.decoding import DecodeStep, Decoding
@@ -26,6 +25,7 @@ from octavo.worker.hooks import (
     Findings,
     WorkerHook,
     apply_hooks,
+    changes_logits,
     find,
     follows_steps,
     gather,
@@ -96,19 +96,24 @@ class Runner:
             for hook in self._hooks:
                 hook.add(row.slot, row.options.get(hook.name))
         self._copy_blocks(plan.copies)
-        if self._decoding is not None and self._decoding.takes(plan):
-            return self._decoding.forward(plan)
+        if self._decoding is not None and self._decoding.takes(plan) and self._only_forbids(plan.payload):
+            return self._decoding.forward(plan, what_is_allowed(self._hooks, plan.slots, plan.payload))
         return self._forward(plan)
 
+    def _only_forbids(self, payload: dict[str, Any]) -> bool:
+        """Whether a step with this payload is as any other, but for the tokens that are possible."""
+        return not payload or not (changes_logits(self._hooks, payload) or reads_hidden(self._hooks, payload))
+
     def sample(self, step: RunnerStep | DecodeStep, payload: dict[str, Any]) -> None:
+        known = step.plan.payload
         if isinstance(step, DecodeStep):
             if payload:
-                self._sample_again(step, payload)
+                self._sample_again(step, known | payload)
             else:
-                errors = dict.fromkeys(step.flawed, BAD_LOGITS)
+                errors = dict.fromkeys(step.flawed, BAD_LOGITS) | step.failed
                 step.output = StepOutput([[token] for token in step.chosen.tolist()], errors=errors)
         else:
-            self._sample(step, payload)
+            self._sample(step, known | payload)
 
     @torch.inference_mode()
     def _forward(self, plan: StepPlan) -> RunnerStep:
@@ -156,10 +161,8 @@ class Runner:
         slots = [plan.slots[row] for row in rows]
         failed = apply_hooks(self._hooks, logits, slots, payload)
         allowed = what_is_allowed(self._hooks, slots, payload)
-        if allowed is not None:
-            forbid(logits, allowed)
-            failed |= allowed.errors
-        sampled = self._choosing.choose(logits, slots)
+        failed |= {} if allowed is None else allowed.errors
+        sampled = self._choosing.choose(logits, slots, allowed)
         self._slots.append(slots, sampled.tokens.numpy())
         tokens: list[list[int]] = [[] for _ in plan.slots]
         for row, token in zip(rows, sampled.tokens.tolist(), strict=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.hub.files import ModelFiles
 from octavo.native.build import NativeBuildError, load_library
+from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import WorkerHook
 from octavo.worker.runner import Runner
@@ -55,6 +58,29 @@ class NoSevens(WorkerHook):
         return {}
 
 
+class Strict(EngineHook):
+    """Knows what it forbids when the step is planned."""
+
+    name = "strict"
+    opt_in = True
+
+    def on_plan(self, draft, rows):
+        draft.payload[self.name] = sum(len(row.tokens) + row.pending for row in rows)
+
+
+class OnlySome(WorkerHook):
+    name = "strict"
+
+    def allowed(self, slots, payload):
+        rows = [row for row, slot in enumerate(slots) if (slot + payload) % 3]
+        tokens = [token for token in range(VOCAB) if (token + payload) % 5]
+        return Allowed(rows, np.stack([words_of(tokens, VOCAB)] * len(rows))) if rows else None
+
+
+HOOKS = {"alone": [], "late": [(Moody, NoSevens)], "masks": [(Strict, OnlySome)]}
+HOOKS["both"] = HOOKS["late"] + HOOKS["masks"]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     try:
@@ -78,7 +104,8 @@ def requests(seed: int) -> list[GenerateRequest]:
         params = SamplingParams(
             max_tokens=4 if i == 7 else rng.randrange(1, 50), temperature=0, logprobs=1 if i == 7 else None
         )
-        made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params))
+        options = {"some feature": msgspec.Raw(b"\xc0")} if i % 4 == 3 else {}
+        made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, options=options))
     return made
 
 
@@ -99,7 +126,7 @@ def runner_of(loop: EngineLoop) -> Runner:
     return loop._executor
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["alone", "with a feature"])
+@pytest.mark.parametrize("hooked", HOOKS)
 @pytest.mark.parametrize("overlap", [False, True], ids=["depth 0", "depth 1"])
 def test_one_call_a_step_changes_no_token(overlap, hooked, monkeypatch):
     taken = 0
@@ -109,16 +136,15 @@ def test_one_call_a_step_changes_no_token(overlap, hooked, monkeypatch):
         loop = engine(async_scheduling=overlap)
         runner = runner_of(loop)
         assert runner._decoding is not None
-        if hooked:
-            loop._scheduler._hooks = [*loop._scheduler._hooks, Moody()]
-            runner._hooks = [*runner._hooks, NoSevens()]
+        loop._scheduler._hooks = [*loop._scheduler._hooks, *(one() for one, _ in HOOKS[hooked])]
+        runner._hooks = [*runner._hooks, *(other() for _, other in HOOKS[hooked])]
         if quick:
             forward = runner._decoding.forward
 
-            def counted(plan):
+            def counted(plan, allowed):
                 nonlocal taken
                 taken += 1
-                return forward(plan)
+                return forward(plan, allowed)
 
             monkeypatch.setattr(runner._decoding, "forward", counted)
         else:

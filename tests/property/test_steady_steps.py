@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from octavo.cache.cache import KVCache
+from octavo.core.errors import InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
@@ -34,6 +35,29 @@ class Recorder(ToyDevice):
         return super().forward(plan)
 
 
+class Reader(EngineHook):
+    """Reads along with the requests that have it as an option, and ends some of them: well, or with an error."""
+
+    name = "reader"
+
+    def __init__(self, opt_in: bool) -> None:
+        self.opt_in = opt_in
+        self.read: dict[tuple[str, int], list[int]] = {}
+
+    def admit(self, request, num_tokens):
+        if self.name in request.spec.options and sum(request.tokens) % 23 == 0:
+            raise InvalidRequestError("A sum that it does not like.")
+        return num_tokens
+
+    def on_commit(self, request, tokens):
+        if self.name not in request.spec.options:
+            return False
+        read = self.read.setdefault((request.id, request.index), [])
+        read += tokens
+        assert request.tokens[request.num_prompt :] == read
+        return tokens[-1] % 17 == 0
+
+
 def requests(rng: random.Random, count: int) -> list[GenerateRequest]:
     """Some continue what an earlier one says, so that they find its blocks while it runs."""
     prefix = [rng.randrange(1, VOCAB) for _ in range(9)]
@@ -44,6 +68,7 @@ def requests(rng: random.Random, count: int) -> list[GenerateRequest]:
             params=SamplingParams(
                 n=rng.choice([1, 1, 1, 3]), max_tokens=rng.randrange(1, 30), seed=i, ignore_eos=rng.random() < 0.8
             ),
+            options={"reader": msgspec.Raw(b"\xc0")} if rng.random() < 0.5 else {},
         )
         for i in range(count)
     ]
@@ -87,10 +112,12 @@ def test_a_repeated_step_is_the_one_that_would_have_been_decided_on(depth, monke
     monkeypatch.setattr(Steady, "next", counted)
     for _ in range(40):
         seed = random.randrange(2**32)
-        quick = life(seed, depth, [])
+        readers = [Reader(opt_in=True), Reader(opt_in=False)]  # the second wants to be asked about every token
+        quick = life(seed, depth, [readers[0]])
         before = repeated
-        slow = life(seed, depth, [EngineHook()])  # one that wants to be asked about every token
+        slow = life(seed, depth, [readers[1]])
         assert repeated == before
+        assert readers[0].read == readers[1].read
         assert quick[0] == slow[0], f"seed {seed}: other plans"
         assert quick[1] == slow[1], f"seed {seed}: other news or counters"
     assert repeated > 100

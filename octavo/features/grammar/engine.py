@@ -89,10 +89,10 @@ class GrammarEngine(EngineHook):
             draft.needs_feedback = True
 
     def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Any:
-        made = plan.payload.get(self.name)
-        if made is None and (guided := self._guided(plan, rows)):
-            made = self._masks(guided)
-        return made
+        if self.name in plan.payload:
+            return None
+        guided = self._guided(plan, rows)
+        return self._masks(guided) if guided else None
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         """Whether the grammar is fulfilled and nothing can follow."""

@@ -72,8 +72,8 @@ int octavo_decode(void* program, const OctavoDecode* decode) {
     } catch (const std::bad_alloc&) {
         return -1;
     }
-    const OctavoSample rows{static_cast<float*>(d.external[1]), d.slots, d.sampling, d.tokens, d.length, d.chosen, d.peaks,
-                            d.logit_stride, d.token_stride, d.count, d.columns};
+    const OctavoSample rows{static_cast<float*>(d.external[1]), d.slots, d.allowed, d.sampling, d.tokens, d.length,
+                            d.chosen, d.peaks, d.logit_stride, d.token_stride, d.count, d.columns};
     octavo_sample(&p.pool(), &rows);
     return note(d);
 }

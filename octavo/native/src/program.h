@@ -42,6 +42,7 @@ struct OctavoDecode {
     const int32_t* block_tables;
     const OctavoSampling* sampling;
     const int64_t* slots;  // [count], which of them are computed
+    const uint32_t* const* allowed;  // [count] or null, as `OctavoSample::allowed`
     void* external[3];
     int64_t* chosen;  // [count], the tokens that come of it
     float* peaks;     // [count], their logits

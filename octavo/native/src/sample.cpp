@@ -57,7 +57,7 @@ struct Candidate {
 
 // What a thread needs for a row; kept, for it is as large as the vocabulary.
 struct Workspace {
-    std::vector<float> weights, maxima, sorted;
+    std::vector<float> weights, maxima, sorted, possible;
     std::vector<int32_t> counts;  // of each token; 0 between two rows
     std::vector<Candidate> candidates;
     std::vector<std::pair<int32_t, float>> changed;
@@ -69,18 +69,41 @@ struct Kept {
     int32_t last_tie;
 };
 
+// A row's logits with minus infinity for each token that one of the masks, which may be null, has no bit for. In memory
+// of our own: the logits are still to be reported on.
+float* possible_logits(const float* x, int size, const uint32_t* one, const uint32_t* other, Workspace& space) {
+    constexpr int kBits = 32;
+    std::vector<float>& y = space.possible;
+    if (y.size() < (size_t)size) y.resize(size);
+    for (int begin = 0; begin < size; begin += kBits) {
+        uint32_t bits = (one ? one[begin / kBits] : ~0u) & (other ? other[begin / kBits] : ~0u);
+        if (size - begin < kBits) {
+            for (int i = begin; i < size; i++, bits >>= 1) y[i] = bits & 1 ? x[i] : kNegInf;
+        } else if (bits == 0) {
+            std::fill_n(y.data() + begin, kBits, kNegInf);
+        } else {
+            for (int i = begin; i < begin + kBits; i += W, bits >>= W) store(y.data() + i, load_where(x + i, bits));
+        }
+    }
+    return y.data();
+}
+
 class Row {
 public:
     Row(float* logits, int size, const OctavoSampling& how, Workspace& space)
         : x_(logits), size_(size), how_(how), space_(space) {}
 
-    // Bias, ban, and penalties, in place; the numbers that were there are kept for `restore`.
+    // Bias, bans, and penalties, in place; the numbers that were there are kept for `restore`.
     void change(const int32_t* tokens, int64_t length) {
         space_.changed.clear();
         for (int i = 0; i < how_.num_bias; i++) set(how_.bias_ids[i], x_[how_.bias_ids[i]] + how_.bias_values[i]);
         const int64_t generated = length - how_.num_prompt;
         if (generated < how_.min_tokens)
             for (int i = 0; i < how_.num_banned; i++) set(how_.banned_ids[i], kNegInf);
+        for (int i = 0; i < how_.bad_words_size; i += 1 + how_.bad_words[i]) {
+            const int32_t *word = how_.bad_words + i + 1, begun = how_.bad_words[i] - 1;
+            if (generated >= begun && std::equal(word, word + begun, tokens + length - begun)) set(word[begun], kNegInf);
+        }
         std::vector<int32_t>& counts = space_.counts;
         if (counts.size() < (size_t)size_) counts.resize(size_);
         if (how_.repetition != 1) {
@@ -223,10 +246,14 @@ private:
         std::vector<float>& w = space_.weights;
         if (w.size() < (size_t)size_ + W) w.resize(size_ + W);
         const float inverse = (float)(1 / how_.temperature);
-        for (int i = 0; i < size_; i += W) {
-            Vec x = splat(kNegInf);
-            std::memcpy(&x, x_ + i, std::min(W, size_ - i) * sizeof(float));
-            store(w.data() + i, exponential((x - peak_) * inverse));
+        for (size_t s = 0; s < space_.maxima.size(); s++) {
+            const int begin = (int)s * kStretch, end = std::min(size_, begin + kStretch);
+            if (space_.maxima[s] == kNegInf) std::fill(w.data() + begin, w.data() + end, 0.0f);
+            for (int i = begin; i < end && space_.maxima[s] > kNegInf; i += W) {
+                Vec x = splat(kNegInf);
+                std::memcpy(&x, x_ + i, std::min(W, size_ - i) * sizeof(float));
+                store(w.data() + i, exponential((x - peak_) * inverse));
+            }
         }
         return sum_above(kNegInf);
     }
@@ -374,7 +401,10 @@ struct Rows {
         thread_local Workspace space;
         const int64_t slot = s.slots[row];
         const OctavoSampling& how = s.sampling[slot];
-        Row one(s.logits + row * s.logit_stride, s.columns, how, space);
+        float* logits = s.logits + row * s.logit_stride;
+        const uint32_t* allowed = s.allowed ? s.allowed[row] : nullptr;
+        if (allowed || how.allowed) logits = possible_logits(logits, s.columns, allowed, how.allowed, space);
+        Row one(logits, s.columns, how, space);
         if (how.changes) one.change(s.tokens + slot * s.token_stride, s.length[slot]);
         const float peak = s.peaks[row] = one.find_peak();
         if (!std::isfinite(peak))

@@ -11,13 +11,17 @@ struct OctavoSampling {
     uint64_t seed;
     const int64_t *banned_ids, *bias_ids;
     const float* bias_values;
-    int32_t top_k, num_prompt, min_tokens, num_banned, num_bias, changes;  // `changes`: anything below `min_p` applies
+    const uint32_t* allowed;   // a bit for each token, set where it is possible; null if all are
+    const int32_t* bad_words;  // of each its length and its tokens
+    int32_t top_k, num_prompt, min_tokens, num_banned, num_bias, bad_words_size;
+    int32_t changes;  // anything that is not about the draw or what is allowed applies
 };
 
 // Rows of logits and whose they are. `sampling`, `tokens` and `length` are those of all slots.
 struct OctavoSample {
     float* logits;          // [count][logit_stride]; changed for a moment, and as they were in the end
     const int64_t* slots;   // [count]
+    const uint32_t* const* allowed;  // [count], of this step, as `OctavoSampling::allowed`; or null
     const OctavoSampling* sampling;
     const int32_t* tokens;  // [slots][token_stride]
     const int64_t* length;

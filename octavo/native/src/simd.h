@@ -127,6 +127,17 @@ inline Vec maximum(Vec a, Vec b) {
 #endif
 }
 
+// The numbers whose bits are set, of the lowest W; minus infinity in the other lanes.
+inline Vec load_where(const float* p, uint32_t bits) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_mask_loadu_ps(_mm512_set1_ps(kNegInf), (__mmask16)bits, p);
+#else
+    Word lane;
+    for (int i = 0; i < W; i++) lane[i] = 1u << i;
+    return select((Int)((splat(bits) & lane) != 0), load(p), splat(kNegInf));
+#endif
+}
+
 inline float horizontal_max(Vec v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);

@@ -174,6 +174,7 @@ class ResidentRunner:
         step.prompts = []
         if not step.rows:
             return
+        payload = step.plan.payload | payload
         order = [row.slot for row in step.rows]
         allowed = what_is_allowed(self._hooks, order, payload)
         self._sampler.allow(allowed)

@@ -16,6 +16,7 @@ from octavo.native.build import NativeBuildError, load_library
 from octavo.native.isa import LEVELS, usable
 from octavo.native.program import Pool
 from octavo.native.sampling import SAMPLING, sample
+from octavo.sampling.allowed import Allowed, forbid, num_words
 from octavo.sampling.state import PreparedParams
 
 ISAS = [isa.name for isa in LEVELS]
@@ -45,7 +46,9 @@ class Table:
         self.prepared.append(prepared)
         self.rows.append((prepared.packed(len(prompt)), [*prompt, *output]))
 
-    def sample(self, pool: Pool, logits: torch.Tensor, slots: list[int] | None = None) -> tuple[list[int], list[float]]:
+    def sample(
+        self, pool: Pool, logits: torch.Tensor, slots: list[int] | None = None, allowed: Allowed | None = None
+    ) -> tuple[list[int], list[float]]:
         """`logits` are those of `slots`, all by default; they must come out as they went in."""
         chosen = list(range(len(self.rows))) if slots is None else slots
         sampling = np.zeros(len(self.rows), dtype=SAMPLING)
@@ -55,15 +58,16 @@ class Table:
             sampling[slot] = packed
             tokens[slot, : len(known)] = known
         before = logits.clone()
+        masks = None if allowed is None else allowed.addresses(len(chosen))
         drawn, peaks = sample(
-            pool, logits.data_ptr(), logits.stride(0), self.vocab, np.array(chosen), sampling, tokens, length
+            pool, logits.data_ptr(), logits.stride(0), self.vocab, np.array(chosen), sampling, tokens, length, masks
         )
         assert torch.equal(logits.nan_to_num(), before.nan_to_num())
         return drawn.tolist(), peaks.tolist()
 
 
 def random_facts(rng: random.Random, vocab: int) -> dict:
-    params = random_params(rng, vocab).replace(allowed_token_ids=None, bad_token_ids=None, logprobs=None)
+    params = random_params(rng, vocab).replace(logprobs=None)
     if rng.random() < 0.7:
         params = params.replace(repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
     if params.greedy and rng.random() < 0.7:
@@ -73,7 +77,8 @@ def random_facts(rng: random.Random, vocab: int) -> dict:
         "seed": rng.randrange(-(2**63), 2**64),
         "stops": [rng.randrange(vocab) for _ in range(2)],
         "prompt": [rng.randrange(vocab) for _ in range(rng.randint(1, 30))],
-        "output": [rng.randrange(vocab) for _ in range(rng.randint(0, 12))] * rng.randint(1, 3),
+        "output": [rng.randrange(vocab) for _ in range(rng.randint(0, 12))] * rng.randint(1, 3)
+        + [7 % vocab] * (rng.random() < 0.3),  # with which a bad word begins
     }
 
 
@@ -109,6 +114,29 @@ def test_agrees_with_the_plain_sampler(pool, vocab):
             kept = plain_sampler.kept(torch.tensor(expected, dtype=torch.float64).float().tolist(), params)
             number = plain_sampler.splitmix_uniform(one["seed"], len(one["output"]))
             assert drawn_for(number, kept, tokens[i]), where
+
+
+@pytest.mark.parametrize("vocab", [7, 64, 1000, 3001])
+def test_masks_are_as_if_the_logits_had_been_changed(pool, vocab):
+    rng, label = fresh_rng()
+    bits = np.random.default_rng(rng.getrandbits(32))
+    table, count = Table(vocab), 40
+    for _ in range(count):
+        table.add(**random_facts(rng, vocab))
+    logits = torch.stack([random_logits(rng, vocab) for _ in range(count)])
+    logits[rng.randrange(count), rng.randrange(vocab)] = math.nan  # counts only where it is possible
+    masked = rng.sample(range(count), 30)
+    words = bits.integers(-(2**31), 2**31, (30, num_words(vocab)), dtype=np.int32)
+    words[:20] &= -(bits.random((20, num_words(vocab))) < 0.1).astype(np.int32)  # of most words nothing is possible
+    allowed = Allowed(masked, words)
+    tokens, peaks = table.sample(pool, logits, allowed=allowed)
+    changed = logits.clone()
+    forbid(changed, allowed)
+    expected, others = table.sample(pool, changed)
+    assert tokens == expected, label
+    assert np.array_equal(np.isfinite(peaks), np.isfinite(others)), label
+    possible = [t for t in range(vocab) if int(words[0, t // 32]) >> (t % 32) & 1]
+    assert tokens[masked[0]] in possible or not math.isfinite(peaks[masked[0]]), label
 
 
 @pytest.mark.parametrize(

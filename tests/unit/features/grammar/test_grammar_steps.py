@@ -62,7 +62,7 @@ class RandomDevice:
         return RandomStep(plan)
 
     def sample(self, step: RandomStep, payload: dict[str, Any]) -> None:
-        plan = step.plan
+        plan, payload = step.plan, step.plan.payload | payload
         rows = [row for row, samples in enumerate(plan.samples) if samples]
         logits = torch.zeros(len(rows), VOCAB)
         failed: Mapping[int, str] = {}
