@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from octavo.engine_args import AsyncEngineArgs, EngineArgs
     from octavo.llm import LLM
     from octavo.llm_engine import LLMEngine
+    from octavo.pooling_params import PoolingParams
     from octavo.text.prepare import TextPrompt, TokensPrompt
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -53,6 +55,7 @@ _HOMES = {
     "CompletionOutput": "octavo.core.output",
     "EngineArgs": "octavo.engine_args",
     "LLMEngine": "octavo.llm_engine",
+    "PoolingParams": "octavo.pooling_params",
     "RequestOutput": "octavo.core.output",
     "RequestOutputKind": "octavo.core.params",
     "SamplingParams": "octavo.core.params",

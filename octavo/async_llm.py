@@ -20,11 +20,11 @@ from octavo.engine.process import CoreProcess
 from octavo.hub.progress import Progress, silent
 from octavo.hub.resolve import resolve
 from octavo.llm_inputs import refuse, tokenization
+from octavo.llm_tokenizer import ScriptTokenizer
 from octavo.text.frontend import Frontend
 from octavo.text.pooling import pool
 from octavo.text.prepare import Prompt
 from octavo.text.recipe import FrontendRecipe
-from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.engine_args import EngineArgs
@@ -163,7 +163,7 @@ class AsyncLLM:
         await self._started()
         params = sampling_params.clone() if sampling_params else self.frontend.default_params()
         options |= tokenization(tokenization_kwargs)
-        request = await self.frontend.prepare_async(prompt, params, request_id=request_id, **options)
+        request = await self.frontend.prepare_async(prompt, params, request_id=request_id, **{"fit": True, **options})
         text = prompt if isinstance(prompt, str) else None
         async with aclosing(cast("AsyncGenerator[RequestOutput]", self.frontend.generate(request, text))) as outputs:
             async for output in outputs:
@@ -217,9 +217,9 @@ class AsyncLLM:
         await self._client.reset_prefix_cache()
         return True
 
-    async def get_tokenizer(self) -> Tokenizer:
+    async def get_tokenizer(self) -> ScriptTokenizer:
         await self._started()
-        return self.frontend.tokenizer
+        return ScriptTokenizer(self.frontend.tokenizer, self.frontend.chat)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has stopped, or makes no progress although work waits."""

@@ -34,13 +34,13 @@ from octavo.llm_loop import SharedLoop
 from octavo.llm_metrics import Metric, metrics_of
 from octavo.llm_pooling import PoolingDriver, PoolingMethods
 from octavo.llm_progress import UseTqdm, open_progress
+from octavo.llm_tokenizer import ScriptTokenizer
 from octavo.text.answers import AnswerFormats
 from octavo.text.assembler import RequestAssembler
 from octavo.text.beams import beams_of
 from octavo.text.chat import chat_template_of
 from octavo.text.model_text import load_text
 from octavo.text.prepare import Preparer, Prompt, not_generating, sampling_defaults, with_defaults
-from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.engine_args import EngineArgs
@@ -273,8 +273,8 @@ class LLM(PoolingMethods):
         self._core.loop.reset_prefix_cache()
         return True
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self._tokenizer
+    def get_tokenizer(self) -> ScriptTokenizer:
+        return ScriptTokenizer(self._tokenizer, self._template)
 
     def get_default_sampling_params(self) -> SamplingParams:
         return with_defaults(self._defaults, {})
@@ -318,7 +318,7 @@ class LLM(PoolingMethods):
         """Check and tokenise prompts, of which only the end is wanted."""
         prompts = as_list(prompts)
         params = sampling_of(sampling_params, self.get_default_sampling_params(), len(prompts))
-        priorities = one_each(priority or 0, len(prompts), "priority")
+        priorities = one_each(0 if priority is None else priority, len(prompts), "priority")
         return [
             self._open(prompt, one, priority=rank, **tokenizing)
             for prompt, one, rank in zip(prompts, params, priorities, strict=True)
@@ -329,7 +329,7 @@ class LLM(PoolingMethods):
     ) -> RequestAssembler:
         """Check and tokenise one prompt."""
         name = request_id or f"llm-{next(self._ids)}"
-        prepared = self._preparer.prepare(prompt, params, request_id=name, **options)
+        prepared = self._preparer.prepare(prompt, params, request_id=name, fit=True, **options)
         return RequestAssembler(prepared.request, self._tokenizer, prepared.prompt_text)
 
     def _complete(

@@ -12,9 +12,9 @@ from octavo.core.stats import EngineStats
 from octavo.engine_args import EngineArgs
 from octavo.llm import LLM
 from octavo.llm_inputs import refuse, tokenization
+from octavo.llm_tokenizer import ScriptTokenizer
 from octavo.text.assembler import RequestAssembler
 from octavo.text.prepare import Prompt
-from octavo.text.tokenizer import Tokenizer
 
 
 class LLMEngine:
@@ -82,7 +82,7 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self._open)
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> ScriptTokenizer:
         return self._llm.get_tokenizer()
 
     def reset_prefix_cache(self) -> bool:

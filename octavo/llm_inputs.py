@@ -21,7 +21,6 @@ _TOKENIZATION = {
 _REMEDIES = {
     "lora_request": "LoRA adapters are not supported; merge the adapter into the weights and load the result",
     "mm_processor_kwargs": "images, audio and video are not supported; leave it out",
-    "pooling_params": "say dimensions= or normalize= to the method itself",
     "trace_headers": "tracing is not supported; leave it out",
     "data_parallel_rank": "there is one engine; leave it out",
 }

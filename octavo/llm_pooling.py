@@ -27,6 +27,7 @@ from octavo.core.request import GenerateRequest
 from octavo.llm_inputs import as_list, refuse, tokenization
 from octavo.llm_loop import SharedLoop
 from octavo.llm_progress import PromptProgress, UseTqdm, open_progress
+from octavo.pooling_params import PoolingSettings, settings_of
 from octavo.text.pooling import Pair, PoolingPreparer, pooled_output
 from octavo.text.prepare import Prompt
 from octavo.text.scoring import ScorePlan, paired, plan_scores
@@ -75,7 +76,8 @@ class PoolingMethods(ABC):
     Arguments that all methods have:
         truncate_prompt_tokens: cut longer prompts; -1 to what the model takes.
         use_tqdm: as in `LLM.generate`.
-        lora_request, pooling_params: refused unless None.
+        lora_request: refused unless None.
+        pooling_params: one for all prompts, or one each, in place of `dimensions` and `normalize`.
         tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`.
     """
 
@@ -95,7 +97,7 @@ class PoolingMethods(ABC):
         use_tqdm: UseTqdm = None,
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        pooling_params: Any = None,
+        pooling_params: PoolingSettings = None,
     ) -> list[EmbeddingRequestOutput]:
         """A vector of each prompt, in `outputs.embedding`.
 
@@ -106,8 +108,10 @@ class PoolingMethods(ABC):
         Raises:
             InvalidRequestError: a prompt can't be served, or the model makes no vectors.
         """
-        refuse(lora_request=lora_request, pooling_params=pooling_params)
-        params = self._pooling.preparer.params("embed", dimensions=dimensions, normalize=normalize)
+        refuse(lora_request=lora_request)
+        prompts = as_list(prompts)
+        settings = settings_of(pooling_params, len(prompts), dimensions=dimensions, normalize=normalize)
+        params = [self._pooling.preparer.params("embed", **one) for one in settings]
         tokenizing = _tokenizing(truncate_prompt_tokens, tokenization_kwargs)
         return [
             EmbeddingRequestOutput(one.request_id, EmbeddingOutput(one.pooled.values()), tokens, one.num_cached_tokens)
@@ -117,7 +121,7 @@ class PoolingMethods(ABC):
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: Any = None,
+        pooling_params: PoolingSettings = None,
         *,
         pooling_task: Task = "token_embed",
         normalize: bool | None = None,
@@ -127,12 +131,14 @@ class PoolingMethods(ABC):
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """What the task makes of each prompt, in `outputs.data`: by default a vector of each token."""
-        refuse(lora_request=lora_request, pooling_params=pooling_params)
+        refuse(lora_request=lora_request)
         if pooling_task not in get_args(Task):
             raise InvalidRequestError(
                 f"pooling_task must be one of {', '.join(get_args(Task))}.", param="pooling_task", value=pooling_task
             )
-        params = self._pooling.preparer.params(pooling_task, normalize=normalize)
+        prompts = as_list(prompts)
+        settings = settings_of(pooling_params, len(prompts), normalize=normalize)
+        params = [self._pooling.preparer.params(pooling_task, **one) for one in settings]
         several = pooling_task == "token_embed"
         tokenizing = _tokenizing(truncate_prompt_tokens, tokenization_kwargs)
         return [
@@ -153,11 +159,12 @@ class PoolingMethods(ABC):
         use_tqdm: UseTqdm = None,
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        pooling_params: Any = None,
+        pooling_params: PoolingSettings = None,
     ) -> list[ClassificationRequestOutput]:
         """The classification head's probabilities for each prompt, in `outputs.probs`; labels in `info.pooler`."""
-        refuse(lora_request=lora_request, pooling_params=pooling_params)
-        params = self._pooling.preparer.params("classify")
+        refuse(lora_request=lora_request)
+        prompts = as_list(prompts)
+        params = [self._pooling.preparer.params("classify", **one) for one in settings_of(pooling_params, len(prompts))]
         tokenizing = _tokenizing(truncate_prompt_tokens, tokenization_kwargs)
         return [
             ClassificationRequestOutput(one.request_id, ClassificationOutput(one.pooled.values()), tokens)
@@ -190,10 +197,11 @@ class PoolingMethods(ABC):
         ]
 
     def _pool(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams, use_tqdm: UseTqdm, tokenizing: dict[str, Any]
+        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: UseTqdm, tokenizing: dict[str, Any]
     ) -> list[tuple[list[int], PooledOutput]]:
         """Each prompt's tokens and result."""
-        requests = [self._pooling.prepare(prompt, params, **tokenizing) for prompt in as_list(prompts)]
+        pairs = zip(prompts, params, strict=True)
+        requests = [self._pooling.prepare(prompt, one, **tokenizing) for prompt, one in pairs]
         with open_progress(use_tqdm, len(requests)) as progress:
             done = self._pooling.run(self._core, requests, progress)
         return [(request.tokens, one) for request, one in zip(requests, done, strict=True)]

@@ -73,6 +73,7 @@ class Frontend:
         truncate: int | None = None,
         side: Side = "left",
         param: str = "prompt",
+        fit: bool = False,
     ) -> GenerateRequest:
         """Tokenises and checks; see `Preparer.prepare`."""
         return self.preparer.prepare(
@@ -85,6 +86,7 @@ class Frontend:
             truncate=truncate,
             side=side,
             param=param,
+            fit=fit,
         ).request
 
     async def prepare_async(self, prompt: Prompt, params: SamplingParams, **options: Any) -> GenerateRequest:

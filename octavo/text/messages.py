@@ -75,6 +75,9 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise _invalid(f"{where}.function must be an object with name and arguments", function)
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise _invalid(f"{where}.function.name must be the name of a function", name)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

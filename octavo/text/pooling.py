@@ -107,7 +107,7 @@ class PoolingPreparer:
                 self._check_ids(given, param)
                 tokens = given if limit is None or len(given) <= limit else cut(given, limit, side)
         if not tokens:
-            raise InvalidRequestError(f"The {param} is empty; give at least one token.", param=param, value=prompt)
+            raise InvalidRequestError(f"The {param} cannot be empty; give it a token.", param=param, value=prompt)
         if len(tokens) > self.info.max_model_len:
             error = self._checks.too_long(str(len(tokens)), param, len(tokens))
             error.message += " Or let the server cut it: truncate_prompt_tokens=-1."

@@ -93,6 +93,7 @@ class Preparer:
         truncate: int | None = None,
         side: Side = "left",
         param: str = "prompt",
+        fit: bool = False,
     ) -> Prepared:
         """A request whose every field is known to be good, with `max_tokens` resolved.
 
@@ -102,6 +103,7 @@ class Preparer:
             truncate: keep so many tokens; -1 as many as leave room for `max_tokens`; None refuses what is longer.
             side: where tokens are lost.
             param: the field that the prompt came from, for errors: "prompt" or "messages".
+            fit: take `max_tokens` that reach past the context as a wish for as many as there is room for.
 
         Raises:
             InvalidRequestError: the message names the field, the value and the limit.
@@ -124,7 +126,9 @@ class Preparer:
             tokens = tokens if limit is None or len(tokens) <= limit else cut(tokens, limit, side)
         if not tokens:
             raise InvalidRequestError(
-                f"The {param} is empty; give at least one token.", param=param, value=[] if text is None else text
+                f"The {param} cannot be empty; give it a token.",
+                param=param,
+                value=[] if text is None else text,
             )
         self._check_vocabulary(params)
         if self.info.stream_interval > (params.stream_interval or 1):
@@ -133,7 +137,7 @@ class Preparer:
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
             tokens=tokens,
-            params=self._with_max_tokens(params, len(tokens), param),
+            params=self._with_max_tokens(params, len(tokens), param, fit=fit),
             namespace=f"{namespace}\x1f{salt}" if salt else namespace,
             priority=priority,
             arrival=arrival,
@@ -184,12 +188,14 @@ class Preparer:
         sentence = context_error(self.info.max_model_len, count, field=_field(param))
         return InvalidRequestError(sentence, param=param, value=value)
 
-    def _with_max_tokens(self, params: SamplingParams, num_prompt: int, param: str) -> SamplingParams:
+    def _with_max_tokens(self, params: SamplingParams, num_prompt: int, param: str, *, fit: bool) -> SamplingParams:
         room = self.info.max_model_len - num_prompt
         if room < 1:
             raise self.too_long(str(num_prompt), param, num_prompt)
-        if params.max_tokens is None:
-            return params.replace(max_tokens=room)
+        if params.max_tokens is None or (fit and params.max_tokens > room):
+            return params.replace(
+                max_tokens=room, min_tokens=min(params.min_tokens, room) if fit else params.min_tokens
+            )
         if params.max_tokens > room:
             sentence = context_error(self.info.max_model_len, num_prompt, params.max_tokens, field=_field(param))
             raise InvalidRequestError(sentence, param="max_tokens", value=params.max_tokens)

@@ -21,6 +21,7 @@ from octavo import (
     BeamSearchParams,
     EngineArgs,
     LLMEngine,
+    PoolingParams,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -285,3 +286,60 @@ def test_requests_are_stepped_by_hand(folder: Path, llm: LLM) -> None:
         assert [last[name].outputs[0].token_ids for name in "ab"] == alone
     finally:
         engine.close()
+
+
+def test_more_tokens_than_there_is_room_for_are_as_many_as_fit(llm: LLM) -> None:
+    (output,) = llm.generate(list(range(5, 120)), GREEDY.replace(max_tokens=500, min_tokens=400))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (
+        llm.info.max_model_len - 115,
+        "length",
+    )
+
+
+@pytest.mark.parametrize(("priority", "fits"), [(None, True), (1, True), ([0, 1], True), ([0], False), ([], False)])
+def test_each_prompt_has_its_priority(llm: LLM, priority: Any, fits: bool) -> None:
+    if fits:
+        assert len(llm.generate(["a", "b"], GREEDY, priority=priority)) == 2
+        return
+    with pytest.raises(InvalidRequestError, match="entries for 2 prompts"):
+        llm.generate(["a", "b"], GREEDY, priority=priority)
+
+
+def test_the_tokenizer_has_the_names_that_scripts_know(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    tokens = tokenizer.encode("Hello")
+    assert tokenizer("Hello") == {"input_ids": tokens, "attention_mask": [1] * len(tokens)}
+    assert tokenizer(["a", "b"])["input_ids"] == [tokenizer.encode("a"), tokenizer.encode("b")]
+    assert tokenizer.batch_decode([tokens]) == [tokenizer.decode(tokens)] == ["Hello"]
+    names = tokenizer.convert_ids_to_tokens(tokens)
+    assert isinstance(names, list)
+    assert tokenizer.convert_tokens_to_ids([name or "" for name in names]) == tokens
+    assert [tokenizer.get_vocab()[name or ""] for name in names] == tokens
+    assert tokenizer.convert_ids_to_tokens(-1) is tokenizer.convert_tokens_to_ids("no such token") is None
+    for token in tokenizer.all_special_ids:
+        assert tokenizer.decode(token)
+        assert not tokenizer.decode(token, skip_special_tokens=True)
+    assert len(tokenizer) == tokenizer.vocab_size
+    text = tokenizer.apply_chat_template(USER, tokenize=False, mood="?")
+    assert text == "<user>Hello?"
+    assert tokenizer.apply_chat_template(USER, mood="?") == tokenizer.encode(str(text))
+    assert tokenizer.apply_chat_template(USER, chat_template="{{ messages[0].role }}", tokenize=False) == "user"
+    with pytest.raises(InvalidRequestError, match="Cannot set both"):
+        tokenizer.apply_chat_template(USER, add_generation_prompt=True, continue_final_message=True)
+
+
+def test_vectors_are_made_as_an_object_says(llm: LLM) -> None:
+    prompts = ["abc", "xyz"]
+    default = [one.outputs.embedding for one in llm.embed(prompts)]
+    each = llm.embed(prompts, pooling_params=[PoolingParams(use_activation=False), PoolingParams()])
+    assert math.hypot(*each[0].outputs.embedding) != pytest.approx(1, abs=1e-3)
+    assert each[1].outputs.embedding == pytest.approx(default[1])
+    plain = llm.embed("abc", normalize=False)[0].outputs.embedding
+    assert plain == pytest.approx(each[0].outputs.embedding)
+    assert len(llm.encode(prompts, PoolingParams(), pooling_task="embed")) == 2
+    with pytest.raises(InvalidRequestError, match="entries for 2 prompts"):
+        llm.encode(prompts, pooling_params=[PoolingParams()])
+    with pytest.raises(InvalidRequestError, match="exclude each other"):
+        llm.embed("abc", normalize=True, pooling_params=PoolingParams())
+    with pytest.raises(TypeError, match="must be PoolingParams"):
+        llm.embed("abc", pooling_params=object())  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from octavo.text.messages import plain_messages
 from octavo.text.tools.formats import ToolFormat
 
 Mode = Literal["auto", "none", "required", "named"]
@@ -59,8 +60,12 @@ class ToolUse:
 def explain_in_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], form: ToolFormat
 ) -> list[dict[str, Any]]:
-    """The messages for a chat template that knows no tools: told in the system message, calls and results as text."""
-    plain = [_in_words(message, form) for message in messages]
+    """The messages for a chat template that knows no tools: told in the system message, calls and results as text.
+
+    Raises:
+        InvalidRequestError: a past call is not of OpenAI's form.
+    """
+    plain = [_in_words(message, form) for message in plain_messages(messages)]
     if not tools:
         return plain
     example = form.write("NAME", '{"ARGUMENT": "VALUE"}')

@@ -164,6 +164,25 @@ def test_past_calls_reach_every_template() -> None:
     assert told.prompt == "userHello;assistantRome;toolrain;None"
 
 
+@pytest.mark.parametrize("template", [PLAIN, WITH_TOOLS], ids=["in-words", "by-the-template"])
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ({}, "messages[1].tool_calls[0].function must be an object with name and arguments."),
+        ({"function": {"arguments": "{}"}}, "messages[1].tool_calls[0].function.name must be the name of a function."),
+        (
+            {"function": {"name": "f", "arguments": "{"}},
+            "messages[1].tool_calls[0].function.arguments is not valid JSON.",
+        ),
+    ],
+)
+def test_a_past_call_without_its_parts_is_refused(template: str, call: dict[str, Any], said: str) -> None:
+    past = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+    answer = Place("Hi.", template).ask(HELLO | {"messages": past})
+    assert (answer.status, answer.error()["param"]) == (400, "messages")
+    assert answer.error()["message"].startswith(said)
+
+
 def test_reasoning_has_a_field_of_its_own() -> None:
     place = Place("I wonder.\n</think>\n\nYes.", THINKING)
     message, _ = place.both(HELLO)

@@ -96,7 +96,7 @@ def test_token_ids_are_cut_too() -> None:
         ),
         ([57], {}, r"out of vocabulary.*check_embedding_ctx_length=False"),
         ([True], {}, "must be integers"),
-        ([], {}, "input is empty"),
+        ([], {}, "input cannot be empty"),
         ("ab", {"truncate": 0}, "must be -1"),
         ("ab", {"truncate": 13}, "from 1 to 12, got 13"),
         ("ab", {"truncate": 2}, "more than the 2 marks"),
