@@ -2,6 +2,7 @@
 
     python benchmarks/cpu_scaling.py
     python benchmarks/cpu_scaling.py --formats int8 --repeats 5
+    python benchmarks/cpu_scaling.py --batches --contexts 8192 --add          in pieces: the other points stay
     python benchmarks/cpu_scaling.py --plot-only          draws docs/cpu-scaling.svg again from the results
 
 Three series for each format (greedy, end-of-sequence ignored, random prompts):
@@ -144,11 +145,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bfloat16", "int8"])
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS))
+    parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
+    parser.add_argument("--contexts", nargs="*", type=int, default=list(CONTEXTS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--add", action="store_true", help="keep what the output holds and this run does not measure")
     parser.add_argument("--plot-only", action="store_true")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu_scaling.json")
     parser.add_argument("--plot", type=Path, default=HERE.parent / "docs" / "cpu-scaling.svg")
@@ -156,10 +158,13 @@ def main() -> int:
     if args.plot_only:
         draw(json.loads(args.output.read_text(encoding="utf-8")), args.plot)
         return 0
-    result: dict[str, Any] = {"benchmark": "cpu_scaling", **describe(), "threads": args.threads, "series": {}}
+    every = measured(args.output) if args.add else {}
+    result: dict[str, Any] = {"benchmark": "cpu_scaling", **describe(), "threads": args.threads, "series": every}
     for kind in args.formats:
         print(kind, flush=True)
-        result["series"][kind] = run(args, kind)
+        known = every.setdefault(kind, {})
+        for name, points in run(args, kind).items():
+            known[name] = dict(sorted((known.get(name, {}) | points).items()))
     result["cliffs"] = {kind: cliffs(series) for kind, series in result["series"].items()}
     print(json.dumps(result["cliffs"], indent=1))
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -167,6 +172,15 @@ def main() -> int:
     print(f"written to {args.output}")
     draw(json.loads(args.output.read_text(encoding="utf-8")), args.plot)
     return 1 if any(result["cliffs"].values()) else 0
+
+
+def measured(path: Path) -> dict[str, dict[str, Series]]:
+    """The series that were written; JSON had made words of their numbers."""
+    series = json.loads(path.read_text(encoding="utf-8"))["series"]
+    return {
+        kind: {name: {int(at): rate for at, rate in points.items()} for name, points in of.items()}
+        for kind, of in series.items()
+    }
 
 
 def run(args: argparse.Namespace, kind: str) -> dict[str, Series]:
