@@ -27,10 +27,12 @@ class ScriptTokenizer(Tokenizer):
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> dict[str, Any]:
         """`input_ids` and `attention_mask`, of one text or of several; nothing is padded."""
-        one = isinstance(text, str)
-        made = [self.encode(part, add_special_tokens=add_special_tokens) for part in ([text] if one else text)]
+        texts = [text] if isinstance(text, str) else text
+        made = [self.encode(part, add_special_tokens=add_special_tokens) for part in texts]
         masks = [[1] * len(tokens) for tokens in made]
-        return {"input_ids": made[0] if one else made, "attention_mask": masks[0] if one else masks}
+        if isinstance(text, str):
+            return {"input_ids": made[0], "attention_mask": masks[0]}
+        return {"input_ids": made, "attention_mask": masks}
 
     def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
         """Text of one token or of several."""
