@@ -18,10 +18,34 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device, copy=True)
 
 
-def send(array: np.ndarray, into: Tensor) -> None:
-    """The array's values into a tensor of its shape, there for whatever is launched after this call."""
-    host = torch.from_numpy(array)
-    into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)
+class Lane:
+    """Transfers to fixed places on a device, beside what it computes meanwhile; on a CPU they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._read: torch.cuda.Event | None = None
+
+    def send(self, array: np.ndarray, into: Tensor) -> None:
+        """The array's values into a tensor of its shape, there for whatever is launched after this call.
+
+        What reads the values that were there must have been launched before `done`.
+        """
+        host = torch.from_numpy(array)
+        if self._stream is None:
+            into.copy_(host)
+            return
+        host = host.pin_memory()
+        with torch.cuda.stream(self._stream):
+            if self._read is not None:
+                self._read.wait()
+            into.copy_(host, non_blocking=True)
+            arrived = self._stream.record_event()
+        arrived.wait()
+
+    def done(self) -> None:
+        """All that reads what was sent has been launched."""
+        if self._stream is not None:
+            self._read = torch.cuda.current_stream(self._stream.device).record_event()
 
 
 def upload_parts(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,9 +126,9 @@ class ResidentSampler:
         self._allowed = ResidentAllowed(len(table.length), vocab_size, table.length.device)
         self._counts: Tensor | None = None
 
-    def allow(self, allowed: Allowed | None) -> None:
-        """Say which tokens are possible in the rows that are sampled from now on; None for all."""
-        self._allowed.set(allowed)
+    def allowing(self, allowed: Allowed | None) -> AbstractContextManager[None]:
+        """In which rows are sampled, in this way or recorded, of which only some tokens are possible; None for all."""
+        return self._allowed.during(allowed)
 
     def draw(self, logits: Tensor, slots: Tensor, kept: Kept | None = None) -> Tensor:
         """The tokens of plain rows, or of processed and filtered ones: [S] int32, -1 where no token is possible.
@@ -168,7 +169,7 @@ class ResidentSampler:
     def sample(self, logits: Tensor, slots: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Logprobs]:
         """Any rows: the processors in the order of `processors.py`, then the filters, then the draw.
 
-        What `allow` forbids may be taken out of `logits`.
+        What is not allowed may be taken out of `logits`.
 
         Returns:
             tokens [S] int32, -1 where no token is possible; and what `Sampled.logprobs` holds.

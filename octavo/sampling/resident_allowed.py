@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from octavo.device.transfer import send
+from octavo.device.transfer import Lane, upload
 from octavo.sampling.allowed import Allowed, num_words
 from octavo.sampling.triton_draw import forbid_kernel
 
@@ -15,7 +18,7 @@ _BLOCK = 4096
 
 
 class ResidentAllowed:
-    """What the rows of the batch that is sampled next may have.
+    """What the rows of the batch that is being sampled may have.
 
     Attributes:
         which: [rows] int32, where in `words` a row's mask is; -1 if all its tokens are possible.
@@ -26,21 +29,40 @@ class ResidentAllowed:
         self.which = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self.words = torch.zeros(max_rows, num_words(vocab_size), dtype=torch.int32, device=device)
         self._rows: list[int] = []
+        self._lane = Lane(device)
 
-    def set(self, allowed: Allowed | None) -> None:
-        """One transfer, and another where other rows are masked than before; none where none was and none is."""
+    @contextmanager
+    def during(self, allowed: Allowed | None) -> Iterator[None]:
+        """What is launched meanwhile reads these masks; None allows everything.
+
+        They are sent while the device still computes what was launched before. Where that may still read `which`, its
+        new values wait for it; they rarely change.
+        """
         rows = [] if allowed is None else list(allowed.rows)
-        if rows != self._rows:
-            which = np.full(len(self.which), -1, dtype=np.int32)
-            which[rows] = np.arange(len(rows))
-            send(which, self.which)
-            self._rows = rows
         if allowed is not None and rows:
-            send(allowed.words, self.words[: len(rows)])
+            self._lane.send(allowed.words, self.words[: len(rows)])
+        if rows != self._rows:
+            self.which.copy_(upload(places_of(rows, len(self.which)), self.which.device))
+            self._rows = rows
+        yield
+        if rows:
+            self._lane.done()
 
     def forbid(self, logits: Tensor) -> None:
         """Minus infinity for the impossible tokens of logits [S, V], in place."""
         if self._rows:
-            rows, vocab = logits.shape
-            grid = (rows, triton.cdiv(vocab, _BLOCK))
-            forbid_kernel[grid](self.which, self.words, logits, vocab, self.words.stride(0), BLOCK=_BLOCK)
+            forbid(logits, self.which, self.words)
+
+
+def places_of(rows: list[int], count: int) -> np.ndarray:
+    """[count] int32: the place of each of `count` rows among `rows`; -1 for the others."""
+    places = np.full(count, -1, dtype=np.int32)
+    places[rows] = np.arange(len(rows))
+    return places
+
+
+def forbid(logits: Tensor, which: Tensor, words: Tensor) -> None:
+    """Minus infinity for the impossible tokens of logits [S, V], in place, by what `ResidentAllowed` holds."""
+    rows, vocab = logits.shape
+    grid = (rows, triton.cdiv(vocab, _BLOCK))
+    forbid_kernel[grid](which, words, logits, vocab, words.stride(0), BLOCK=_BLOCK)

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from octavo.device.transfer import upload
-from octavo.sampling.allowed import Allowed
-from octavo.sampling.resident_allowed import ResidentAllowed
+from octavo.sampling import resident_allowed
+from octavo.sampling.resident_allowed import places_of
 
 if TYPE_CHECKING:
     from octavo.sampling.resident import Row
@@ -31,9 +31,8 @@ def forbid(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
 def _allow(logits: Tensor, rows: Sequence[Row]) -> None:
     named = [(i, row.params.allowed) for i, row in enumerate(rows) if row.params.allowed is not None]
     if named:
-        masks = ResidentAllowed(*logits.shape, logits.device)
-        masks.set(Allowed([i for i, _ in named], np.stack([words for _, words in named])))
-        masks.forbid(logits)
+        which = upload(places_of([i for i, _ in named], len(logits)), logits.device)
+        resident_allowed.forbid(logits, which, upload(np.stack([words for _, words in named]), logits.device))
 
 
 def _end_bad_words(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:

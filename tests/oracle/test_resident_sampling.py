@@ -209,10 +209,10 @@ def test_masks_are_as_if_the_logits_had_been_changed(settings):
         changed = logits.clone()
         forbid(changed, Allowed(masked, words))
         changed[changed == -torch.inf] = -3e38  # so that the other way knows of no minus infinity either
-        rows.sampler.allow(Allowed(masked, words) if masked else None)
-        tokens, reports = rows.sampler.sample(logits.to(DEVICE), rows.slots, rows.rows)
-        rows.sampler.allow(None)
-        expected, others = rows.sampler.sample(changed.to(DEVICE), rows.slots, rows.rows)
+        with rows.sampler.allowing(Allowed(masked, words) if masked else None):
+            tokens, reports = rows.sampler.sample(logits.to(DEVICE), rows.slots, rows.rows)
+        with rows.sampler.allowing(None):
+            expected, others = rows.sampler.sample(changed.to(DEVICE), rows.slots, rows.rows)
         assert tokens.tolist() == expected.tolist()
         for (_, one), (_, other) in zip(reports, others, strict=True):
             assert one[0].wait().tolist() == pytest.approx(other[0].wait().tolist(), abs=1e-4)
@@ -220,6 +220,6 @@ def test_masks_are_as_if_the_logits_had_been_changed(settings):
 
 def test_a_row_in_which_nothing_is_possible_has_no_token():
     rows = Rows([SamplingParams(temperature=0), SamplingParams(temperature=1.0)])
-    rows.sampler.allow(Allowed([0, 1], np.zeros((2, num_words(VOCAB)), dtype=np.int32)))
-    tokens, _ = rows.sampler.sample(some_logits(2).to(DEVICE), rows.slots, rows.rows)
+    with rows.sampler.allowing(Allowed([0, 1], np.zeros((2, num_words(VOCAB)), dtype=np.int32))):
+        tokens, _ = rows.sampler.sample(some_logits(2).to(DEVICE), rows.slots, rows.rows)
     assert tokens.tolist() == [-1, -1]

@@ -177,16 +177,16 @@ class ResidentRunner:
         payload = step.plan.payload | payload
         order = [row.slot for row in step.rows]
         allowed = what_is_allowed(self._hooks, order, payload)
-        self._sampler.allow(allowed)
         step.failed = {} if allowed is None else dict(allowed.errors)
         plain = not changes_logits(self._hooks, payload) and all(row.plain for row in step.rows)
-        if step.bucket and self.graphs is not None and plain:
-            sampled = self.graphs.sample(step.bucket)
-            step.sampled = Sampled(Download(sampled[: len(step.rows)]), [])
-            return
-        logits = self._model.logits(step.hidden)
-        step.failed |= apply_hooks(self._hooks, logits, order, payload)
-        tokens, logprobs = self._sampler.sample(logits, step.slots, step.rows)
+        with self._sampler.allowing(allowed):
+            if step.bucket and self.graphs is not None and plain:
+                sampled = self.graphs.sample(step.bucket)
+                step.sampled = Sampled(Download(sampled[: len(step.rows)]), [])
+                return
+            logits = self._model.logits(step.hidden)
+            step.failed |= apply_hooks(self._hooks, logits, order, payload)
+            tokens, logprobs = self._sampler.sample(logits, step.slots, step.rows)
         self._slots.append(step.slots, tokens)
         step.sampled = Sampled(Download(tokens), logprobs)
 
