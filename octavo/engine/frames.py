@@ -23,6 +23,8 @@ class Frames:
     def take(self, data: bytes) -> list[bytes]:
         """The messages that are complete with `data`, in order."""
         pending = self._pending
+        if not pending and len(data) > _LENGTH.size and _LENGTH.unpack_from(data)[0] == len(data) - _LENGTH.size:
+            return [data[_LENGTH.size :]]  # one message and no more, as most pieces are
         pending += data
         messages, at = [], 0
         while len(pending) - at >= _LENGTH.size:
