@@ -87,6 +87,19 @@ def context_error(
     )
 
 
+_INTERNAL = "Internal error: "
+
+
+def internal_error(error: Exception) -> str:
+    """How a request that a fault of the engine's has ended tells of it: with its insides, so not to strangers."""
+    return f"{_INTERNAL}{type(error).__name__}: {error}"
+
+
+def is_internal(text: str) -> bool:
+    """Whether `internal_error` wrote it; other reasons are sentences for whoever asked."""
+    return text.startswith(_INTERNAL)
+
+
 def _short(value: Any, limit: int = 120) -> str:
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

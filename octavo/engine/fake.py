@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.errors import EngineDeadError, InvalidRequestError
+from octavo.core.errors import EngineDeadError, InvalidRequestError, internal_error
 from octavo.core.info import Health, ModelInfo
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
 from octavo.core.params import SamplingParams
@@ -110,7 +110,7 @@ class FakeEngine:
             raise
         except Exception as exc:
             for index in range(request.params.n):
-                yield TokenDelta(request.id, index, [], finish=FinishReason.ERROR, error=str(exc))
+                yield TokenDelta(request.id, index, [], finish=FinishReason.ERROR, error=internal_error(exc))
             return
         self._live[request.id] = live
         self.running.add(request.id)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 
+from octavo.core.errors import internal_error
 from octavo.core.output import TokenDelta
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
@@ -71,7 +72,7 @@ class EngineLoop:
             log.exception("a step failed; if several requests were in it, they run again one by one")
             self._flight.clear()
             self._ahead = None
-            news += self._scheduler.recover(f"{type(error).__name__}: {error}")
+            news += self._scheduler.recover(internal_error(error))
         return news
 
     def _step(self, news: list[TokenDelta]) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import InvalidRequestError, internal_error
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
 
@@ -58,7 +58,7 @@ def admitted(
             return 0, error
         except Exception as exc:
             log.exception("the feature %r failed to admit request %s, which ends here", hook.name, request.id)
-            return 0, RuntimeError(f"{hook.name}: {type(exc).__name__}: {exc}")
+            return 0, RuntimeError(internal_error(exc))
     return num_tokens, None
 
 
@@ -74,7 +74,7 @@ def committed(hooks: Sequence[EngineHook], request: Request, tokens: Sequence[in
             complete |= hook.on_commit(request, tokens)
         except Exception as exc:
             log.exception("the feature %r failed on a token of request %s, which ends here", hook.name, request.id)
-            failed = f"{hook.name}: {type(exc).__name__}: {exc}"
+            failed = internal_error(exc)
     return complete, failed
 
 

@@ -147,7 +147,7 @@ def test_a_feature_that_fails_on_a_token_ends_that_request_alone(depth, caplog):
         engine.ask(name, [ord(name[0])] * 5)
     ends = engine.run().ends()
     assert ends["guilty", 0].finish is FinishReason.ERROR
-    assert ends["guilty", 0].error == "broken: KeyError: 'a state that is not there'"
+    assert ends["guilty", 0].error == "Internal error: KeyError: 'a state that is not there'"
     assert engine.outputs("guilty") == {0: toy_generate([ord("g")] * 5, 3, stop_ids=())}
     for name in ("a", "b"):
         assert engine.outputs(name) == {0: toy_generate([ord(name)] * 5, 8, stop_ids=())}
@@ -179,7 +179,7 @@ def test_a_feature_that_fails_to_admit_a_request_ends_that_alone(whole, depth, c
         engine.ask(name, prompt)
     ends = engine.run().ends()
     assert ends["guilty", 0].finish is FinishReason.ERROR
-    assert ends["guilty", 0].error == "broken: KeyError: 'an option that is not there'"
+    assert ends["guilty", 0].error == "Internal error: KeyError: 'an option that is not there'"
     assert ends["guilty", 0].refused is None
     for name in ("a", "b"):
         assert engine.outputs(name) == {0: toy_generate(prompt, 8, stop_ids=())}

@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 from msgspec import UNSET
 
+from octavo.core.errors import is_internal
 from octavo.core.output import RequestOutput
 from octavo.core.params import SamplingParams
 from octavo.core.request import BACKGROUND, GenerateRequest
@@ -101,12 +102,19 @@ async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[
                 ctx.admission.begun(job.request)
                 for choice in output.outputs:
                     if choice.finish_reason == "error":
-                        raise ApiError(500, "The engine could not finish this request; send it again.")
+                        raise _failure(str(choice.stop_reason))
                 yield number, output
     finally:
         active.discard(job.request.id)
         ctx.admission.leave(job.request)
         record.end()
+
+
+def _failure(reason: str) -> ApiError:
+    """Why the engine gave a request up: a sentence about the request, or a fault whose insides are for the log."""
+    if is_internal(reason):
+        return ApiError(500, "The engine could not finish this request; send it again. Its log says why.")
+    return ApiError(500, f"The engine could not finish this request: {reason}")
 
 
 class UsageCounter:

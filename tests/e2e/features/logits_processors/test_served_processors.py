@@ -57,7 +57,7 @@ def test_processors_over_http(
         assert "".join(chunk.choices[0].text for chunk in streamed) == digits
         with pytest.raises(openai.BadRequestError, match="only must be 'digits', not 'letters'"):
             client.completions.create(**asked, extra_body={"vllm_xargs": {"only": "letters"}})
-        with pytest.raises(openai.InternalServerError, match="could not finish this request"):
+        with pytest.raises(openai.InternalServerError, match="my_processors:Fails failed: KeyError: 'planned'"):
             client.completions.create(**asked, extra_body={"vllm_xargs": {"fail": 1}})
         assert "my_processors:Fails failed on a request, which ends here" in server.output()
         assert "KeyError: 'planned'" in server.output()
