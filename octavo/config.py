@@ -284,6 +284,7 @@ class ServerConfig:
     log_stats_interval_s: float = 10.0
     enable_docs: bool = True
     enable_force_include_usage: bool = False
+    enable_prompt_tokens_details: bool = False
     enable_log_requests: bool = False
     trust_request_chat_template: bool = False
     enable_tokenizer_info_endpoint: bool = False

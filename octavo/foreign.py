@@ -46,7 +46,6 @@ def _switch(what: str) -> Missing:
 _LORA = "LoRA adapters are"
 
 _MEDIA = "images, audio and video are"
-_SAYS_SO = "the answer always says so"
 _ONE_ENGINE = "there is one engine and one way in which it runs"
 
 _MODEL: dict[str, Missing | Needless] = {
@@ -121,7 +120,6 @@ _SERVER: dict[str, Missing | Needless] = {
     "tool-strict-level": Needless("calls always keep to the schemas of the tools", takes_value=True),
     "tool-server": _value("tools that the server runs are"),
     "enable-reasoning": Needless("reasoning is told apart where the model marks it"),
-    "enable-prompt-tokens-details": Needless(_SAYS_SO),
     "enable-request-id-headers": Needless("every answer has X-Request-Id"),
     "enable-server-load-tracking": Needless("/load always answers"),
     "enable-per-request-metrics": _switch("timing in answers is"),

@@ -339,4 +339,11 @@ SERVER = (
         "off",
         switch=True,
     ),
+    Flag(
+        "enable-prompt-tokens-details",
+        "server.enable_prompt_tokens_details",
+        "say in usage how many prompt tokens the prefix cache had",
+        "off",
+        switch=True,
+    ),
 )

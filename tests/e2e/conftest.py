@@ -11,7 +11,10 @@ from serving import Server
 from octavo.hub.files import ModelFiles
 
 # In float32 the greedy tokens do not hang on how the requests were batched; one thread leaves the rest to the client.
-SETTINGS = ("--kv-cache-memory-bytes", "256M", "--max-model-len", "2048", "--threads", "1", "--dtype", "float32")
+SETTINGS = (
+    *("--kv-cache-memory-bytes", "256M", "--max-model-len", "2048", "--threads", "1", "--dtype", "float32"),
+    "--enable-prompt-tokens-details",
+)
 
 
 @pytest.fixture(scope="session")

@@ -158,7 +158,7 @@ class _Answer:
 async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer: LogprobWriter) -> ChatCompletion:
     """The answers to one conversation, or one answer to each of several."""
     jobs = [chat.job for chat in chats]
-    counter = UsageCounter(jobs)
+    counter = UsageCounter(ctx, jobs)
     routed = [chat.choices() for chat in chats]
     answers = [[_Answer() for _ in choices] for choices in routed]
     prompt = None
@@ -214,7 +214,7 @@ def _count_reasoning(counter: UsageCounter, chat: Chat, routed: list[Routed]) ->
 
 
 async def _stream(ctx: ServerContext, chat: Chat, reply: Reply, writer: LogprobWriter) -> AsyncGenerator[bytes, None]:
-    counter = UsageCounter([chat.job])
+    counter = UsageCounter(ctx, [chat.job])
     routed = chat.choices()
     finished = 0
     opening = _opening(reply, counter, chat)

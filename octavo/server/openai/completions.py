@@ -99,7 +99,7 @@ def _whole(
     writer: LogprobWriter,
     body: CompletionBody,
 ) -> Completion:
-    counter = UsageCounter(jobs)
+    counter = UsageCounter(ctx, jobs)
     choices = []
     for number, (job, output) in enumerate(zip(jobs, outputs, strict=True)):
         counter.add(number, output)
@@ -131,7 +131,7 @@ def _best(choices: list[CompletionOutput], count: int) -> list[CompletionOutput]
 async def _stream(
     ctx: ServerContext, jobs: list[Job], reply: Reply, writer: LogprobWriter, body: CompletionBody
 ) -> AsyncGenerator[bytes, None]:
-    counter = UsageCounter(jobs)
+    counter = UsageCounter(ctx, jobs)
     only_echo = body.only_echo
     n = jobs[0].request.params.n
     unfinished = n * len(jobs)

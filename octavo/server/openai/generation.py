@@ -120,7 +120,8 @@ def _failure(reason: str) -> ApiError:
 class UsageCounter:
     """Adds up one HTTP request's tokens."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, ctx: ServerContext, jobs: Sequence[Job]) -> None:
+        self._tells_cached = ctx.config.enable_prompt_tokens_details
         self._prompt = sum(len(job.prompt_tokens) for job in jobs)
         self._cached = [0] * len(jobs)
         self._completion = 0
@@ -138,6 +139,6 @@ class UsageCounter:
             self._prompt,
             self._completion,
             self._prompt + self._completion,
-            CachedTokens(sum(self._cached)),
+            CachedTokens(sum(self._cached)) if self._tells_cached else UNSET,
             UNSET if self.reasoning_tokens is None else CompletionTokens(self.reasoning_tokens),
         )

@@ -27,7 +27,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: CachedTokens | UnsetType = UNSET
     completion_tokens_details: CompletionTokens | UnsetType = UNSET
 
 

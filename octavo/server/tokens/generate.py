@@ -35,7 +35,7 @@ async def generate(ctx: ServerContext, request: Request) -> Response:
     if asked.streamed:
         return EventStream(_stream(ctx, job, reply, writer))
     (output,) = await until_disconnect(request.receive, collect(ctx, [job]))
-    counter = UsageCounter([job])
+    counter = UsageCounter(ctx, [job])
     counter.add(0, output)
     return json_response(
         Generated(
@@ -58,7 +58,7 @@ def _choice(choice: CompletionOutput, writer: LogprobWriter) -> GenerateChoice:
 
 
 async def _stream(ctx: ServerContext, job: Job, reply: Reply, writer: LogprobWriter) -> AsyncGenerator[bytes, None]:
-    counter = UsageCounter([job])
+    counter = UsageCounter(ctx, [job])
     unfinished = job.request.params.n
     async with aclosing(run(ctx, [job])) as outputs:
         async for number, output in outputs:

@@ -89,7 +89,7 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
     name = body.request_id or request.state.request_id
     jobs = await _prepare(ctx, body, name)
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))
-    counter = UsageCounter(jobs)
+    counter = UsageCounter(ctx, jobs)
     for number, output in enumerate(outputs):
         counter.add(number, output)
     softmax = body.apply_softmax is not False

@@ -153,7 +153,6 @@ def test_usage_is_told_when_asked_for(hello: House) -> None:
         "prompt_tokens": len("[user]Hello\n[assistant]"),
         "completion_tokens": len("Héllo 😀".encode()) + 1,
         "total_tokens": len("[user]Hello\n[assistant]") + len("Héllo 😀".encode()) + 1,
-        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert ask_now(hello.app, CHAT, HELLO).json()["usage"] == expected
 
@@ -176,6 +175,11 @@ def test_usage_can_be_forced() -> None:
     app = make_house(saying("hi"), ServerConfig(enable_force_include_usage=True)).app
     events = ask_now(app, CHAT, HELLO | {"stream": True}).events()
     assert events[-1]["usage"]["completion_tokens"] == 3
+
+
+def test_usage_tells_of_cached_tokens_where_the_server_was_asked_to() -> None:
+    app = make_house(saying("hi"), ServerConfig(enable_prompt_tokens_details=True)).app
+    assert ask_now(app, CHAT, HELLO).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_unknown_fields_are_told_once(hello: House) -> None:
