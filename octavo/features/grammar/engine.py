@@ -1,8 +1,8 @@
 """`GrammarEngine`: the engine half. It follows each request through its grammar and makes the masks.
 
 One request's round: a token is committed and its matcher advances; before the next token is sampled its mask is
-computed. The masks of a step are computed together, on threads that know nothing of Python: before the step's forward
-pass where all earlier tokens are known by then, else during it.
+computed. The masks of a step are computed together, many of them on threads that know nothing of Python: before the
+step's forward pass where all earlier tokens are known by then, else during it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from octavo.features.grammar.compiler import Compiler
 from octavo.schedule.hooks import EngineHook
 
 _MAX_THREADS = 8
+_FEW = 24
+"""So many masks are computed before other threads, which the compute threads of a CPU compete with, are awake."""
 
 
 class Masks(msgspec.Struct):
@@ -126,8 +128,13 @@ class GrammarEngine(EngineHook):
         if count > len(self._bits):
             self._bits = np.zeros((2 * count, words), dtype=np.int32)
         bits = self._bits[:count]
+        first, stride = bits.ctypes.data, bits.strides[0]
         matchers = [(guide.matcher, row) for row, (_, guide) in enumerate(guided.values()) if guide.matcher is not None]
-        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, 4 * words, count)
+        if count <= _FEW:
+            for matcher, row in matchers:
+                matcher.unsafe_compute_mask_ptr(first + row * stride, stride)
+        else:
+            self._executor.unsafe_compute_mask_ptr(matchers, first, stride, count)
         errors: dict[int, str] = {}
         for slot, (_, guide) in guided.items():
             if guide.matcher is not None and guide.matcher.is_error() and not guide.error:

@@ -23,6 +23,7 @@ from octavo.core.structured import StructuredOutputsParams
 from octavo.engine.loop import EngineLoop
 from octavo.features import FeatureContext, build_features
 from octavo.features.grammar import compiler as compiler_module
+from octavo.features.grammar import engine as engine_module
 from octavo.features.grammar.compiler import Compiler
 from octavo.features.grammar.engine import GrammarEngine, Masks
 from octavo.features.grammar.worker import GrammarWorker
@@ -113,8 +114,9 @@ class House:
 ITEM = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"enum": ["a", "b"]}}, "required": ["n", "s"]}
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_even_random_logits_give_the_form(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "few"), [(0, 24), (0, 2), (1, 2), (2, 24)])
+def test_even_random_logits_give_the_form(depth: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_FEW", few)
     house = House(depth=depth, seed=depth)
     closed = ITEM | {"additionalProperties": False}
     for i in range(12):
