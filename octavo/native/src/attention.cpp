@@ -88,25 +88,17 @@ struct FloatReader : Reader<T, FloatReader<T>> {
         template <int M>
         void run(int first) const {
             Tile<M, P> tile;
-            float* sums = r.part.sums + (int64_t)first * r.dim + panel * kPanel;
-            tile.read(sums, r.dim);
-            const uint32_t* weights = r.weights + first * (kTile / per);
-            int place = 0;
-            for (int at = begin; at + kPanel <= end; at += kPanel, place++) add(tile, weights, place, kPanel / per);
-            // Past the context's end a block holds anything, which not even zero may be multiplied with.
-            const int left = end - begin - place * kPanel;
-            if (left > 0) add(tile, weights, place, (left + per - 1) / per);
-            tile.write(sums, r.dim);
-        }
-
-        // The values of 16 tokens, or the first words of them.
-        template <int M>
-        __attribute__((always_inline)) void add(Tile<M, P>& tile, const uint32_t* weights, int place, int words) const {
-            const uint32_t *values[P], *next[P];
-            for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
-            for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
-            const Rowwise<M> rows(weights + place * (kPanel / per), kTile / per);
-            multiply<T>(tile, rows, values, words, Base::template ahead<Few>(next));
+            tile.clear();
+            Rowwise<M> weights(r.weights + first * (kTile / per), kTile / per);
+            for (int at = begin, place = 0; at < end; at += kPanel, place++) {
+                const uint32_t *values[P], *next[P];
+                for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
+                for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
+                // Past the context's end a block holds anything, which not even zero may be multiplied with.
+                const int words = (std::min(kPanel, end - at) + per - 1) / per;
+                add_words<T>(tile, weights, values, words, Base::template ahead<Few>(next));
+            }
+            tile.add_to(r.part.sums + (int64_t)first * r.dim + panel * kPanel, r.dim);
         }
     };
 };

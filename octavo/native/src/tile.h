@@ -18,14 +18,18 @@ struct Tile {
             for (Vec& v : row) v = Vec{};
     }
 
-    void read(const float* from, int64_t stride) {
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < P * VP; j++) sums[m][j] = load(from + m * stride + j * W);
+    void write(float* to, int64_t stride) const {
+#pragma GCC unroll 24
+        for (int m = 0; m < M; m++, to += stride)
+#pragma GCC unroll 16
+            for (int j = 0; j < P * VP; j++) store(to + j * W, sums[m][j]);
     }
 
-    void write(float* to, int64_t stride) const {
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < P * VP; j++) store(to + m * stride + j * W, sums[m][j]);
+    void add_to(float* sum, int64_t stride) const {
+#pragma GCC unroll 24
+        for (int m = 0; m < M; m++, sum += stride)
+#pragma GCC unroll 16
+            for (int j = 0; j < P * VP; j++) store(sum + j * W, load(sum + j * W) + sums[m][j]);
     }
 };
 
@@ -79,11 +83,11 @@ struct Interleaved {
     __attribute__((always_inline)) void advance() { words += M; }
 };
 
-// Adds the rows times the panels b. The sums are copied so that the compiler keeps them in registers.
-template <class T, int M, int P, class Rows, class Soon = Nothing>
-__attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, Rows rows, const uint32_t* const (&b)[P],
-                                                    int words, const Soon& ahead = {}) {
-    Tile<M, P> sum = tile;
+// Adds the next `words` words of the rows times those of the panels b. For the sums to be kept in registers, nothing
+// else may know the address of `tile`.
+template <class T, int M, int P, class Rows, class Soon>
+__attribute__((always_inline)) inline void add_words(Tile<M, P>& tile, Rows& rows, const uint32_t* const (&b)[P],
+                                                     int words, const Soon& ahead) {
     for (int k = 0; k < words; k++) {
         ahead.fetch(k);
         Word columns[P * VP];
@@ -95,10 +99,18 @@ __attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, Rows rows,
         for (int m = 0; m < M; m++) {
             const Word row = splat(rows(m));
 #pragma GCC unroll 16
-            for (int j = 0; j < P * VP; j++) sum.sums[m][j] = multiply_add<T>(sum.sums[m][j], columns[j], row);
+            for (int j = 0; j < P * VP; j++) tile.sums[m][j] = multiply_add<T>(tile.sums[m][j], columns[j], row);
         }
         rows.advance();
     }
+}
+
+// Adds the rows times the panels b.
+template <class T, int M, int P, class Rows, class Soon = Nothing>
+__attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, Rows rows, const uint32_t* const (&b)[P],
+                                                    int words, const Soon& ahead = {}) {
+    Tile<M, P> sum = tile;
+    add_words<T>(sum, rows, b, words, ahead);
     tile = sum;
 }
 
