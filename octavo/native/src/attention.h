@@ -114,7 +114,7 @@ struct Work {
         }
         constexpr int kStep = 4 * kPanel;  // keys at once: less, and the loops would cost as much as what is in them
         const int stop = (high + kStep - 1) / kStep * kStep;
-        for (int j = 0; j < stop; j += W)
+        for (int j = 0; (low > 0 || high < stop) && j < stop; j += W)
             if (j < low || j + W > high) store(s + j, hide(load(s + j), low - j, high - j));
         Vec peak = splat(kNegInf);
         for (int j = 0; j < stop; j += kStep)
@@ -234,7 +234,7 @@ struct Context {
 };
 
 // Goes over a task's keys a tile at a time. Which numbers lie in the cache, and so how a tile is computed, is `Own`'s:
-// fetch() prepares the queries, attend_tile<Few>(begin, end) adds keys and values to `part`.
+// fetch() prepares the queries, attend_tile(begin, end) adds keys and values to `part`.
 template <class T, class Own>
 struct Reader : Work {
     const AttentionTask& after;      // the task that this thread most likely takes next
@@ -255,17 +255,13 @@ struct Reader : Work {
     }
 
     // While few rows are computed memory is what they wait for, so the same words of the next tile are fetched. With
-    // more than Own::kFewRows rows the keys are in a cache already.
-    template <bool Few, int P>
-    static auto ahead(const uint32_t* const (&next)[P]) {
-        if constexpr (!Few) {
-            return Nothing{};
-        } else {
-            Ahead<P> ahead;
-            for (int p = 0; p < P; p++) ahead.from[p] = reinterpret_cast<const char*>(next[p]);
-            ahead.step = kPanel * 4;
-            return ahead;
-        }
+    // many rows it costs nothing.
+    template <int P>
+    static Ahead<P> ahead(const uint32_t* const (&next)[P]) {
+        Ahead<P> ahead;
+        for (int p = 0; p < P; p++) ahead.from[p] = reinterpret_cast<const char*>(next[p]);
+        ahead.step = kPanel * 4;
+        return ahead;
     }
 
     // Keys [first, last) of the context into `part`.
@@ -279,9 +275,7 @@ struct Reader : Work {
             const int stop = std::min(begin + kTile, last);
             std::copy(std::begin(soon), std::end(soon), places);
             stop < last ? context.find(stop, soon) : next.find(next_begin, soon);
-            Own& own = *static_cast<Own*>(this);
-            rows <= Own::kFewRows ? own.template attend_tile<true>(begin, stop)
-                                  : own.template attend_tile<false>(begin, stop);
+            static_cast<Own*>(this)->attend_tile(begin, stop);
         }
         for (int m = 0; m < rows; m++) part.totals[m] = horizontal_sum(totals[m]);
     }
@@ -291,7 +285,7 @@ struct Reader : Work {
     __attribute__((always_inline)) void fetch_rows(int buffer, const AttentionTask& task) const {
         const int64_t size = (int64_t)group * dim * (op.dtype == kBfloat ? 2 : 4);
         for (int query = task.begin; query < task.begin + task.count; query++) {
-            const char* row = program.template at<char>(buffer, step.query_start[task.row] + query) + task.kv_head * size;
+            const char* row = program.at<char>(buffer, step.query_start[task.row] + query) + task.kv_head * size;
             for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(row + line, Write, 2);
         }
     }

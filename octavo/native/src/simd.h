@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -228,6 +229,15 @@ inline Int multiply_add_bytes(Int acc, Word u, Word s) {
     for (int shift = 0; shift < 32; shift += 8) acc += (Int)((u >> shift) & 0xff) * ((Int)(s << (24 - shift)) >> 24);
     return acc;
 #endif
+}
+
+// How words of bytes are multiplied: the sign is the second factor's, or the first's.
+struct UnsignedBySigned;
+struct SignedByUnsigned;
+
+template <class T>
+inline Int multiply_add(Int acc, Word a, Word b) {
+    return std::is_same<T, UnsignedBySigned>::value ? multiply_add_bytes(acc, a, b) : multiply_add_bytes(acc, b, a);
 }
 
 template <int N>
