@@ -26,9 +26,10 @@ inline void gate(const Program& program, const OctavoOp& op, const Tile<M, P>& t
     }
 }
 
-// Fetches where `finish` will add to while the products are computed. (Always inline as Ahead::fetch is.)
+// Fetches the lines that `finish` writes, while the products are computed. (Always inline as Ahead::fetch is.)
 template <int M, int P>
-__attribute__((always_inline)) inline void fetch_sums(const Program& program, const OctavoOp& op, int panel, int first) {
+__attribute__((always_inline)) inline void fetch_results(const Program& program, const OctavoOp& op, int panel,
+                                                      int first) {
     if (op.epilogue == kGate) return;
     for (int m = 0; m < M; m++)
         for (int p = 0; p < P; p++)

@@ -247,8 +247,8 @@ inline Vec polynomial(Vec x, const float (&c)[N]) {
     return y;
 }
 
-// 2^x for x below 127: the whole part by the exponent, the fraction by its minimax polynomial of degree D (3 or 6), to within
-// 8e-5 or 2e-7. 0 far below, NaN for NaN.
+// 2^x for x below 127: the whole part by the exponent, the fraction by its minimax polynomial of degree D (3 or 6), to
+// within 8e-5 or 2e-7. 0 far below, NaN for NaN.
 template <int D>
 inline Vec powers_of_2(Vec x) {
     static_assert(D == 3 || D == 6);
