@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
-_LONG = ("attention", "blocks", "attention_int8", "linear")
-"""Sources that take a compiler longest, these in that order."""
+_LONG = (("attention", "attention_int8"), ("blocks",), ("linear",))
+"""Sources that take a compiler long, by what is compiled together: in units of about three seconds."""
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-pthread")
 _TIMEOUT_S = 180
 _building = threading.Lock()
@@ -132,15 +132,18 @@ def _compile(command: list[str], path: Path) -> Path:
 
 
 def _units(folder: Path) -> list[Path]:
-    """What is compiled, about the longest first, so that the compilers running side by side end together.
+    """What is compiled, of about equal length, so that the compilers running side by side end together.
 
     Reading the standard library's headers takes a second, so the sources that take little more are one unit.
     """
-    short = sorted(source for source in SOURCES.glob("*.cpp") if source.stem not in _LONG)
-    together = folder / "together.cpp"
-    together.write_text("".join(f'#include "{source}"\n' for source in short), encoding="utf-8")
-    first, *others = (SOURCES / f"{name}.cpp" for name in _LONG)
-    return [first, together, *others]
+    long = {name for names in _LONG for name in names}
+    short = sorted(source.stem for source in SOURCES.glob("*.cpp") if source.stem not in long)
+    units = []
+    for names in (*_LONG, short):
+        unit = folder / f"{names[0]}.cpp"
+        unit.write_text("".join(f'#include "{SOURCES / name}.cpp"\n' for name in names), encoding="utf-8")
+        units.append(unit)
+    return units
 
 
 def _writable(folder: Path) -> Path:

@@ -24,7 +24,6 @@ struct FloatReader : Reader<T, FloatReader<T>> {
     // Rows of a register tile over a pair of panels; fewer where speed matters less than the time to compile.
     static constexpr int kMaxRows = sizeof(T) == 2 ? 2 * kWideRows : kWideRows;
     static constexpr int kMaxOddRows = 4;  // over the last panel of an odd number
-    static constexpr int kFewRows = kMaxRows;
 
     uint32_t* queries;  // [rows][dim] as words, interleaved tile by tile
     uint32_t* weights;  // [rows][kTile] as words
@@ -35,34 +34,28 @@ struct FloatReader : Reader<T, FloatReader<T>> {
         weights = reinterpret_cast<uint32_t*>(this->take(rows * kTile));
     }
 
-    void fetch() { for_row_tiles<kMaxRows>(rows, Fetch{*this}); }
-
-    struct Fetch {
-        const FloatReader& r;
-        template <int M>
-        void run(int first) const {
-            const int words = r.dim / kPerWord<T>;
-            uint32_t* to = r.queries + (int64_t)first * words;
-            for (int m = 0; m < M; m++) {
-                const T* query = r.template query<T>(first + m);
-                for (int k = 0; k < words; k++) std::memcpy(to + k * M + m, query + k * kPerWord<T>, 4);
+    void fetch() {
+        const int words = dim / kPerWord<T>;
+        each_row_tile(rows, kMaxRows, [&](int first, int count) {
+            uint32_t* to = queries + (int64_t)first * words;
+            for (int m = 0; m < count; m++) {
+                const T* query = this->template query<T>(first + m);
+                for (int k = 0; k < words; k++) std::memcpy(to + k * count + m, query + k * kPerWord<T>, 4);
             }
-        }
-    };
+        });
+    }
 
-    template <bool Few>
     void attend_tile(int begin, int end) {
         const int panels = (end - begin + kPanel - 1) / kPanel;
-        for (int p = 0; p < panels; p += 2) for_row_tiles<kMaxRows>(rows, Score<Few>{*this, p});
+        for (int p = 0; p < panels; p += 2) for_row_tiles<kMaxRows>(rows, Score{*this, p});
         for (int m = 0; m < rows; m++)
             this->template weigh<sizeof(T) == 2 ? 3 : 6>(m, begin, end, reinterpret_cast<T*>(weights) + m * kTile);
         int panel = 0;
         for (; panel + 2 <= dim / kPanel; panel += 2)
-            for_row_tiles<kMaxRows>(rows, Gather<2, Few>{*this, panel, begin, end});
-        if (panel < dim / kPanel) for_row_tiles<kMaxOddRows>(rows, Gather<1, Few>{*this, panel, begin, end});
+            for_row_tiles<kMaxRows>(rows, Gather<2>{*this, panel, begin, end});
+        if (panel < dim / kPanel) for_row_tiles<kMaxOddRows>(rows, Gather<1>{*this, panel, begin, end});
     }
 
-    template <bool Few>
     struct Score {
         const FloatReader& r;
         int panel;
@@ -74,12 +67,12 @@ struct FloatReader : Reader<T, FloatReader<T>> {
             const uint32_t* keys[] = {r.places[panel].keys, r.places[panel + 1].keys};
             const uint32_t* next[] = {r.soon[panel].keys, r.soon[panel + 1].keys};
             const Interleaved<M> rows{r.queries + (int64_t)first * words};
-            multiply<T>(tile, rows, keys, words, Base::template ahead<Few>(next));
+            multiply<T>(tile, rows, keys, words, Base::ahead(next));
             tile.write(r.scores + first * kTile + panel * kPanel, kTile);
         }
     };
 
-    template <int P, bool Few>
+    template <int P>
     struct Gather {
         const FloatReader& r;
         int panel, begin, end;
@@ -88,25 +81,17 @@ struct FloatReader : Reader<T, FloatReader<T>> {
         template <int M>
         void run(int first) const {
             Tile<M, P> tile;
-            float* sums = r.part.sums + (int64_t)first * r.dim + panel * kPanel;
-            tile.read(sums, r.dim);
-            const uint32_t* weights = r.weights + first * (kTile / per);
-            int place = 0;
-            for (int at = begin; at + kPanel <= end; at += kPanel, place++) add(tile, weights, place, kPanel / per);
-            // Past the context's end a block holds anything, which not even zero may be multiplied with.
-            const int left = end - begin - place * kPanel;
-            if (left > 0) add(tile, weights, place, (left + per - 1) / per);
-            tile.write(sums, r.dim);
-        }
-
-        // The values of 16 tokens, or the first words of them.
-        template <int M>
-        __attribute__((always_inline)) void add(Tile<M, P>& tile, const uint32_t* weights, int place, int words) const {
-            const uint32_t *values[P], *next[P];
-            for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
-            for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
-            const Rowwise<M> rows(weights + place * (kPanel / per), kTile / per);
-            multiply<T>(tile, rows, values, words, Base::template ahead<Few>(next));
+            tile.clear();
+            Rowwise<M> weights(r.weights + first * (kTile / per), kTile / per);
+            for (int at = begin, place = 0; at < end; at += kPanel, place++) {
+                const uint32_t *values[P], *next[P];
+                for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
+                for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
+                // Past the context's end a block holds anything, which not even zero may be multiplied with.
+                const int words = (std::min(kPanel, end - at) + per - 1) / per;
+                add_words<T>(tile, weights, values, words, Base::ahead(next));
+            }
+            tile.add_to(r.part.sums + (int64_t)first * r.dim + panel * kPanel, r.dim);
         }
     };
 };

@@ -17,6 +17,7 @@ namespace octavo {
 constexpr int kTile = 128;  // keys between two updates of the running softmax
 constexpr int kPart = 512;  // keys that one task reads of a row with few queries
 constexpr int kMaxPanels = kTile / kPanel;
+constexpr float kSlack = 8;  // by so much a score may exceed its row's peak: its weight is a few powers of two then
 
 // Running softmax of some rows: peak score (in powers of two), sum of weights, weighted sum of values.
 struct Running {
@@ -94,44 +95,56 @@ struct Work {
         return program.at<T>(op.input, token(m / group)) + (task.kv_head * group + m % group) * dim;
     }
 
-    // Scores of row m to weights, and what was summed so far to the new peak. The weights may replace the scores. They
-    // are exact to 8e-5 or 2e-7, with polynomials of degree D = 3 or 6.
+    // Scores of row m to weights, which may replace the scores. They are exact to 8e-5 or 2e-7, with polynomials of
+    // degree D = 3 or 6.
     template <int D, class T>
     void weigh(int m, int begin, int end, T* to) {
-        constexpr float log2e = 1.44269504088896341f;
-        float* s = scores + m * kTile;
         const int low = std::max(visible_begin(m) - begin, 0), high = std::min(visible_end(m), end) - begin;
         if (high <= low) {
             for (int j = 0; j < kTile; j += W) store(to + j, Vec{});
             return;
         }
+        constexpr float log2e = 1.44269504088896341f;
+        float* s = scores + m * kTile;
         float scale = op.scale * log2e;
         if (op.soft_cap > 0) {
             for (int j = 0; j < high; j += W)
-                store(s + j, hyperbolic_tangent(load(s + j) * (op.scale / op.soft_cap)) * (op.soft_cap * log2e));
-            scale = 1.0f;
+                store(s + j, hyperbolic_tangent(load(s + j) * (op.scale / op.soft_cap)));
+            scale = op.soft_cap * log2e;
         }
-        for (int j = 0; j < high; j += W)
+        constexpr int kStep = 4 * kPanel;  // keys at once: less, and the loops would cost as much as what is in them
+        const int stop = (high + kStep - 1) / kStep * kStep;
+        for (int j = 0; (low > 0 || high < stop) && j < stop; j += W)
             if (j < low || j + W > high) store(s + j, hide(load(s + j), low - j, high - j));
         Vec peak = splat(kNegInf);
-        for (int j = 0; j < high; j += W) peak = maximum(peak, load(s + j));
-        const float before = part.peaks[m], top = std::max(before, horizontal_max(peak) * scale);
+        for (int j = 0; j < stop; j += kStep)
+#pragma GCC unroll 8
+            for (int i = j; i < j + kStep; i += W) peak = maximum(peak, load(s + i));
+        if (exceeds(peak * scale, part.peaks[m] + kSlack)) raise_peak(m, horizontal_max(peak) * scale);
+        const float top = part.peaks[m];
+        constexpr int per = kPerWord<T>;
         Vec sum{};
-        int j = 0;
-        for (; j < high; j += W) {
-            const Vec weight = exp2_of_negative<D>(load(s + j) * scale - top);
-            store(to + j, weight);
-            sum += weight;
-        }
-        for (; j < kTile; j += W) store(to + j, Vec{});
-        if (top > before) {
-            const float factor = before == kNegInf ? 0.0f : exponential2(before - top);
-            float* o = part.sums + (int64_t)m * dim;
-            for (int c = 0; c < dim; c += W) store(o + c, load(o + c) * factor);
-            totals[m] *= factor;
-            part.peaks[m] = top;
-        }
+        for (int j = 0; j < stop; j += kStep)
+#pragma GCC unroll 8
+            for (int i = j; i < j + kStep; i += W * per) {
+                Vec weights[per];
+                for (int n = 0; n < per; n++) weights[n] = powers_of_2<D>(load(s + i + n * W) * scale - top);
+                const Word words = join<T>(weights);
+                std::memcpy(to + i, &words, sizeof words);
+                sum = multiply_add<T>(sum, words, ones<T>());  // as rounded: what all lose alike is no error then
+            }
+        for (int j = stop; j < kTile; j += W) store(to + j, Vec{});
         totals[m] += sum;
+    }
+
+    // What was summed so far to a higher peak.
+    void raise_peak(int m, float peak) {
+        const float before = part.peaks[m];
+        const float factor = before == kNegInf ? 0.0f : exponential2(before - peak);
+        float* o = part.sums + (int64_t)m * dim;
+        for (int c = 0; c < dim; c += W) store(o + c, load(o + c) * factor);
+        totals[m] *= factor;
+        part.peaks[m] = peak;
     }
 
     // Lanes outside [low, high) to minus infinity, whatever they hold.
@@ -221,16 +234,18 @@ struct Context {
 };
 
 // Goes over a task's keys a tile at a time. Which numbers lie in the cache, and so how a tile is computed, is `Own`'s:
-// fetch() prepares the queries, attend_tile<Few>(begin, end) adds keys and values to `part`.
+// fetch() prepares the queries, attend_tile(begin, end) adds keys and values to `part`.
 template <class T, class Own>
 struct Reader : Work {
-    const Context<T> context, next;  // of this task, and of the one that this thread most likely takes next
+    const AttentionTask& after;      // the task that this thread most likely takes next
+    const Context<T> context, next;  // of this task, and of that one
     const int next_begin;            // the first key of the next task
     Place places[kMaxPanels], soon[kMaxPanels];  // of a tile of keys and of the tile after it
 
     Reader(Program& program, const OctavoOp& op, const AttentionTask& task, const AttentionTask& after, int thread,
            int more)
         : Work(program, op, task, thread, more),
+          after(after),
           context(*this, task),
           next(*this, after),
           next_begin(std::max(after.part, 0) * kPart) {}
@@ -240,17 +255,13 @@ struct Reader : Work {
     }
 
     // While few rows are computed memory is what they wait for, so the same words of the next tile are fetched. With
-    // more than Own::kFewRows rows the keys are in a cache already.
-    template <bool Few, int P>
-    static auto ahead(const uint32_t* const (&next)[P]) {
-        if constexpr (!Few) {
-            return Nothing{};
-        } else {
-            Ahead<P> ahead;
-            for (int p = 0; p < P; p++) ahead.from[p] = reinterpret_cast<const char*>(next[p]);
-            ahead.step = kPanel * 4;
-            return ahead;
-        }
+    // many rows it costs nothing.
+    template <int P>
+    static Ahead<P> ahead(const uint32_t* const (&next)[P]) {
+        Ahead<P> ahead;
+        for (int p = 0; p < P; p++) ahead.from[p] = reinterpret_cast<const char*>(next[p]);
+        ahead.step = kPanel * 4;
+        return ahead;
     }
 
     // Keys [first, last) of the context into `part`.
@@ -264,15 +275,27 @@ struct Reader : Work {
             const int stop = std::min(begin + kTile, last);
             std::copy(std::begin(soon), std::end(soon), places);
             stop < last ? context.find(stop, soon) : next.find(next_begin, soon);
-            Own& own = *static_cast<Own*>(this);
-            rows <= Own::kFewRows ? own.template attend_tile<true>(begin, stop)
-                                  : own.template attend_tile<false>(begin, stop);
+            static_cast<Own*>(this)->attend_tile(begin, stop);
         }
         for (int m = 0; m < rows; m++) part.totals[m] = horizontal_sum(totals[m]);
     }
 
+    // The rows that a task reads, or writes, of a buffer into the second-level cache. (Inline as Ahead::fetch is.)
+    template <int Write>
+    __attribute__((always_inline)) void fetch_rows(int buffer, const AttentionTask& task) const {
+        const int64_t size = (int64_t)group * dim * (op.dtype == kBfloat ? 2 : 4);
+        for (int query = task.begin; query < task.begin + task.count; query++) {
+            const char* row = program.at<char>(buffer, step.query_start[task.row] + query) + task.kv_head * size;
+            for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(row + line, Write, 2);
+        }
+    }
+
     void run() {
         static_cast<Own*>(this)->fetch();
+        if (task.part < 0) {  // this takes a while
+            fetch_rows<0>(op.input, after);
+            fetch_rows<1>(op.output, task);
+        }
         if (task.part >= 0) {
             attend(task.part * kPart, (task.part + 1) * kPart);
             keep_part();

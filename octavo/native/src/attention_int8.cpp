@@ -14,42 +14,15 @@ typedef int8_t Byte __attribute__((vector_size(W)));
 constexpr int kPlanes = 2;
 constexpr int kKeyOffset = 128;
 
-// Sums of products of bytes, for R rows: those of the high bytes and of the low bytes in turns.
-template <int R, int P>
-struct ByteTile {
-    Int sums[R][P * VP];
-
-    // Of each row's pair of sums, and its vector j.
+// Sums of products of bytes, two for each of M rows: those of the high bytes and of the low bytes.
+template <int M, int P>
+struct ByteTile : Tile<M * kPlanes, P, Int> {
+    // Row m's sums, vector j.
     Vec total(int m, int j) const {
         const auto value = [](Int v) { return __builtin_convertvector(v, Vec); };
-        return value(sums[2 * m][j]) * 256.0f + value(sums[2 * m + 1][j]);
+        return value(this->sums[2 * m][j]) * 256.0f + value(this->sums[2 * m + 1][j]);
     }
 };
-
-// As `multiply` of tile.h. The bytes with a sign are the rows', or the panels'.
-template <bool SignedRows, int R, int P, class Rows, class Soon>
-__attribute__((always_inline)) inline void multiply_bytes(ByteTile<R, P>& tile, Rows rows, const uint32_t* const (&b)[P],
-                                                          int words, const Soon& ahead) {
-    ByteTile<R, P> sum = tile;
-    for (int k = 0; k < words; k++) {
-        ahead.fetch(k);
-        Word columns[P * VP];
-#pragma GCC unroll 16
-        for (int p = 0; p < P; p++)
-#pragma GCC unroll 4
-            for (int v = 0; v < VP; v++) columns[p * VP + v] = load_as<Word>(b[p] + k * kPanel + v * W);
-#pragma GCC unroll 24
-        for (int m = 0; m < R; m++) {
-            const Word row = splat(rows(m));
-#pragma GCC unroll 16
-            for (int j = 0; j < P * VP; j++)
-                sum.sums[m][j] = SignedRows ? multiply_add_bytes(sum.sums[m][j], columns[j], row)
-                                            : multiply_add_bytes(sum.sums[m][j], row, columns[j]);
-        }
-        rows.advance();
-    }
-    tile = sum;
-}
 
 // What to add to a scale, so that NaN and infinity are not lost in the integers.
 float flaw(Vec sum_of_differences) { return horizontal_sum(sum_of_differences); }
@@ -57,7 +30,6 @@ float flaw(Vec sum_of_differences) { return horizontal_sum(sum_of_differences); 
 struct Int8Reader : Reader<char, Int8Reader> {
     // Of a register tile: with more it would take longer to compile, and be no faster.
     static constexpr int kMaxRows = W < 16 ? 1 : 4;
-    static constexpr int kFewRows = 2 * kWideRows;
 
     uint32_t* queries;  // [rows][dim][kPlanes] bytes as words, interleaved tile by tile
     uint8_t* weights;   // [rows][kPlanes][kTile]
@@ -74,23 +46,19 @@ struct Int8Reader : Reader<char, Int8Reader> {
         low_starts = reinterpret_cast<int32_t*>(take(rows));
     }
 
-    void fetch() { for_row_tiles<kMaxRows>(rows, Fetch{*this}); }
-
-    struct Fetch {
-        Int8Reader& r;
-        template <int M>
-        void run(int first) const {
-            const int words = r.dim / 4;
-            uint32_t* to = r.queries + (int64_t)first * words * kPlanes;
-            for (int m = 0; m < M; m++) {
-                uint8_t* planes = reinterpret_cast<uint8_t*>(r.whole.sums);  // not yet in use
-                r.narrow_query(first + m, planes, planes + r.dim);
+    void fetch() {
+        const int words = dim / 4;
+        each_row_tile(rows, kMaxRows, [&](int first, int count) {
+            uint32_t* to = queries + (int64_t)first * words * kPlanes;
+            for (int m = 0; m < count; m++) {
+                uint8_t* planes = reinterpret_cast<uint8_t*>(whole.sums);  // not yet in use
+                narrow_query(first + m, planes, planes + dim);
                 for (int k = 0; k < words; k++)
                     for (int i = 0; i < kPlanes; i++)
-                        std::memcpy(to + (k * M + m) * kPlanes + i, planes + i * r.dim + k * 4, 4);
+                        std::memcpy(to + (k * count + m) * kPlanes + i, planes + i * dim + k * 4, 4);
             }
-        }
-    };
+        });
+    }
 
     void narrow_query(int m, uint8_t* high, uint8_t* low) {
         op.dtype == kBfloat ? narrow_query(m, query<bf16>(m), high, low) : narrow_query(m, query<float>(m), high, low);
@@ -129,31 +97,27 @@ struct Int8Reader : Reader<char, Int8Reader> {
         std::memcpy(to, &bytes, sizeof bytes);
     }
 
-    template <bool Few>
     void attend_tile(int begin, int end) {
         const int panels = (end - begin + kPanel - 1) / kPanel;
-        if constexpr (Few) {
-            for (const Place& place : soon)
-                for (const float* scales : {place.key_scales, place.value_scales}) __builtin_prefetch(scales, 0, 2);
-        }
-        for (int p = 0; p < panels; p += 2) for_row_tiles<kMaxRows>(rows, Score<Few>{*this, p});
+        for (const Place& place : soon)
+            for (const float* scales : {place.key_scales, place.value_scales}) __builtin_prefetch(scales, 0, 2);
+        for (int p = 0; p < panels; p += 2) for_row_tiles<kMaxRows>(rows, Score{*this, p});
         for (int m = 0; m < rows; m++) {
             weigh<6>(m, begin, end, scores + m * kTile);
             narrow_weights(m, panels);
         }
         int panel = 0;
         for (; panel + 2 <= dim / kPanel; panel += 2)
-            for_row_tiles<kMaxRows>(rows, Gather<2, Few>{*this, panel, panels});
-        if (panel < dim / kPanel) for_row_tiles<kMaxRows>(rows, Gather<1, Few>{*this, panel, panels});
+            for_row_tiles<kMaxRows>(rows, Gather<2>{*this, panel, panels});
+        if (panel < dim / kPanel) for_row_tiles<kMaxRows>(rows, Gather<1>{*this, panel, panels});
     }
 
-    template <bool Few>
     struct Score {
         const Int8Reader& r;
         int panel;
         template <int M>
         void run(int first) const {
-            ByteTile<M * kPlanes, 2> tile;
+            ByteTile<M, 2> tile;
             for (int m = 0; m < M; m++)
                 for (int j = 0; j < 2 * VP; j++) {
                     tile.sums[2 * m][j] = r.high_starts[first + m] - Int{};
@@ -164,7 +128,7 @@ struct Int8Reader : Reader<char, Int8Reader> {
             const uint32_t* keys[] = {places[0].keys, places[1].keys};
             const uint32_t* next[] = {r.soon[panel].keys, r.soon[panel + 1].keys};
             const Interleaved<M * kPlanes> rows{r.queries + (int64_t)first * words * kPlanes};
-            multiply_bytes<true>(tile, rows, keys, words, ahead<Few>(next));
+            multiply<UnsignedBySigned>(tile, rows, keys, words, ahead(next));
             for (int m = 0; m < M; m++) {
                 float* to = r.scores + (first + m) * kTile + panel * kPanel;
                 for (int j = 0; j < 2 * VP; j++) {
@@ -199,14 +163,14 @@ struct Int8Reader : Reader<char, Int8Reader> {
         weight_scales[m] = top / most + flaw(differences);
     }
 
-    template <int P, bool Few>
+    template <int P>
     struct Gather {
         const Int8Reader& r;
         int panel, panels;
 
         template <int M>
         void run(int first) const {
-            ByteTile<M * kPlanes, P> tile{};
+            ByteTile<M, P> tile{};
             constexpr int words = kPanel / 4;
             const uint32_t* weights = reinterpret_cast<const uint32_t*>(r.weights + first * kPlanes * kTile);
             for (int place = 0; place < panels; place++) {
@@ -214,7 +178,7 @@ struct Int8Reader : Reader<char, Int8Reader> {
                 for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
                 for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
                 const Rowwise<M * kPlanes> rows(weights + place * words, kTile / 4);
-                multiply_bytes<false>(tile, rows, values, words, ahead<Few>(next));
+                multiply<SignedByUnsigned>(tile, rows, values, words, ahead(next));
             }
             for (int m = 0; m < M; m++) {
                 float* sums = r.part.sums + (int64_t)(first + m) * r.dim + panel * kPanel;

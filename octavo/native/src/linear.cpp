@@ -45,6 +45,7 @@ struct Columns {
         const int first = begin + row;
         const uint32_t* a = program.at<const uint32_t>(op.input, first);
         const int64_t stride = program.at<const uint32_t>(op.input, first + 1) - a;
+        fetch_results<M, P>(program, op, panel, first);
         Tile<M, P> tile;
         tile.clear();
         multiply<T>(tile, Rowwise<M>(a, stride), weights, words, ahead(row));

@@ -26,6 +26,16 @@ inline void gate(const Program& program, const OctavoOp& op, const Tile<M, P>& t
     }
 }
 
+// Fetches the lines that `finish` writes, while the products are computed. (Always inline as Ahead::fetch is.)
+template <int M, int P>
+__attribute__((always_inline)) inline void fetch_results(const Program& program, const OctavoOp& op, int panel,
+                                                      int first) {
+    if (op.epilogue == kGate) return;
+    for (int m = 0; m < M; m++)
+        for (int p = 0; p < P; p++)
+            __builtin_prefetch(program.at<float>(op.output, first + m) + (panel + p) * kPanel, 1);
+}
+
 // Adds the bias and stores the tile: as it is, on top of what is there, or as silu(gate) * up of its pair of panels.
 template <int M, int P>
 inline void finish(const Program& program, const OctavoOp& op, Tile<M, P>& tile, int panel, int first) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -78,6 +79,23 @@ inline Word pair_up(Vec low, Vec high) {
     return __builtin_convertvector(narrow(low), Word) | __builtin_convertvector(narrow(high), Word) << 16;
 }
 
+// The lanes of one or two vectors in a row as words of T.
+template <class T>
+inline Word join(const Vec (&v)[kPerWord<T>]) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == 2) return (Word)_mm512_cvtne2ps_pbh((__m512)v[1], (__m512)v[0]);
+#endif
+    Word words;
+    for (int n = 0; n < kPerWord<T>; n++) store(reinterpret_cast<T*>(&words) + n * W, v[n]);
+    return words;
+}
+
+// Ones in all places of words of T.
+template <class T>
+inline Word ones() {
+    return splat(sizeof(T) == 2 ? 0x3f803f80u : 0x3f800000u);
+}
+
 inline float to_float(float x) { return x; }
 
 inline float to_float(bf16 x) {
@@ -148,6 +166,14 @@ inline float horizontal_max(Vec v) {
 #endif
 }
 
+inline bool exceeds(Vec v, float limit) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#else
+    return horizontal_max(v) > limit;
+#endif
+}
+
 // In a fixed order, by halves.
 inline float horizontal_sum(Vec v) {
 #if defined(__AVX512F__)
@@ -205,6 +231,15 @@ inline Int multiply_add_bytes(Int acc, Word u, Word s) {
 #endif
 }
 
+// How words of bytes are multiplied: the sign is the second factor's, or the first's.
+struct UnsignedBySigned;
+struct SignedByUnsigned;
+
+template <class T>
+inline Int multiply_add(Int acc, Word a, Word b) {
+    return std::is_same<T, UnsignedBySigned>::value ? multiply_add_bytes(acc, a, b) : multiply_add_bytes(acc, b, a);
+}
+
 template <int N>
 inline Vec polynomial(Vec x, const float (&c)[N]) {
     Vec y = splat(c[N - 1]);
@@ -212,10 +247,10 @@ inline Vec polynomial(Vec x, const float (&c)[N]) {
     return y;
 }
 
-// 2^x for x <= 0: the whole part by the exponent, the fraction by its minimax polynomial of degree D (3 or 6), to within
-// 8e-5 or 2e-7. 0 far below, NaN for NaN.
+// 2^x for x below 127: the whole part by the exponent, the fraction by its minimax polynomial of degree D (3 or 6), to
+// within 8e-5 or 2e-7. 0 far below, NaN for NaN.
 template <int D>
-inline Vec exp2_of_negative(Vec x) {
+inline Vec powers_of_2(Vec x) {
     static_assert(D == 3 || D == 6);
 #if defined(__AVX512DQ__)
     constexpr int kFraction = 9;  // x - floor(x), raising no flags
@@ -249,7 +284,7 @@ inline Vec exponential(Vec x) {
     return select(x < -87.0f, Vec{}, polynomial(r, taylor) * (Vec)scale);
 }
 
-inline float exponential2(float x) { return x == 0.0f ? 1.0f : exp2_of_negative<6>(splat(x))[0]; }
+inline float exponential2(float x) { return x == 0.0f ? 1.0f : powers_of_2<6>(splat(x))[0]; }
 
 inline Vec hyperbolic_tangent(Vec x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
 

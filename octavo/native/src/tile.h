@@ -9,29 +9,28 @@
 
 namespace octavo {
 
-template <int M, int P>
+template <int M, int P, class Sum = Vec>
 struct Tile {
-    Vec sums[M][P * VP];
+    Sum sums[M][P * VP];
 
     void clear() {
         for (auto& row : sums)
-            for (Vec& v : row) v = Vec{};
-    }
-
-    void read(const float* from, int64_t stride) {
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < P * VP; j++) sums[m][j] = load(from + m * stride + j * W);
+            for (Sum& sum : row) sum = Sum{};
     }
 
     void write(float* to, int64_t stride) const {
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < P * VP; j++) store(to + m * stride + j * W, sums[m][j]);
+#pragma GCC unroll 24
+        for (int m = 0; m < M; m++, to += stride)
+#pragma GCC unroll 16
+            for (int j = 0; j < P * VP; j++) store(to + j * W, sums[m][j]);
     }
-};
 
-// Nothing is fetched ahead: what a product reads is in a cache already.
-struct Nothing {
-    void fetch(int) const {}
+    void add_to(float* sum, int64_t stride) const {
+#pragma GCC unroll 24
+        for (int m = 0; m < M; m++, sum += stride)
+#pragma GCC unroll 16
+            for (int j = 0; j < P * VP; j++) store(sum + j * W, load(sum + j * W) + sums[m][j]);
+    }
 };
 
 // Memory that will be read soon, fetched into the second-level cache while a product is computed: from one place for
@@ -79,11 +78,11 @@ struct Interleaved {
     __attribute__((always_inline)) void advance() { words += M; }
 };
 
-// Adds the rows times the panels b. The sums are copied so that the compiler keeps them in registers.
-template <class T, int M, int P, class Rows, class Soon = Nothing>
-__attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, Rows rows, const uint32_t* const (&b)[P],
-                                                    int words, const Soon& ahead = {}) {
-    Tile<M, P> sum = tile;
+// Adds the next `words` words of the rows times those of the panels b. For the sums to be kept in registers, nothing
+// else may know the address of `tile`.
+template <class T, int M, int P, class Sum, class Rows>
+__attribute__((always_inline)) inline void add_words(Tile<M, P, Sum>& tile, Rows& rows, const uint32_t* const (&b)[P],
+                                                     int words, const Ahead<P>& ahead) {
     for (int k = 0; k < words; k++) {
         ahead.fetch(k);
         Word columns[P * VP];
@@ -95,10 +94,18 @@ __attribute__((always_inline)) inline void multiply(Tile<M, P>& tile, Rows rows,
         for (int m = 0; m < M; m++) {
             const Word row = splat(rows(m));
 #pragma GCC unroll 16
-            for (int j = 0; j < P * VP; j++) sum.sums[m][j] = multiply_add<T>(sum.sums[m][j], columns[j], row);
+            for (int j = 0; j < P * VP; j++) tile.sums[m][j] = multiply_add<T>(tile.sums[m][j], columns[j], row);
         }
         rows.advance();
     }
+}
+
+// Adds the rows times the panels b.
+template <class T, int M, int P, class Sum, class Rows>
+__attribute__((always_inline)) inline void multiply(Tile<M, P, Sum>& tile, Rows rows, const uint32_t* const (&b)[P],
+                                                    int words, const Ahead<P>& ahead) {
+    Tile<M, P, Sum> sum = tile;
+    add_words<T>(sum, rows, b, words, ahead);
     tile = sum;
 }
 
@@ -110,15 +117,21 @@ inline void dispatch(int count, int first, const Body& body) {
     body.template run<M>(first);
 }
 
-// Calls body.template run<M>(first) over `rows` rows in tiles of at most Max, as even as they can be.
-template <int Max, class Body>
-inline void for_row_tiles(int rows, const Body& body) {
-    const int tiles = (rows + Max - 1) / Max;
+// Calls body(first, count) over `rows` rows in tiles of at most `most`, as even as they can be.
+template <class Body>
+inline void each_row_tile(int rows, int most, const Body& body) {
+    const int tiles = (rows + most - 1) / most;
     for (int i = 0, first = 0; i < tiles; i++) {
         const int count = (rows - first + tiles - i - 1) / (tiles - i);
-        dispatch<Max>(count, first, body);
+        body(first, count);
         first += count;
     }
+}
+
+// Calls body.template run<M>(first) for tiles of M rows, at most Max.
+template <int Max, class Body>
+inline void for_row_tiles(int rows, const Body& body) {
+    each_row_tile(rows, Max, [&](int first, int count) { dispatch<Max>(count, first, body); });
 }
 
 }  // namespace octavo
