@@ -13,8 +13,6 @@ from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.structured import StructuredOutputsParams
 
 _EPS = 1e-5
-MAX_TOP_LOGPROBS = 20
-"""The server's default limit on `logprobs`."""
 PROCESSORS = "logits_processors"
 """The feature that reads `SamplingParams.extra_args`, and the name of its option."""
 MAX_BAD_WORDS = 1024

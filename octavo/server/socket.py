@@ -41,7 +41,6 @@ CHAT = "/v1/chat/completions"
 STREAMED = frozenset({CHAT, "/v1/completions", "/v1/responses", "/v1/messages"})
 MAX_REQUESTS = 256
 """At once on one socket."""
-_POLICY_VIOLATION = 1008
 _LOST = (WebSocketDisconnect, RuntimeError)
 """What sending to a client that is gone may raise."""
 

@@ -74,9 +74,3 @@ class Fusing(Protocol):
         For layers without a bias and a stream of their dtype.
         """
         ...
-
-
-class SchemeFactory(Protocol):
-    """Makes the scheme of one layer."""
-
-    def __call__(self, dtype: torch.dtype, device: torch.device) -> Scheme: ...

@@ -128,12 +128,6 @@ class ResidentSlots:
         """The plan was launched: mirror what it computes."""
         self._computed[plan.slots] += plan.num_tokens
 
-    def params_of(self, slot: int) -> PreparedParams:
-        held = self._held[slot]
-        if held is None:
-            raise AssertionError(f"slot {slot} is in use but empty")
-        return held.params
-
     def lay_out(self, batch: Batch, into: StepInput, page: int) -> None:
         """Write the tokens, positions, cells and lengths of a batch into `into`'s tensors."""
         rows, tokens = into.num_rows, into.num_tokens
