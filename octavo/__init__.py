@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from octavo.version import __version__
 
 if TYPE_CHECKING:
-    from octavo.async_llm import AsyncLLM
-    from octavo.async_llm import AsyncLLM as AsyncLLMEngine
     from octavo.core.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from octavo.core.output import CompletionOutput, RequestOutput
     from octavo.core.params import RequestOutputKind, SamplingParams
     from octavo.core.structured import StructuredOutputsParams
-    from octavo.engine_args import AsyncEngineArgs, EngineArgs
-    from octavo.llm import LLM
-    from octavo.llm_engine import LLMEngine
-    from octavo.pooling_params import PoolingParams
+    from octavo.python.async_llm import AsyncLLM
+    from octavo.python.async_llm import AsyncLLM as AsyncLLMEngine
+    from octavo.python.engine import LLMEngine
+    from octavo.python.engine_args import AsyncEngineArgs, EngineArgs
+    from octavo.python.llm import LLM
+    from octavo.python.pooling_params import PoolingParams
     from octavo.text.prepare import TextPrompt, TokensPrompt
 
 __all__ = [
@@ -45,17 +45,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "octavo.llm",
-    "AsyncEngineArgs": "octavo.engine_args",
-    "AsyncLLM": "octavo.async_llm",
-    "AsyncLLMEngine": "octavo.async_llm",
+    "LLM": "octavo.python.llm",
+    "AsyncEngineArgs": "octavo.python.engine_args",
+    "AsyncLLM": "octavo.python.async_llm",
+    "AsyncLLMEngine": "octavo.python.async_llm",
     "BeamSearchOutput": "octavo.core.beams",
     "BeamSearchParams": "octavo.core.beams",
     "BeamSearchSequence": "octavo.core.beams",
     "CompletionOutput": "octavo.core.output",
-    "EngineArgs": "octavo.engine_args",
-    "LLMEngine": "octavo.llm_engine",
-    "PoolingParams": "octavo.pooling_params",
+    "EngineArgs": "octavo.python.engine_args",
+    "LLMEngine": "octavo.python.engine",
+    "PoolingParams": "octavo.python.pooling_params",
     "RequestOutput": "octavo.core.output",
     "RequestOutputKind": "octavo.core.params",
     "SamplingParams": "octavo.core.params",

@@ -13,12 +13,12 @@ from octavo.core.info import ModelInfo
 
 if TYPE_CHECKING:
     from octavo.core.params import SamplingParams
-    from octavo.llm import LLM
+    from octavo.python.llm import LLM
 
 
 def open_llm(parser: OctavoParser, args: argparse.Namespace) -> LLM:
     """The model that the flags ask for, loaded."""
-    from octavo.llm import LLM
+    from octavo.python.llm import LLM
 
     settings: dict[str, Any] = {target.split(".")[1]: value for target, value in values(parser, args).items()}
     with open_display() as display:

@@ -23,7 +23,7 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
     Args:
         server: for a server, its settings; it also gets a table of what the memory went to.
     """
-    from octavo.async_llm import AsyncLLM
+    from octavo.python.async_llm import AsyncLLM
 
     settings = server or ServerConfig(log_level="warning")
     with open_display() as display:

@@ -27,7 +27,7 @@ from octavo import (
     SamplingParams,
 )
 from octavo.core.errors import EngineDeadError, InvalidRequestError, UnsupportedError
-from octavo.llm_metrics import Counter, Gauge, Histogram
+from octavo.python.metrics import Counter, Gauge, Histogram
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mood }}{{ tools | tojson if tools }}"
 USER = [{"role": "user", "content": "Hello"}]

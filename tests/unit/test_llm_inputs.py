@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.llm_inputs import as_list
+from octavo.python.inputs import as_list
 
 
 @pytest.mark.parametrize("odd", [5, 5.0, None, object(), (text for text in ("a", "b"))])

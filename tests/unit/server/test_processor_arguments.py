@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from server_kit import HELLO, TOKENIZER, VOCAB_SIZE, ask_now, saying
 
-from octavo.async_llm import AsyncLLM
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.engine.fake import FakeEngine, fake_info
+from octavo.python.async_llm import AsyncLLM
 from octavo.server.app import create_app
 from octavo.text.chat import ChatTemplate
 from octavo.text.frontend import Frontend

@@ -18,7 +18,7 @@ from octavo.core.params import OutputKind, SamplingParams
 from octavo.core.stats import EngineStats
 from octavo.hub.progress import Progress, silent
 from octavo.hub.resolve import resolve
-from octavo.llm_inputs import (
+from octavo.python.inputs import (
     Messages,
     Params,
     as_list,
@@ -30,11 +30,11 @@ from octavo.llm_inputs import (
     tokenization,
     written_options,
 )
-from octavo.llm_loop import SharedLoop
-from octavo.llm_metrics import Metric, metrics_of
-from octavo.llm_pooling import PoolingDriver, PoolingMethods
-from octavo.llm_progress import UseTqdm, open_progress
-from octavo.llm_tokenizer import ScriptTokenizer
+from octavo.python.loop import SharedLoop
+from octavo.python.metrics import Metric, metrics_of
+from octavo.python.pooling import PoolingDriver, PoolingMethods
+from octavo.python.progress import UseTqdm, open_progress
+from octavo.python.tokenizer import ScriptTokenizer
 from octavo.text.answers import AnswerFormats
 from octavo.text.assembler import RequestAssembler
 from octavo.text.beams import beams_of
@@ -43,7 +43,7 @@ from octavo.text.model_text import load_text
 from octavo.text.prepare import Preparer, Prompt, not_generating, sampling_defaults, with_defaults
 
 if TYPE_CHECKING:
-    from octavo.engine_args import EngineArgs
+    from octavo.python.engine_args import EngineArgs
 
 
 class LLM(PoolingMethods):

@@ -19,15 +19,15 @@ from octavo.engine.client import CoreClient, OnPhase
 from octavo.engine.process import CoreProcess
 from octavo.hub.progress import Progress, silent
 from octavo.hub.resolve import resolve
-from octavo.llm_inputs import refuse, tokenization
-from octavo.llm_tokenizer import ScriptTokenizer
+from octavo.python.inputs import refuse, tokenization
+from octavo.python.tokenizer import ScriptTokenizer
 from octavo.text.frontend import Frontend
 from octavo.text.pooling import pool
 from octavo.text.prepare import Prompt
 from octavo.text.recipe import FrontendRecipe
 
 if TYPE_CHECKING:
-    from octavo.engine_args import EngineArgs
+    from octavo.python.engine_args import EngineArgs
 
 
 class AsyncLLM:

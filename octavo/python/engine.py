@@ -9,10 +9,10 @@ from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput, TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.stats import EngineStats
-from octavo.engine_args import EngineArgs
-from octavo.llm import LLM
-from octavo.llm_inputs import refuse, tokenization
-from octavo.llm_tokenizer import ScriptTokenizer
+from octavo.python.engine_args import EngineArgs
+from octavo.python.inputs import refuse, tokenization
+from octavo.python.llm import LLM
+from octavo.python.tokenizer import ScriptTokenizer
 from octavo.text.assembler import RequestAssembler
 from octavo.text.prepare import Prompt
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
-from octavo.llm_inputs import one_each
+from octavo.python.inputs import one_each
 
 
 @dataclass(kw_only=True)

@@ -24,10 +24,10 @@ from octavo.core.pooling import (
     Task,
 )
 from octavo.core.request import GenerateRequest
-from octavo.llm_inputs import as_list, refuse, tokenization
-from octavo.llm_loop import SharedLoop
-from octavo.llm_progress import PromptProgress, UseTqdm, open_progress
-from octavo.pooling_params import PoolingSettings, settings_of
+from octavo.python.inputs import as_list, refuse, tokenization
+from octavo.python.loop import SharedLoop
+from octavo.python.pooling_params import PoolingSettings, settings_of
+from octavo.python.progress import PromptProgress, UseTqdm, open_progress
 from octavo.text.pooling import Pair, PoolingPreparer, pooled_output
 from octavo.text.prepare import Prompt
 from octavo.text.scoring import ScorePlan, paired, plan_scores
