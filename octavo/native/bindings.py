@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-from octavo.native.build import NativeBuildError, load_library
+from octavo.native.build import NativeBuildError, load_library, load_separate
 
 EXTERNALS = 3
 
@@ -46,7 +46,7 @@ class Op(ctypes.Structure):
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window")),
         *((name, c_int32) for name in ("zero_point", "minima", "output_dtype", "planes", "cache_dtype")),
         *((name, c_float) for name in ("eps", "scale", "soft_cap")),
-        *((name, c_void_p) for name in ("weight", "second", "third", "cache")),
+        *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel")),
     )
 
 
@@ -87,6 +87,17 @@ class Sample(ctypes.Structure):
         *((name, c_int64) for name in ("logit_stride", "token_stride")),
         *((name, c_int32) for name in ("count", "columns")),
     )
+
+
+def attend_int8(isa: str = "auto") -> int:
+    """Address of the kernel that attends over a cache of 8-bit numbers, for `Op.kernel`.
+
+    Raises:
+        NativeBuildError: it can't be had on this machine.
+    """
+    address = ctypes.cast(load_separate("attention_int8", isa).octavo_attend_int8, c_void_p).value
+    assert address is not None
+    return address
 
 
 def open_library(isa: str = "auto") -> ctypes.CDLL:

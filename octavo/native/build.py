@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.hub.cache import kernel_dir
@@ -26,12 +27,14 @@ _log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
-_LONG = (("attention", "attention_int8"), ("blocks",), ("linear",))
-"""Sources that take a compiler long, by what is compiled together: in units of about three seconds."""
+_LONG = ("attention", "blocks", "linear")
+"""Sources that take a compiler about three seconds each. The others are compiled as one."""
+_SEPARATE = ("attention_int8",)
+"""Sources that few need: each becomes a library of its own, when it is first wanted."""
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-pthread")
 _TIMEOUT_S = 180
 _building = threading.Lock()
-_SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).octavo_self_test())"
+_SELF_TEST = "import ctypes, sys; sys.exit(getattr(ctypes.CDLL(sys.argv[1]), 'octavo_self_test', int)())"
 
 
 class NativeBuildError(Exception):
@@ -46,10 +49,21 @@ def load_library(isa: str = "auto") -> ctypes.CDLL:
     Raises:
         NativeBuildError: no compiler, none that makes a library that works, or the processor lacks `isa`.
     """
-    library = _load_once(isa)
-    if isinstance(library, NativeBuildError):
-        raise library
-    return library
+    built = _load_once(isa)
+    if isinstance(built, NativeBuildError):
+        raise built
+    return built.library
+
+
+def load_separate(source: str, isa: str = "auto") -> ctypes.CDLL:
+    """One of the `_SEPARATE` libraries, for the processor that `load_library` found.
+
+    Raises:
+        NativeBuildError: as for `load_library`, or it can't be compiled.
+    """
+    load_library(isa)
+    with _building:
+        return _load_separate(source, isa)
 
 
 def build_ahead(isa: str = "auto") -> None:
@@ -57,17 +71,34 @@ def build_ahead(isa: str = "auto") -> None:
     threading.Thread(target=_load_once, args=(isa,), name="octavo-build", daemon=True).start()
 
 
-def _load_once(isa: str) -> ctypes.CDLL | NativeBuildError:
+@dataclass(frozen=True, slots=True)
+class _Built:
+    library: ctypes.CDLL
+    path: Path
+    command: list[str]
+
+
+def _load_once(isa: str) -> _Built | NativeBuildError:
     with _building:
         return _load(isa)
 
 
 @functools.cache
-def _load(isa: str) -> ctypes.CDLL | NativeBuildError:
+def _load(isa: str) -> _Built | NativeBuildError:
     try:
         return _build(_levels(isa), _compilers(), kernel_dir() / "native")
     except NativeBuildError as error:
         return error
+
+
+@functools.cache
+def _load_separate(source: str, isa: str) -> ctypes.CDLL:
+    built = _load(isa)
+    assert isinstance(built, _Built), "`load_library` comes first"
+    path = built.path.with_name(f"{built.path.stem}-{source}.so")
+    if not path.exists():
+        path = _compile(built.command, path, [[source]])
+    return ctypes.CDLL(str(path))
 
 
 def _levels(isa: str) -> list[Isa]:
@@ -89,7 +120,7 @@ def _compilers() -> list[str]:
     return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
 
 
-def _build(levels: list[Isa], compilers: list[str], folder: Path) -> ctypes.CDLL:
+def _build(levels: list[Isa], compilers: list[str], folder: Path) -> _Built:
     """Tries each instruction set with each compiler; the library of an earlier success is taken as it is."""
     problems = []
     for level in levels:
@@ -98,8 +129,8 @@ def _build(levels: list[Isa], compilers: list[str], folder: Path) -> ctypes.CDLL
                 command = [compiler, *_FLAGS, *level.compiler_flags]
                 path = folder / f"octavo-{level.name}-{_digest(_run([compiler, '--version']), command)}.so"
                 if not path.exists():
-                    path = _compile(command, path)
-                return ctypes.CDLL(str(path))
+                    path = _compile(command, path, _units())
+                return _Built(ctypes.CDLL(str(path)), path, command)
             except (NativeBuildError, OSError) as error:
                 problems.append(f"{compiler} for {level.name}: {error}")
     raise NativeBuildError(problems[0] if problems else f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
@@ -114,36 +145,38 @@ def _digest(version: str, command: list[str]) -> str:
     return digest.hexdigest()[:24]
 
 
-def _compile(command: list[str], path: Path) -> Path:
-    """Builds beside the final place and moves the result there, so that builders at the same time don't meet."""
+def _compile(command: list[str], path: Path, units: list[list[str]]) -> Path:
+    """Builds beside the final place and moves the result there, so that builders at the same time don't meet.
+
+    Args:
+        units: sources, by what is compiled together.
+    """
     parent = _writable(path.parent)
     _log.info("compiling the CPU kernels with %s, once", command[0])
     with tempfile.TemporaryDirectory(dir=parent, prefix="build-") as folder:
         made = Path(folder) / path.name
-        units = _units(Path(folder))
-        objects = [Path(folder) / f"{unit.stem}.o" for unit in units]
+        objects = [Path(folder) / f"{unit[0]}.o" for unit in units]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            jobs = [[*command, "-c", str(u), "-o", str(o)] for u, o in zip(units, objects, strict=True)]
-            list(pool.map(_run, jobs))
+            list(pool.map(functools.partial(_compile_unit, command), units, objects))
         _run([*command, "-shared", *map(str, objects), "-o", str(made)])
         _run([sys.executable, "-c", _SELF_TEST, str(made)])
         os.replace(made, parent / path.name)
     return parent / path.name
 
 
-def _units(folder: Path) -> list[Path]:
-    """What is compiled, of about equal length, so that the compilers running side by side end together.
+def _compile_unit(command: list[str], sources: list[str], result: Path) -> None:
+    unit = result.with_suffix(".cpp")
+    unit.write_text("".join(f'#include "{SOURCES / source}.cpp"\n' for source in sources), encoding="utf-8")
+    _run([*command, "-c", str(unit), "-o", str(result)])
+
+
+def _units() -> list[list[str]]:
+    """What is compiled together, of about equal length, so that the compilers running side by side end together.
 
     Reading the standard library's headers takes a second, so the sources that take little more are one unit.
     """
-    long = {name for names in _LONG for name in names}
-    short = sorted(source.stem for source in SOURCES.glob("*.cpp") if source.stem not in long)
-    units = []
-    for names in (*_LONG, short):
-        unit = folder / f"{names[0]}.cpp"
-        unit.write_text("".join(f'#include "{SOURCES / name}.cpp"\n' for name in names), encoding="utf-8")
-        units.append(unit)
-    return units
+    apart = {*_LONG, *_SEPARATE}
+    return [*([source] for source in _LONG), sorted(p.stem for p in SOURCES.glob("*.cpp") if p.stem not in apart)]
 
 
 def _writable(folder: Path) -> Path:

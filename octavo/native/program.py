@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, Kind, Op, Step, open_library
+from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, Kind, Op, Step, attend_int8, open_library
 
 RESIDUAL, LOGITS, ATTENDED = range(EXTERNALS)
 """The buffers that the caller owns: the residual stream [T, hidden] float32, the head's output [T, vocab], and what the
@@ -29,6 +29,7 @@ class Pool:
 
     def __init__(self, threads: int, isa: str = "auto") -> None:
         self.kernels = open_library(isa)
+        self.isa = isa
         self.threads = threads
         self.handle = self.kernels.octavo_pool_create(threads)
 
@@ -202,10 +203,17 @@ def _heads(shape: tuple[int, int, int]) -> dict[str, int]:
 
 
 class Program:
-    """What a builder collected, on a pool. Not to be run by two threads at once."""
+    """What a builder collected, on a pool. Not to be run by two threads at once.
+
+    Raises:
+        NativeBuildError: a kernel that is compiled when it is first wanted can't be had.
+    """
 
     def __init__(self, pool: Pool, ops: Sequence[Op], widths: Sequence[int]) -> None:
         self._pool = pool
+        for op in ops:
+            if op.kind == Kind.ATTEND and op.cache_dtype == Dtype.INT8:
+                op.kernel = attend_int8(pool.isa)
         array = (Op * len(ops))(*ops)
         sizes = (ctypes.c_int64 * len(widths))(*widths)
         self._handle = pool.kernels.octavo_program_create(pool.handle, array, len(ops), sizes, len(widths))

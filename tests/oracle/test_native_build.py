@@ -44,11 +44,12 @@ def fresh(monkeypatch, tmp_path):
         (sources / source.name).write_text("")
     (sources / "linear.cpp").write_text('extern "C" int octavo_self_test() { return 0; }\n')
     monkeypatch.setattr(native_build, "SOURCES", sources)
-    native_build._load.cache_clear()
-    select._advise.cache_clear()
+    kept = (native_build._load, native_build._load_separate, select._advise)
+    for cached in kept:
+        cached.cache_clear()
     yield tmp_path
-    native_build._load.cache_clear()
-    select._advise.cache_clear()
+    for cached in kept:
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -135,6 +136,17 @@ def test_a_second_load_compiles_nothing(fresh, monkeypatch):
     native_build._load.cache_clear()
     monkeypatch.setattr(native_build, "_compile", lambda *_: pytest.fail("compiled again"))
     native_build.load_library()
+
+
+@has_compiler
+def test_what_few_need_is_compiled_once_it_is_wanted(fresh, monkeypatch):
+    source = fresh / "sources" / "attention_int8.cpp"
+    source.write_text('extern "C" int octavo_attend_int8() { return 7; }\n')
+    assert not hasattr(native_build.load_library(), "octavo_attend_int8")
+    assert native_build.load_separate("attention_int8").octavo_attend_int8() == 7
+    native_build._load_separate.cache_clear()
+    monkeypatch.setattr(native_build, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert native_build.load_separate("attention_int8").octavo_attend_int8() == 7
 
 
 @has_compiler

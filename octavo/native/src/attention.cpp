@@ -102,7 +102,7 @@ void run_attend(Program& program, const OctavoOp& op, int64_t task, int thread) 
     const std::vector<AttentionTask>& tasks = program.attention_tasks();
     const AttentionTask &what = tasks[task], &after = tasks[std::min<int64_t>(task + 1, (int64_t)tasks.size() - 1)];
     if (op.cache_dtype == kInt8)
-        attend_int8(program, op, what, after, thread);
+        reinterpret_cast<AttendInt8>(const_cast<void*>(op.kernel))(program, op, what, after, thread);
     else if (op.cache_dtype == kBfloat)
         FloatReader<bf16>(program, op, what, after, thread).run();
     else

@@ -315,8 +315,8 @@ struct Reader : Work {
     }
 };
 
-// A task over a cache of 8-bit numbers.
-void attend_int8(Program& program, const OctavoOp& op, const AttentionTask& task, const AttentionTask& after,
-                 int thread);
+// A task over a cache of 8-bit numbers: `octavo_attend_int8`.
+using AttendInt8 = void (*)(Program& program, const OctavoOp& op, const AttentionTask& task, const AttentionTask& after,
+                            int thread);
 
 }  // namespace octavo

@@ -191,9 +191,9 @@ struct Int8Reader : Reader<char, Int8Reader> {
 
 }  // namespace
 
-void attend_int8(Program& program, const OctavoOp& op, const AttentionTask& task, const AttentionTask& after,
-                 int thread) {
-    Int8Reader(program, op, task, after, thread).run();
-}
-
 }  // namespace octavo
+
+extern "C" void octavo_attend_int8(octavo::Program& program, const OctavoOp& op, const octavo::AttentionTask& task,
+                                   const octavo::AttentionTask& after, int thread) {
+    octavo::Int8Reader(program, op, task, after, thread).run();
+}

@@ -1,25 +1,11 @@
 #include "program.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 
 #include "linear.h"
 #include "simd.h"
 
 namespace octavo {
-
-void Free::operator()(void* p) const { std::free(p); }
-
-void* Scratch::need(size_t bytes) {
-    if (bytes > size_) {
-        size_ = (bytes + bytes / 4 + 63) / 64 * 64;
-        memory_.reset();
-        memory_.reset(std::aligned_alloc(64, size_));
-        if (!memory_) throw std::bad_alloc();
-    }
-    return memory_.get();
-}
 
 namespace {
 

@@ -6,7 +6,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "pool.h"
@@ -24,6 +26,7 @@ struct OctavoOp {
     float eps, scale, soft_cap;
     const void *weight, *second, *third;
     void* cache;
+    const void* kernel;  // to attend over a cache of 8-bit numbers: `octavo_attend_int8`, which has a library of its own
 };
 
 // One step's batch: pointers to what octavo/nn/step.py describes. `external` are the buffers that the caller owns.
@@ -60,13 +63,21 @@ enum Epilogue { kStore, kAdd, kGate };
 constexpr int kExternals = 3;
 
 struct Free {
-    void operator()(void* p) const;
+    void operator()(void* p) const { std::free(p); }
 };
 
 // Memory that starts on a cache line, of at least the size last asked for; growing loses the contents.
 class Scratch {
 public:
-    void* need(size_t bytes);
+    void* need(size_t bytes) {
+        if (bytes > size_) {
+            size_ = (bytes + bytes / 4 + 63) / 64 * 64;
+            memory_.reset();
+            memory_.reset(std::aligned_alloc(64, size_));
+            if (!memory_) throw std::bad_alloc();
+        }
+        return memory_.get();
+    }
     void* get() const { return memory_.get(); }
 
 private:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.core.errors import ConfigError
-from octavo.native.bindings import open_library
+from octavo.native.bindings import attend_int8, open_library
 from octavo.native.build import NativeBuildError
 from octavo.native.program import Pool
 from octavo.nn.attention import native
@@ -57,6 +57,8 @@ def _native_reason(request: BackendRequest) -> str | None:
         return reason
     try:
         open_library(request.isa)
+        if _int8(request):
+            attend_int8(request.isa)
     except NativeBuildError as error:
         if request.isa != "auto":
             raise ConfigError(f"--cpu-isa {request.isa}: {error}. Leave it out to get the best that works.") from error

@@ -141,7 +141,8 @@ def test_the_engines_failures() -> None:
         raise InvalidRequestError("needs 99 blocks, there are 10")
 
     outputs = asyncio.run(read(make(broken)[0]))
-    assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("error", "Internal error: RuntimeError: lost")
+    choice = outputs[-1].outputs[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("error", "Internal error: RuntimeError: lost")
     with pytest.raises(InvalidRequestError, match="99 blocks"):
         asyncio.run(read(make(refusing)[0]))
     frontend, engine = make(lambda request: [5])
