@@ -149,5 +149,9 @@ def _tokens(ctx: ServerContext, part: str | list[int], *, special: bool) -> list
 
 def _score(output: RequestOutput, labels: Sequence[int], *, softmax: bool) -> float:
     (told,) = output.outputs[0].logprobs or [{}]
-    wanted = math.exp(told[labels[0]].logprob)
-    return wanted / sum(math.exp(told[label].logprob) for label in set(labels)) if softmax else wanted
+    logprobs = {label: told[label].logprob for label in labels}
+    first = logprobs[labels[0]]
+    if not softmax:
+        return math.exp(first)
+    peak = max(logprobs.values())  # without it labels that are all most unlikely would be 0 / 0
+    return math.exp(first - peak) / sum(math.exp(logprob - peak) for logprob in logprobs.values())
