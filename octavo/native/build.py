@@ -52,7 +52,7 @@ def load_library(isa: str = "auto") -> ctypes.CDLL:
     built = _load_once(isa)
     if isinstance(built, NativeBuildError):
         raise built
-    return built.library
+    return built.kernels
 
 
 def load_separate(source: str, isa: str = "auto") -> ctypes.CDLL:
@@ -73,7 +73,7 @@ def build_ahead(isa: str = "auto") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    library: ctypes.CDLL
+    kernels: ctypes.CDLL
     path: Path
     command: list[str]
 

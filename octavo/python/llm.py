@@ -181,7 +181,8 @@ class LLM(PoolingMethods):
     ) -> list[str]:
         """Prepare prompts for `wait_for_completion`, which computes them; returns the ids of their requests.
 
-        The arguments are those of `generate`. Other calls in between leave them waiting.
+        The arguments are those of `generate`; progress is shown by `wait_for_completion` alone, as `use_tqdm` says
+        there. Other calls in between leave them waiting.
 
         Raises:
             InvalidRequestError: a prompt or its parameters can't be served; none of these prompts waits then.
@@ -265,7 +266,7 @@ class LLM(PoolingMethods):
         return metrics_of(self._info, self.stats())
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget the KV cache of past prompts. True: between calls nothing runs that would hold on to it.
+        """Forget the KV cache of past prompts; a stream that is open keeps its own. True: that can't fail.
 
         Args:
             reset_running_requests, reset_connector: there are none.

@@ -24,6 +24,7 @@ from octavo.server.openai.fields import Int, Items
 from octavo.server.openai.generation import Job, UsageCounter, collect
 from octavo.server.openai.responses import Usage
 from octavo.server.stream import until_disconnect
+from octavo.server.vectors.answers import ScoreItem
 
 _FIELD = "logprob_token_ids"
 """Under which name the sampler knows the labels."""
@@ -59,14 +60,6 @@ class LabelsBody(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
 
-class LabelScore(msgspec.Struct, frozen=True, kw_only=True):
-    """The score of one item."""
-
-    object: str = "score"
-    index: int
-    score: float
-
-
 class LabelScores(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /generative_scoring`."""
 
@@ -74,7 +67,7 @@ class LabelScores(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "list"
     created: int
     model: str
-    data: list[LabelScore]
+    data: list[ScoreItem]
     usage: Usage
     warnings: list[str] | UnsetType = UNSET
 
@@ -94,7 +87,7 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
         counter.add(number, output)
     softmax = body.apply_softmax is not False
     scores = [
-        LabelScore(index=number, score=_score(output, body.label_token_ids, softmax=softmax))
+        ScoreItem(index=number, score=_score(output, body.label_token_ids, softmax=softmax))
         for number, output in enumerate(outputs)
     ]
     answer = LabelScores(
