@@ -6,6 +6,7 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+FRAMEWORKS := .venv-frameworks
 MODEL ?=
 ARGS ?=
 
@@ -24,7 +25,7 @@ chat: $(VENV)/.ready-run ## install and talk to a model in the terminal
 test: $(VENV)/.ready-test ## install and run the tests: make test ARGS="tests/unit -k pool"
 	$(BIN)/python -m pytest $(ARGS)
 
-deletion: $(VENV)/.ready-test ## the quick tests without each of the features: about a minute for each
+deletion: $(VENV)/.ready-test ## the quick tests without each of the features: two or three minutes for each
 	$(BIN)/python tools/deletion.py
 
 check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes
@@ -35,8 +36,8 @@ check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes
 	$(BIN)/python tools/sz.py
 	$(BIN)/python tools/deletion.py --static
 
-clients: $(VENV)/.ready-run $(CLIENTS)/.ready ## nightly: other people's clients and a fuzzer against a live server
-	$(BIN)/python conformance/run.py $(CLIENTS) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+clients: $(VENV)/.ready-run $(CLIENTS)/.ready $(FRAMEWORKS)/.ready ## nightly: other people's clients and a fuzzer against a live server
+	$(BIN)/python conformance/run.py $(CLIENTS) $(FRAMEWORKS) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 format: $(VENV)/.ready-lint ## let ruff format the code and fix what it can
 	$(BIN)/ruff format .
@@ -46,7 +47,7 @@ bench: $(VENV)/.ready-test ## compare with sequential serving and transformers o
 	$(BIN)/python benchmarks/cpu_batching.py $(ARGS)
 
 clean: ## remove the environments, caches and build products (models stay in Octavo's cache folder)
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .hypothesis .schemathesis .benchmarks .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) $(FRAMEWORKS) build dist *.egg-info .pytest_cache .hypothesis .schemathesis .benchmarks .mypy_cache .ruff_cache .import_linter_cache
 	find octavo tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of dependencies: newer than its inputs means installed, and pip is not called.
@@ -61,10 +62,12 @@ $(VENV)/.ready-lint: $(VENV)/.made pyproject.toml constraints.txt
 	@sh tools/install.sh $(VENV) $@ ".[lint]"
 	@touch $(VENV)/.ready-run
 
-# The clients live apart: packages among them change how pytest runs.
+# The clients live apart: packages among them change how pytest runs. So do frameworks, which want older clients.
 $(CLIENTS)/.ready: conformance/requirements.txt
-	@test -x $(CLIENTS)/bin/python || sh tools/make_venv.sh $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r conformance/requirements.txt
+$(FRAMEWORKS)/.ready: conformance/frameworks/requirements.txt
+$(CLIENTS)/.ready $(FRAMEWORKS)/.ready:
+	@test -x $(@D)/bin/python || sh tools/make_venv.sh $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r $<
 	@touch $@
 
 $(VENV)/.made:

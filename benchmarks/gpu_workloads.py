@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--scheduling-policy", default="fcfs", help="fcfs or longest-first")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--attention-backend", help="triton, flash_attn or flashinfer; by default the fastest")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8_e4m3 or fp8_e5m2")
@@ -58,7 +59,12 @@ def main() -> None:
     gc.freeze()  # as the server does once it is ready
     report |= {"start_s": round(time.perf_counter() - began, 2), "phases_s": info.phases, "memory": info.memory}
     report |= {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
-    report |= {"sampled": args.sampled, "eager": args.enforce_eager, "kv_blocks": info.num_blocks}
+    report |= {
+        "sampled": args.sampled,
+        "eager": args.enforce_eager,
+        "scheduling_policy": args.scheduling_policy,
+        "kv_blocks": info.num_blocks,
+    }
     report |= {"kv_form": info.kv_form, "attention_backend": args.attention_backend}
     print(json.dumps(report), flush=True)
     report["workloads"] = {}
@@ -79,6 +85,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=16384,
+        scheduling_policy=args.scheduling_policy,
         enforce_eager=args.enforce_eager,
         kv_cache_dtype=args.kv_cache_dtype,
         attention_backend=args.attention_backend,

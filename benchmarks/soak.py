@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
+    machine = describe()
     config = json.loads((args.model / "config.json").read_text())
     files = ModelFiles(name=args.model.name, path=args.model, format="safetensors", weights=(), config=config)
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -140,7 +141,7 @@ def main() -> None:
     after = in_use(loop)
     stats = loop.stats()
     report = {
-        "machine": describe(),
+        "machine": machine,
         "device": info.device,
         "seconds": round(time.monotonic() - began, 1),
         **load.counts,

@@ -64,7 +64,7 @@ def serve(step_s: float, crowd: int, port: int, log: str) -> int:
     from octavo.engine.process import CoreProcess
     from octavo.engine.stub import Stub
     from octavo.hub.resolve import resolve
-    from octavo.server.run import run_server
+    from octavo.server.process.run import run_server
     from octavo.text.frontend import Frontend
     from octavo.text.model_text import load_text
 

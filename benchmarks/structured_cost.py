@@ -49,8 +49,11 @@ LONG = {
 }
 
 
-def cost(llm: LLM, runs: int, batch: int, bar: float) -> bool:
-    """Prints both rates; whether the loss is within the bar."""
+HERE = Path(__file__).parent
+
+
+def cost(llm: LLM, runs: int, batch: int, bar: float) -> dict[str, Any]:
+    """Prints and returns both rates and the loss; `passed` if that is within the bar."""
     rates: dict[bool, list[float]] = {False: [], True: []}
     host: dict[str, dict[bool, list[float]]] = {
         name: {False: [], True: []} for name in ("plan", "launch", "retire", "idle")
@@ -79,10 +82,24 @@ def cost(llm: LLM, runs: int, batch: int, bar: float) -> bool:
     loss = 1 - guided_rate / free
     print(f"all runs, tokens/s: free {_rounded(rates[False])}, under a schema {_rounded(rates[True])}")
     for name, spent in host.items():
-        medians = [f"{statistics.median(spent[guided]):.2f}" for guided in (False, True)]
-        print(f"{name}, ms a step: free {medians[0]}, under a schema {medians[1]}")
+        print(f"{name}, ms a step: free {_median(spent[False])}, under a schema {_median(spent[True])}")
     print(f"cost: {free:.0f} tokens/s free, {guided_rate:.0f} under a schema: {loss:.1%} less (bar {bar:.0%})")
-    return loss <= bar
+    return {
+        "batch": batch,
+        "tokens_per_s": {"free": _rounded(rates[False]), "under a schema": _rounded(rates[True])},
+        "medians": {"free": round(free), "under a schema": round(guided_rate)},
+        "less": round(loss, 4),
+        "bar": bar,
+        "host_ms_per_step": {
+            name: {"free": _median(spent[False]), "under a schema": _median(spent[True])}
+            for name, spent in host.items()
+        },
+        "passed": loss <= bar,
+    }
+
+
+def _median(values: list[float]) -> float:
+    return round(statistics.median(values), 3)
 
 
 def _rounded(rates: list[float]) -> list[int]:
@@ -113,8 +130,8 @@ def folder_of_shape(shape: Path, into: Path) -> Path:
     return into
 
 
-def validity(llm: LLM, schemas: int, regexes: int) -> bool:
-    """Prints how many outputs were valid, cut by length, or wrong."""
+def validity(llm: LLM, schemas: int, regexes: int) -> dict[str, Any]:
+    """Prints and returns how many outputs were valid, cut by length, or wrong; `passed` if none was wrong."""
     draw = random.Random(7)
     made = [_schema(draw, 3) for _ in range(schemas)]
     patterns = [_regex(draw) for _ in range(regexes)]
@@ -135,7 +152,7 @@ def validity(llm: LLM, schemas: int, regexes: int) -> bool:
         if not good:
             print(f"wrong: {check!r} gave {choice.finish_reason} {choice.stop_reason} {choice.text!r}")
     print(f"validity: {counts} of {len(forms)}")
-    return not counts["wrong"]
+    return {"outputs": counts, "passed": not counts["wrong"]}
 
 
 def _fits(text: str, check: Any) -> bool:
@@ -202,10 +219,11 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--shape", type=Path, help="folder with a config.json, for random weights of that shape")
     parser.add_argument("--folder", type=Path, help="where the model of --shape is kept")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "structured_cost.json")
     args = parser.parse_args()
-    print(describe())
+    result = describe()
+    print(result)
     settings: dict[str, Any] = {"threads": args.threads, "device": args.device, "max_model_len": 1024}
-    passed = []
     with tempfile.TemporaryDirectory() as scratch:
         model = "smollm2"
         if args.shape:
@@ -215,10 +233,11 @@ def main() -> int:
             settings["kv_cache_memory_bytes"] = 1 << 30
         with LLM(model, **settings) as llm:
             if "cost" in args.parts:
-                passed.append(cost(llm, args.runs, args.batch, 0.05 if args.device == "cuda" else 0.10))
+                result["cost"] = cost(llm, args.runs, args.batch, 0.05 if args.device == "cuda" else 0.10)
             if "validity" in args.parts:
-                passed.append(validity(llm, 200, 50))
-    return 0 if all(passed) else 1
+                result["validity"] = validity(llm, 200, 50)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(result[part]["passed"] for part in args.parts) else 1
 
 
 if __name__ == "__main__":

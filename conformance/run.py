@@ -1,9 +1,11 @@
-"""Clients as judges: start a server, let other people's clients and tests loose on it, and say what share passes.
+"""Start a server, run third-party clients and test suites against it, and report how many of their tests pass.
 
-    python conformance/run.py CLIENTS [--model NAME] [--embedder NAME] [--only clients|fuzz] [pytest arguments]
+    python conformance/run.py CLIENTS FRAMEWORKS [--model NAME] [--embedder NAME] [--only KIND] [pytest arguments]
 
 CLIENTS is a virtual environment with requirements.txt, apart from the server's own: some of those packages bring pytest
-plugins that change how all tests run. The server runs under the Python that runs this.
+plugins that change how all tests run. FRAMEWORKS is one with frameworks/requirements.txt: programs' frameworks, and the
+older clients that they want, which run the newest clients' tests as well. The server runs under the Python that runs
+this.
 """
 
 from __future__ import annotations
@@ -26,23 +28,30 @@ from pathlib import Path
 HERE = Path(__file__).parent
 START_S = 300
 COMMON = ("--served-model-name", "smollm2", "--kv-cache-memory-bytes", "256M")
+OLDER = ("test_openai_client.py", "test_anthropic_client.py")
 CLIENTS = ("--max-model-len", "4096")
 # What is not told how much to generate goes to the end of the context.
+TESTS = [str(HERE), f"--ignore={HERE / 'frameworks'}"]
 FUZZ = ("--max-model-len", "128", "--max-n", "2", "--max-prompts", "4")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("clients", type=Path, help="virtual environment with the clients")
+    parser.add_argument("frameworks", type=Path, help="virtual environment with the frameworks")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--embedder", default="minilm")
-    parser.add_argument("--only", choices=("clients", "fuzz"))
+    parser.add_argument("--only", choices=("clients", "frameworks", "fuzz"))
     args, rest = parser.parse_known_args()
     status = 0
-    if args.only != "fuzz":
+    if args.only in (None, "frameworks"):
+        with serving(args.model, *CLIENTS) as url:
+            tests = [str(HERE / one) for one in ("frameworks", *OLDER)]
+            status |= judge(args.frameworks, {"OCTAVO_URL": url}, tests, rest)
+    if args.only in (None, "clients"):
         with serving(args.model, *CLIENTS) as url, serving(args.embedder) as embedder:
-            status |= judge(args.clients, {"OCTAVO_URL": url, "OCTAVO_EMBEDDER_URL": embedder}, rest)
-    if args.only != "clients":
+            status |= judge(args.clients, {"OCTAVO_URL": url, "OCTAVO_EMBEDDER_URL": embedder}, TESTS, rest)
+    if args.only in (None, "fuzz"):
         with serving(args.model, *FUZZ) as url:
             status |= fuzz(args.clients, url)
     return status
@@ -80,12 +89,12 @@ def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.2)
 
 
-def judge(clients: Path, servers: dict[str, str], arguments: list[str]) -> int:
-    """The clients' tests; prints the share that passes for each file."""
+def judge(clients: Path, servers: dict[str, str], all_tests: list[str], arguments: list[str]) -> int:
+    """The clients' tests, or those that the arguments name; prints the share that passes for each file."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         python = clients / "bin" / "python"
-        tests = [] if any(Path(one.split("::")[0]).exists() for one in arguments) else [str(HERE)]
+        tests = [] if any(Path(one.split("::")[0]).exists() for one in arguments) else all_tests
         command = [python, "-m", "pytest", "-c", HERE / "pytest.ini", f"--junitxml={report}", *tests, *arguments]
         status = subprocess.run(command, env=os.environ | servers).returncode
         told = count(report)

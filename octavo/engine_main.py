@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 from octavo.config import DeviceConfig
 from octavo.core.info import ModelInfo
-from octavo.engine.core_server import CoreServer, OnPhase
+from octavo.engine.core_server import CoreServer
 from octavo.engine.loop import EngineLoop
+from octavo.engine.phases import OnPhase
 from octavo.engine.process import keep_freed_memory, receive_payload
 from octavo.native.build import build_ahead
+from octavo.native.needs import needed_libraries
 
 
 def main() -> int:
-    listener, (config, files, log_level) = receive_payload()
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s")
-    if _on_cpu(config.device):
-        build_ahead(config.device.cpu_isa)  # while torch is imported and the weights are read
+    listener, (config, files, log) = receive_payload()
+    log.set_up("%(levelname)s %(asctime)s %(name)s: %(message)s")
+    if _on_cpu(config.device):  # while torch is imported and the weights are read
+        model = config.model
+        needed = partial(needed_libraries, files, model.dtype, model.load_format, config.cache.kv_cache_dtype)
+        build_ahead(config.device.cpu_isa, needed)
     server = CoreServer(listener)
     from octavo.build import build_core
 

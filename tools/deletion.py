@@ -6,7 +6,7 @@
 A feature is a folder in `octavo/features/`. Three places know it: the table in `features/__init__.py`, the folder
 itself, and its own tests (`tests/**/features/<name>/`). Whatever else names it could not do without it.
 
-The quick tests are the unit and property tests that are not marked slow: about a minute for each feature.
+The quick tests are the unit and property tests that are not marked slow: two or three minutes for each feature.
 """
 
 from __future__ import annotations

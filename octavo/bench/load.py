@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -71,8 +71,13 @@ def open_client(connections: int, transport: httpx.AsyncBaseTransport | None = N
     return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30), limits=limits, transport=transport)
 
 
-async def wait_ready(base_url: str, timeout: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
-    """Return once the server answers at all.
+async def wait_ready(
+    base_url: str,
+    timeout: float,
+    transport: httpx.AsyncBaseTransport | None = None,
+    waiting: Callable[[str], None] | None = None,
+) -> None:
+    """Return once the server answers at all; `waiting` is told of a server that does not yet.
 
     Raises:
         ConfigError: it did not within `timeout` seconds.
@@ -80,12 +85,42 @@ async def wait_ready(base_url: str, timeout: float, transport: httpx.AsyncBaseTr
     deadline = time.monotonic() + timeout
     async with open_client(1, transport) as client:
         while True:
-            with contextlib.suppress(httpx.TransportError):
+            try:
                 await client.get(base_url + "/v1/models")
                 return
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
+                raise ConfigError(
+                    f"--base-url {base_url} is no URL: {exc} Give one such as http://127.0.0.1:8000."
+                ) from exc
+            except httpx.TransportError:
+                if waiting is not None:
+                    waiting(base_url)
+                    waiting = None
             if time.monotonic() >= deadline:
                 raise ConfigError(f"no server answers at {base_url}; start one (octavo serve) or give --base-url")
             await asyncio.sleep(0.5)
+
+
+async def profile(
+    base_url: str, headers: dict[str, str], verb: str, transport: httpx.AsyncBaseTransport | None = None
+) -> dict[str, Any]:
+    """Have the server "start" or "stop" a profile; what it answers, if that is an object.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    async with open_client(1, transport) as client:
+        response = await client.post(f"{base_url}/{verb}_profile", headers=headers)
+    if response.status_code != 200:
+        raise ConfigError(
+            f"{base_url}/{verb}_profile: HTTP {response.status_code}; start the server with --profiler-config, or "
+            "leave --profile out"
+        )
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    return answer if isinstance(answer, dict) else {}
 
 
 async def first_model(base_url: str, headers: dict[str, str], transport: httpx.AsyncBaseTransport | None = None) -> str:
@@ -99,4 +134,4 @@ async def first_model(base_url: str, headers: dict[str, str], transport: httpx.A
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{base_url}/v1/models (HTTP {response.status_code}) names no model; give --model") from error
+        raise ConfigError(f"{base_url}/v1/models (HTTP {response.status_code}) lists no model; give --model") from error

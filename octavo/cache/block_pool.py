@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Set
 
 
 class BlockPool:
@@ -30,6 +31,10 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         return len(self._cached)
+
+    @property
+    def cached(self) -> Set[int]:
+        return self._cached.keys()
 
     def refs(self, block: int) -> int:
         return self._refs[block]

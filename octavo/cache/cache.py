@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo.cache.block_pool import BlockPool
-from octavo.cache.prefix_tree import Node, PrefixTree
+from octavo.cache.prefix_tree import Key, Node, PrefixTree
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class KVCache:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match(self, table: BlockTable, namespace: str, keys: Sequence[int]) -> int:
+    def match(self, table: BlockTable, namespace: str, keys: Sequence[Key]) -> int:
         """Give an empty table the longest cached prefix of `keys`; returns its length in tokens.
 
         At least one token is left to compute, since its logits are needed.
@@ -105,7 +105,7 @@ class KVCache:
             growth.writes.append((index, block))
         return growth
 
-    def register(self, table: BlockTable, namespace: str, keys: Sequence[int], end: int) -> None:
+    def register(self, table: BlockTable, namespace: str, keys: Sequence[Key], end: int) -> None:
         """Let others find the full blocks below position `end`; `keys` are known and will be computed up to there."""
         size = self.block_size
         full = end // size
@@ -154,12 +154,12 @@ class KVCache:
     def check(self) -> None:
         """Raise AssertionError unless pool and tree agree."""
         self.pool.check()
-        for block in self.tree._nodes:
-            if self.pool.refs(block) == 0 and block not in self.pool._cached:
+        findable, cached = self.tree.blocks, self.pool.cached
+        for block in findable:
+            if self.pool.refs(block) == 0 and block not in cached:
                 raise AssertionError(f"block {block} is findable but counted as blank")
-        for block in self.pool._cached:
-            if block not in self.tree:
-                raise AssertionError(f"block {block} is kept but can't be found")
+        for block in cached - findable:
+            raise AssertionError(f"block {block} is kept but can't be found")
 
     def check_empty(self, num_requests: int) -> None:
         """Raise AssertionError if blocks are held, or `num_requests` are alive, although nothing runs."""

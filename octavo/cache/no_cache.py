@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.cache.cache import BlockTable, KVCache
+from octavo.cache.prefix_tree import Key
 
 
 class NoCache(KVCache):
@@ -16,8 +17,8 @@ class NoCache(KVCache):
     def blocks_for(self, num_tokens: int) -> int:
         return 0
 
-    def match(self, table: BlockTable, namespace: str, keys: Sequence[int]) -> int:
+    def match(self, table: BlockTable, namespace: str, keys: Sequence[Key]) -> int:
         return 0
 
-    def register(self, table: BlockTable, namespace: str, keys: Sequence[int], end: int) -> None:
+    def register(self, table: BlockTable, namespace: str, keys: Sequence[Key], end: int) -> None:
         """There is nothing to be found."""

@@ -1,14 +1,16 @@
 """`PrefixTree`: which full blocks hold which tokens, so that equal prefixes are stored and computed once.
 
 A radix tree with one block an edge. A node stands for the tokens from the start of the sequence to its block's end;
-only equal paths share nodes, so a hit is exact: there are no hashes to collide.
+only equal paths share nodes, so a hit is exact: of tokens there are no hashes that could collide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
-Chunk = tuple[int, ...]
+Key = int | bytes
+"""What identifies the content of one position: a token id, or a digest of something else."""
+Chunk = tuple[Key, ...]
 
 
 class Node:
@@ -26,7 +28,7 @@ class Node:
 
 
 class PrefixTree:
-    """Namespaced radix tree over blocks of `block_size` keys (token ids, or whatever identifies their content)."""
+    """Namespaced radix tree over blocks of `block_size` keys."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -39,13 +41,17 @@ class PrefixTree:
     def __contains__(self, block: int) -> bool:
         return block in self._nodes
 
+    @property
+    def blocks(self) -> Set[int]:
+        return self._nodes.keys()
+
     def root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, (), -1, namespace)
         return root
 
-    def match(self, namespace: str, keys: Sequence[int], max_blocks: int) -> list[Node]:
+    def match(self, namespace: str, keys: Sequence[Key], max_blocks: int) -> list[Node]:
         """The longest known path along `keys`, at most `max_blocks` long."""
         node = self._roots.get(namespace)
         path: list[Node] = []
@@ -57,7 +63,7 @@ class PrefixTree:
                 path.append(node)
         return path
 
-    def insert(self, parent: Node, keys: Sequence[int], block: int) -> Node:
+    def insert(self, parent: Node, keys: Sequence[Key], block: int) -> Node:
         """Say that `block` holds the block of `keys` after `parent`; an equal node that exists already wins."""
         chunk = tuple(keys)
         node = parent.children.get(chunk)

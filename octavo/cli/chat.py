@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from octavo.cli.args import add_engine_settings, engine_config, values
-from octavo.cli.parser import OctavoParser, say
-from octavo.cli.sampling import add_sampling_flags, sampling_fields
+from octavo.cli.flags.args import add_engine_settings, engine_config, values
+from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.sampling import add_sampling_flags, sampling_fields
 from octavo.cli.talk import Answer, LocalSpeaker, Messages, RemoteSpeaker, Speaker
 from octavo.core.errors import OctavoError
 
@@ -45,11 +45,13 @@ def make_parser() -> OctavoParser:
     )
     talk = parser.add_argument_group("conversation")
     talk.add_argument("--url", help=f"server to talk to (default: {DEFAULT_URL} if one is there)")
-    talk.add_argument("--model-name", metavar="NAME", help="model to ask the server for (default: its first)")
+    talk.add_argument(
+        "--model-name", metavar="NAME", help="model to ask the server for (default: the first that it lists)"
+    )
     talk.add_argument("--api-key", metavar="KEY", help="key for the server (default: $OCTAVO_API_KEY)")
-    talk.add_argument("--system-prompt", metavar="TEXT", help="said to the model before anything else")
-    talk.add_argument("-q", "--quick", metavar="TEXT", help="ask this, print the answer, and leave")
-    talk.add_argument("--stats", action="store_true", help="after each answer, its token counts and speed")
+    talk.add_argument("--system-prompt", metavar="TEXT", help="system prompt")
+    talk.add_argument("-q", "--quick", metavar="TEXT", help="ask this, print the answer, and exit")
+    talk.add_argument("--stats", action="store_true", help="print token counts and speed after each answer")
     add_sampling_flags(parser)
     add_engine_settings(parser, without=frozenset({"seed"}))
     return parser

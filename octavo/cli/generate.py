@@ -8,9 +8,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.args import add_engine_settings, engine_config
-from octavo.cli.parser import OctavoParser, say
-from octavo.cli.sampling import add_sampling_flags, sampling_fields
+from octavo.cli.flags.args import add_engine_settings, engine_config
+from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.sampling import add_sampling_flags, sampling_fields
 from octavo.cli.talk import Answer, generate
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
@@ -38,11 +38,11 @@ def make_parser() -> OctavoParser:
         dest="as_chat",
         action="store_true",
         default=None,
-        help="put PROMPT as a message through the model's chat template (default if it has one)",
+        help="send PROMPT as a message, through the model's chat template (default if it has one)",
     )
-    form.add_argument("--raw", dest="as_chat", action="store_false", default=None, help="continue PROMPT as it stands")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="said to the model before PROMPT")
-    parser.add_argument("--json", action="store_true", help="print one JSON object with text, counts and times")
+    form.add_argument("--raw", dest="as_chat", action="store_false", default=None, help="continue PROMPT as plain text")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="system prompt")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the text, counts and times")
     parser.add_argument("--stats", action="store_true", help="print token counts and speed at the end")
     add_sampling_flags(parser)
     add_engine_settings(parser, without=frozenset({"seed"}), positional=False)

@@ -13,7 +13,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, the way OpenAI's clients expect",
     "chat": "talk to a model in the terminal",
     "generate": "complete one prompt and print the answer",
-    "run-batch": "answer a file of requests and leave",
+    "run-batch": "answer a file of requests and exit",
     "bench": "measure throughput, latency, or a running server",
     "pull": "download a model, or list those known by name",
 }
@@ -24,7 +24,7 @@ Octavo serves large language models.
 
 {commands}
 
-  octavo COMMAND --help   what a command can do
+  octavo COMMAND --help   the options of a command
   octavo --version        the version
 """
 
@@ -36,7 +36,7 @@ class Command(Protocol):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    """Run the command line and return its exit status: 0 done, 1 failed, 2 misused, 128 + N ended by signal N."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:10}{about}" for name, about in COMMANDS.items())), end="")

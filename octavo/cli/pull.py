@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.cli import units
-from octavo.cli.parser import OctavoParser
+from octavo.cli.flags import units
+from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.progress import open_display
 from octavo.config import DEFAULT_MODEL
 
@@ -29,7 +29,7 @@ def make_parser() -> OctavoParser:
         "A model that is already there is checked, not downloaded again.",
     )
     parser.add_argument("name", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=f"(default: {DEFAULT_MODEL})")
-    parser.add_argument("--list", action="store_true", help="list the models known by name and stop")
+    parser.add_argument("--list", action="store_true", help="list the models known by name and exit")
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -10,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.cli import units
-from octavo.cli.args import add_engine_settings, add_settings, engine_from, server_from, values
-from octavo.cli.flags import SERVER_GROUPS, flags_of
-from octavo.cli.parser import OctavoParser, say
+from octavo.cli.flags import units
+from octavo.cli.flags.args import add_engine_settings, add_settings, engine_from, server_from, values
+from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.table import SERVER_GROUPS, flags_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.errors import ConfigError
 
@@ -57,15 +58,17 @@ def make_parser() -> OctavoParser:
     parser = OctavoParser(
         "octavo run-batch",
         words="-i FILE -o FILE",
-        description="Answer every line of a JSONL file, each a request in the format of OpenAI's batches. A run that "
-        "was cut short goes on where it was when the same command is given again.",
+        description="Answer every line of a JSONL file, each a request in the format of OpenAI's batches. An "
+        "interrupted run resumes where it stopped when the same command is given again.",
     )
     where = "path or http(s) URL of the"
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help=f"{where} requests")
     parser.add_argument(
-        "-o", "--output-file", required=True, metavar="FILE", help=f"{where} results; a URL gets them by PUT"
+        "-o", "--output-file", required=True, metavar="FILE", help=f"{where} results, which a URL gets by PUT"
     )
-    parser.add_argument("--output-tmp-dir", type=Path, metavar="DIR", help="where files of URLs are kept meanwhile")
+    parser.add_argument(
+        "--output-tmp-dir", type=Path, metavar="DIR", help="where files of URLs are kept during the run"
+    )
     parser.add_argument(
         "--max-inflight", type=units.count, metavar="N", help="requests at once (default: as --max-num-seqs)"
     )
@@ -97,6 +100,9 @@ def local_output(name: str, folder: Path | None) -> Iterator[Path]:
         path = Path(name)
         if not path.parent.is_dir():
             raise ConfigError(f"--output-file {name}: there is no folder {path.parent}; make it first.")
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            what = "that is a folder" if path.is_dir() else f"the folder {path.parent} can't be written to"
+            raise ConfigError(f"--output-file {name}: {what}; give the path of a file for the results.")
         yield path
         return
     with tempfile.TemporaryDirectory(dir=folder) as made:

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.cli.args import add_engine_settings, add_settings, engine_from, server_from, values
-from octavo.cli.environment import notices
-from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
-from octavo.cli.parser import OctavoParser, say
+from octavo.cli.flags.args import add_engine_settings, add_settings, engine_from, server_from, values
+from octavo.cli.flags.environment import notices
+from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.start import open_frontend
 from octavo.hub.catalogue import CATALOGUE
 
@@ -21,7 +21,7 @@ def run(argv: list[str]) -> int:
     for line in notices(os.environ, {flag.env for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS) if flag.env}):
         say(line)
     engine, server = engine_from(found), server_from(found)
-    from octavo.server.run import run_server
+    from octavo.server.process.run import run_server
 
     return run_server(lambda: open_frontend(engine, server), server, announce=announce)
 

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from octavo.cli.parser import say
+from octavo.cli.flags.parser import say
+from octavo.cli.flags.units import show_bytes
 from octavo.cli.progress import open_display
-from octavo.cli.units import show_bytes
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.info import ModelInfo
 
@@ -24,6 +24,7 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
         server: for a server, its settings; it also gets a table of what the memory went to.
     """
     from octavo.python.async_llm import AsyncLLM
+    from octavo.server.process.log import log_settings
 
     settings = server or ServerConfig(log_level="warning")
     with open_display() as display:
@@ -31,10 +32,13 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
             config,
             chat_template=settings.chat_template,
             tool_call_parser=settings.tool_call_parser,
+            tool_parser_plugin=settings.tool_parser_plugin,
             reasoning_parser=settings.reasoning_parser,
+            reasoning_config=settings.reasoning_config,
+            chat_template_content_format=settings.chat_template_content_format,
             stall_after_s=settings.stall_after_s,
             max_unread_tokens=server.max_unread_tokens if server else None,
-            log_level=settings.log_level,
+            log=log_settings(settings),
             on_phase=display.phase,
             progress=display.download,
         )

@@ -18,7 +18,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
         max_tokens: the most tokens to generate.
         ignore_eos: go on past the model's end-of-sequence tokens.
         temperature: in [0, 2]; without effect, since sequences are compared by the log-probabilities of the raw logits.
-        length_penalty: sequences are compared by log-probability / length ** length_penalty.
+        length_penalty: in [-32, 32]; sequences are compared by log-probability / length ** length_penalty.
         include_stop_str_in_output: keep the token that ended a sequence.
         structured_outputs: refused with an error, for it does not go together with beam search.
     """

@@ -49,6 +49,10 @@ class EngineDeadError(OctavoError):
     """The engine core has stopped; nothing further can be generated (HTTP 503)."""
 
 
+class EngineStateError(OctavoError):
+    """The engine is not in the state that this takes, such as awake (HTTP 409)."""
+
+
 class QueueFullError(OctavoError):
     """The engine refuses new work because its queue is full (HTTP 429, with Retry-After)."""
 

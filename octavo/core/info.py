@@ -29,6 +29,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         stream_interval: the fewest tokens of a choice that are streamed together, but for its first and its last.
         tasks: what requests may ask for: "generate", "embed", "token_embed", "classify".
         pooler: how vectors are made; None if they are not.
+        pid: of the engine's process.
+        profile_dir: where profiles are written; empty if none can be made.
+        hidden_size: numbers in the embedding of one token.
         features: names of the optional features that are there; options of others are refused.
     """
 
@@ -53,9 +56,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_form: str = ""
     max_logprobs: int = 20
     stream_interval: int = 1
+    hidden_size: int = 0
     features: list[str] = msgspec.field(default_factory=list)
     tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
     pooler: PoolerInfo | None = None
+    pid: int = 0
+    profile_dir: str = ""
 
     @property
     def kv_tokens(self) -> int:
@@ -64,7 +70,17 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the engine makes progress. `reason` says what is wrong and since when, when `ok` is false."""
+    """Whether the engine makes progress. `reason` says what is wrong and since when, when `ok` is false; `final` that
+    it will never be well again."""
 
     ok: bool
+    final: bool = False
     reason: str = ""
+
+
+class Received(msgspec.Struct, frozen=True):
+    """What has come from the engine for a request so far: tokens of all choices, and when the last ones came, by
+    `time.monotonic`."""
+
+    tokens: int = 0
+    at: float | None = None

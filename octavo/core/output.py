@@ -21,7 +21,7 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one output position, under the raw logits.
+    """Log-probabilities at one output position, or logits, as `LogprobsMode` says.
 
     Attributes:
         logprob: of the token that was chosen.
@@ -82,7 +82,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         complete: it was ended by what it holds; its last token is part of the output, not a mark of its end.
         prompt_logprobs: the next ones, if asked for; those of the first token, which has none, are left out.
         refused: the field at fault, when the error is the request's own and nothing was generated because of it.
-        times, num_preemptions: set with `finish`.
+        times: set with `finish`, and so far as they are known with the first token.
+        num_preemptions: set with `finish`.
         found: feature name -> what that feature made of a request that ends with its prompt; set with `finish`.
         logprob: of all tokens of a beam, set with `finish`.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,6 +19,8 @@ MAX_BAD_WORDS = 1024
 MAX_BEAMS = 64
 MAX_LOGPROB_TOKENS = 128
 """Most entries of `logprob_token_ids`."""
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+"""What `logprobs` are: of the model's own logits or of what the token is drawn from, normalized or not."""
 _NOT_WITH_BEAMS = (
     "presence_penalty",
     "frequency_penalty",
@@ -51,7 +53,7 @@ RANGES = {
     "n": Range(1),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, above=True),
+    "repetition_penalty": Range(1e-6, 1e6),
     "temperature": Range(0, 2),
     "top_p": Range(0, 1, above=True),
     "top_k": Range(-1),
@@ -62,9 +64,10 @@ RANGES = {
     "prompt_logprobs": Range(-1),
     "thinking_token_budget": Range(-1),
     "beam_width": Range(1, MAX_BEAMS),
+    "length_penalty": Range(-32, 32),
     "stream_interval": Range(1),
 }
-"""Field of `SamplingParams` -> what it may be."""
+"""Field of `SamplingParams` -> what it may be. Penalties end where their powers and products would leave the floats."""
 MAX_PATTERN = 1024
 """Longest pattern that `RepetitionDetection` looks for."""
 # Fields that others have and that are refused here -> what to do instead.
@@ -88,11 +91,11 @@ RequestOutputKind = OutputKind
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
-    """When an output ends because it goes in circles.
+    """When an output ends because it repeats itself.
 
     Attributes:
         max_pattern_size, min_pattern_size: lengths, in tokens, of the patterns that are looked for.
-        min_count: how many times a pattern must stand at the end of the output.
+        min_count: how many times in a row the pattern must occur at the end of the output.
 
     Raises:
         InvalidRequestError: a field is out of range.
@@ -117,15 +120,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How a request is sampled; names and defaults follow the field's usage. A request takes a copy, checked anew.
 
     The order of operations on a row of logits is: `allowed_token_ids` and `bad_words`, `logit_bias`, the ban on stop
-    tokens under `min_tokens`, penalties
-    (repetition, then frequency and presence), temperature, `min_p`, `top_k`, `top_p`, and the draw. `logprobs` are
-    those of the raw logits, before any of these. See docs/sampling.md.
+    tokens under `min_tokens`, penalties (repetition, then frequency and presence), temperature, `min_p`, `top_k`,
+    `top_p`, and the draw. `logprobs` are those of the raw logits, before any of these, unless the engine's
+    `logprobs_mode` says otherwise. See docs/sampling.md.
 
     Attributes:
         n: number of completions of the prompt; they share the prompt's KV cache.
         presence_penalty: in [-2, 2]; subtracted once from every token that the output already has.
         frequency_penalty: in [-2, 2]; subtracted as many times as the output has the token.
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output.
+        repetition_penalty: in [1e-6, 1e6]; divides positive and multiplies negative logits of tokens in prompt or
+            output.
         temperature: in [0, 2]; 0 is greedy.
         top_p: in (0, 1]; keep the smallest set of tokens whose probability reaches it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -133,35 +137,35 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         seed: makes the draw repeatable, whatever else is in the batch; choice i uses seed + i.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        ignore_eos: continue past the model's end-of-sequence tokens.
         max_tokens: the most tokens to generate; None means the rest of the context.
         min_tokens: no end-of-sequence or stop token before this many.
         logprobs: number of alternatives to report with each token; None reports none, 0 the chosen token only, -1 all.
         logprob_token_ids: report these tokens with each token, in place of the most likely ones; `logprobs` is then
-            None or as many as these.
-        prompt_logprobs: as `logprobs`, for each token of the prompt but the first; its KV is then computed afresh.
-        bad_words: texts that the output may not contain, each as its own tokens at the beginning of a text or after a
-            space.
+            None or their number.
+        prompt_logprobs: like `logprobs`, for each token of the prompt but the first; the prompt is then recomputed.
+        bad_words: texts that the output may not contain, as the tokens that they have at the beginning of a text or
+            after a space.
         bad_token_ids: the same as sequences of tokens; the text front end fills it in from `bad_words`.
         allowed_token_ids: no other tokens are sampled.
-        repetition_detection: end an output that goes in circles, with the finish reason "repetition".
+        repetition_detection: end an output that repeats itself, with the finish reason "repetition".
         logit_bias: token id -> value added to its logit, clamped to [-100, 100].
-        detokenize: produce text; without it only token ids come back.
+        detokenize: produce text; without it only token ids are returned.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: without effect, since tokenizers write such spaces or don't by themselves.
+        spaces_between_special_tokens: no effect, since tokenizers decide by themselves whether to write such spaces.
         include_stop_str_in_output: keep the stop string that ended the output.
         output_kind: what each streamed item holds.
-        stream_interval: tokens of a choice that are streamed together; the first and the last are told at once.
-        beam_width: search for the most likely continuations with so many beams and give the `n` best; temperature and
-            its like are then without meaning. Nothing is told before the end.
-        length_penalty: beams are compared by log-probability / length ** length_penalty.
+        stream_interval: tokens of a choice in each streamed item; the first and the last are sent at once.
+        beam_width: search for the most likely continuations with this many beams and return the `n` best; temperature
+            and the like then have no effect, and nothing is reported before the end.
+        length_penalty: in [-32, 32]; beams are compared by log-probability / length ** length_penalty.
         structured_outputs: the form that the output must have.
         extra_args: JSON values for the engine's logits processors (`vllm_xargs` over HTTP).
-        thinking_token_budget: tokens of reasoning after which its end mark is written for the model; None or -1 for
-            as many as it likes. Without effect, and with a warning, for models that mark no reasoning.
+        thinking_token_budget: tokens of reasoning after which its end mark is written for the model; None or -1 for no
+            limit. No effect, but a warning, for models that do not mark their reasoning.
         skip_reading_prefix_cache: compute the whole prompt, whatever the KV cache holds of it.
-        flat_logprobs, trace_decode_token_ids, watermarking: known elsewhere, and refused with an
-            error that names the way out.
+        flat_logprobs, trace_decode_token_ids, watermarking: known from other engines, and refused with an error that
+            names an alternative.
 
     Raises:
         InvalidRequestError: a field is out of range; the message names it.
@@ -206,6 +210,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     watermarking: Any = None
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except (AttributeError, TypeError):
+            self._check_types()
+            raise
+
+    def _check(self) -> None:
         self._check_numbers()
         self._check_lengths()
         self._check_stops()
@@ -251,14 +262,23 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """A copy, checked anew."""
         return self.replace()
 
+    def _check_types(self) -> None:
+        """Only where a value could not be compared, which is soon found out."""
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as exc:
+                text = f"{field.name} is of a type that it can't have: {exc}."
+                raise InvalidRequestError(text, param=field.name, value=value) from None
+
     def _check_numbers(self) -> None:
         self._check_range("n", f"n must be at least 1, got {self.n}.")
         for name in ("presence_penalty", "frequency_penalty"):
             self._check_range(name, f"{name} must be in [-2, 2], got {getattr(self, name)}.")
         value = self.repetition_penalty
-        text = f"repetition_penalty must be greater than zero, got {value}."
-        self._check_range("repetition_penalty", text)
-        _require(math.isfinite(value), "repetition_penalty", value, text)
+        rule = "greater than zero" if not 0 < value < math.inf else "in [1e-06, 1e+06]"
+        self._check_range("repetition_penalty", f"repetition_penalty must be {rule}, got {value}.")
         rule = "non-negative" if self.temperature < 0 else "in [0, 2]"
         self._check_range("temperature", f"temperature must be {rule}, got {self.temperature}.")
         self._check_range("top_p", f"top_p must be in (0, 1], got {self.top_p}.")
@@ -321,8 +341,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def _check_beams(self, width: int) -> None:
         self._check_range("beam_width", f"beam_width must be in [1, {MAX_BEAMS}], got {width}.")
         _require(self.n <= width, "n", self.n, f"n must be at most beam_width={width}, got {self.n}.")
-        penalty = self.length_penalty
-        _require(math.isfinite(penalty), "length_penalty", penalty, "length_penalty must be a finite number.")
+        self._check_range("length_penalty", f"length_penalty must be in [-32, 32], got {self.length_penalty}.")
         odd = [name for name in _NOT_WITH_BEAMS if getattr(self, name) not in (None, [], {}, 0, 0.0)]
         odd += ["repetition_penalty"] if self.repetition_penalty != 1 else []
         if odd:

@@ -23,6 +23,7 @@ class NewRow(msgspec.Struct, frozen=True):
         num_computed: positions whose KV is already in `blocks` (a prefix hit).
         blocks: its block table, with room for what this step computes.
         options: the features' own options, as in `GenerateRequest`.
+        beam: it is one of a beam search's.
     """
 
     slot: int
@@ -34,6 +35,7 @@ class NewRow(msgspec.Struct, frozen=True):
     num_computed: int
     blocks: list[int]
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
+    beam: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -87,6 +87,7 @@ class PoolerInfo(msgspec.Struct, frozen=True, kw_only=True):
         matryoshka: the lengths to which embeddings may be cut; [] for any, None where cutting spoils them.
         labels: what the outputs of the classification head stand for; [] without a head.
         activation: what those outputs go through.
+        task: what is made of a prompt where nothing is said.
     """
 
     pooling: Pooling
@@ -95,6 +96,7 @@ class PoolerInfo(msgspec.Struct, frozen=True, kw_only=True):
     matryoshka: list[int] | None = None
     labels: list[str] = msgspec.field(default_factory=list)
     activation: Activation = "none"
+    task: Task = "embed"
 
 
 @dataclass(slots=True)

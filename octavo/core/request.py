@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,24 @@ BACKGROUND = 1 << 30
 """Requests of this `priority` or a higher one run, under every policy, in the room that the others leave."""
 
 
+def answers_to(request_id: str, name: str) -> bool:
+    """Whether a client may mean this request by `name`.
+
+    A server's own ids are those of its answers and a suffix: "chatcmpl-NAME-1f2e...", of which "chatcmpl-NAME" and
+    "NAME" are known outside.
+    """
+    answer = request_id.rpartition("-")[0]
+    return name in (answer, answer.partition("-")[2], answer.partition("_")[2]) and bool(name)
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a front end asks of an engine core; never changed after it was made.
 
     Attributes:
         id: unique; not to be used again while anything of the earlier request may still be on its way.
-        tokens: the prompt's token ids, at least one.
+        tokens: the prompt's token ids, at least one; `PLACEHOLDER` where an embedding stands in place of a token.
+        keys: what tells the prompt's tokens from others in the KV cache, if that is not their ids alone: the digest of
+            an embedding in the place of its placeholder.
         params: how to sample; `params.max_tokens` is resolved (not None) by the time it gets here.
         namespace: requests share KV cache only within one namespace (an adapter's name, a tenant's salt).
         priority: lower runs earlier, under the priority policy; from `BACKGROUND` on, under all.
@@ -35,6 +48,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     id: str
     tokens: list[int]
     params: SamplingParams
+    keys: list[int | bytes] = msgspec.field(default_factory=list)
     namespace: str = ""
     priority: int = 0
     arrival: float = 0.0
@@ -102,6 +116,11 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.spec.tokens)
+
+    @property
+    def keys(self) -> Sequence[int | bytes]:
+        """What tells its tokens from others in the KV cache."""
+        return [*self.spec.keys, *self.tokens[self.num_prompt :]] if self.spec.keys else self.tokens
 
     @property
     def reads_cache(self) -> bool:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.core.pausing import AWAKE
+
 # Upper bounds by which steps are counted.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+LIMITS = ("seats", "step_tokens", "kv_blocks")
+"""Of which a waiting request may find none left: places among the running, tokens of a step, blocks of the KV cache."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
     """A snapshot. Counters only grow; gauges hold at the moment of the snapshot.
 
+    `waits_for` is what the last step lacked for the first in the queue, one of `LIMITS`, or empty if nobody waited for
+    room. `step_prompt_tokens` are those of `step_tokens` that were prompts', where `prompt_tokens` counts whole ones.
     `kv_slots_allocated` and `kv_slots_filled` count token slots in blocks held by running requests, shared blocks once;
     their difference is the paging waste, sampled at every step. `plan_s`, `launch_s` and `retire_s` are the
     loop's seconds; on a CPU launching includes the forward pass. `idle_s` are the seconds for which a device that runs
-    behind its host waited for it between two steps: the host's work that is not hidden. `steps_by_tokens` counts steps
-    by the tokens that they computed: up to each of `STEP_TOKENS`, and more.
+    behind its host waited for it between two steps: the host's work that is not hidden. `step_sampled` are the rows of
+    steps that got a new token. `steps_by_tokens` counts steps by the tokens of prompts that they computed and those
+    that they sampled: up to each of `STEP_TOKENS`, and more.
     """
 
     # gauges
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_deferred: int = 0
+    waits_for: str = ""
     num_blocks: int = 0
     num_blocks_used: int = 0
     num_blocks_cached: int = 0
@@ -30,6 +40,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv_slots_filled: int = 0
     last_step_s: float = 0.0
     last_step_at: float = 0.0
+    paused: bool = False
+    sleep_level: int = AWAKE
+    weight_version: str = "default"
     # counters
     num_steps: int = 0
     prompt_tokens: int = 0
@@ -43,6 +56,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     blocks_copied: int = 0
     blocks_evicted: int = 0
     step_tokens: int = 0
+    step_prompt_tokens: int = 0
+    step_sampled: int = 0
     step_rows: int = 0
     waste_samples: int = 0
     waste_sum: float = 0.0
@@ -56,6 +71,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     def kv_usage(self) -> float:
         """Fraction of blocks in use by running requests, 0 to 1."""
         return self.num_blocks_used / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def handled_tokens(self) -> int:
+        """What `steps_by_tokens` counts steps by, over all of them."""
+        return self.step_prompt_tokens + self.step_sampled
 
     @property
     def mean_waste(self) -> float:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction, MockTensor
 
+from octavo.device.compilers import Compilers, job_of
+
 log = logging.getLogger(__name__)
 
 
 class Ahead:
-    """Takes launches down instead of launching, and compiles what they would run, on threads of its own.
+    """Takes launches down instead of launching, and compiles what they would run, beside whatever else is done.
 
     What differs only in addresses and sizes is compiled once, by the rules by which Triton itself tells variants apart:
     whether a number is 1 or divisible by 16, and an address divisible by 16.
@@ -24,6 +26,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="octavo-compile")
+        self._compilers = Compilers()
         self._jobs: dict[Any, Future[None]] = {}
 
     @contextmanager
@@ -35,7 +38,8 @@ class Ahead:
             named = zip(kernel.params, args, strict=False)
             key = (kernel, *(_variant(param, arg) for param, arg in named), *options.items())
             if key not in self._jobs:
-                self._jobs[key] = self._pool.submit(_compile, run, kernel, [_stand_in(arg) for arg in args], options)
+                stand_ins = [_stand_in(arg) for arg in args]
+                self._jobs[key] = self._pool.submit(self._compile, run, kernel, stand_ins, options)
 
         JITFunction.run = compile_only
         try:
@@ -51,14 +55,15 @@ class Ahead:
             if error is not None:
                 log.warning("a variant of %s was not compiled ahead: %s", getattr(key[0], "__name__", key[0]), error)
         self._pool.shutdown()
+        self._compilers.close()
         return len(self._jobs)
 
-
-def _compile(run: Callable[..., Any], kernel: Any, args: list[Any], options: dict[str, Any]) -> None:
-    compiled = run(kernel, *args, grid=(1,), warmup=True, **options)
-    prepare = getattr(compiled, "_init_handles", None)
-    if prepare is not None:
-        prepare()  # builds the launcher and loads the kernel
+    def _compile(self, run: Callable[..., Any], kernel: Any, args: list[Any], options: dict[str, Any]) -> None:
+        with self._compilers.compiling(job_of(kernel, args, options)):
+            compiled = run(kernel, *args, grid=(1,), warmup=True, **options)
+        prepare = getattr(compiled, "_init_handles", None)
+        if prepare is not None:
+            prepare()  # builds the launcher and loads the kernel
 
 
 def _variant(param: Any, value: Any) -> Any:

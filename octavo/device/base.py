@@ -6,6 +6,16 @@ from typing import Protocol
 
 import torch
 
+_GIB = 1 << 30
+
+
+def too_large(size: int, free: int, where: str) -> str:
+    """What is said of a KV cache that can't be had."""
+    return (
+        f"A KV cache of {size / _GIB:.2f} GiB was asked for, but {free / _GIB:.2f} GiB of {where} are free. Lower "
+        "--kv-cache-memory-bytes or leave it out; --max-model-len and --max-num-seqs bound what is of use."
+    )
+
 
 class Device(Protocol):
     """One device of one worker. Sizes in bytes."""
@@ -16,6 +26,8 @@ class Device(Protocol):
     """Steps worth launching ahead: 0 where launching computes, 1 where it only enqueues."""
     default_limits: tuple[int, int]
     """Sequences that run at once, and tokens computed in one step, unless others are asked for."""
+    balanced_tokens: int
+    """Tokens of a step of which the products take little longer than reading the weights."""
     resident: bool
     """Whether running requests live on the device, because reading anything back would make the host wait."""
 
@@ -30,10 +42,23 @@ class Device(Protocol):
         """The dtype to compute in: `wanted`, or for "auto" what suits the checkpoint's dtype and this device."""
         ...
 
-    def check_fits(self, weights: int, utilization: float | None) -> None:
-        """Raises ConfigError if so many bytes of weights can't be loaded; called before they are."""
+    def check_fits(self, weights: int, stored: int, utilization: float | None) -> None:
+        """Raises ConfigError if weights can't be loaded; called before they are.
+
+        Args:
+            weights: their bytes, were none quantized.
+            stored: bytes of their files.
+        """
         ...
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Bytes for the KV cache, given those that the weights take, and those that a step needs beside them."""
+        ...
+
+    def give_back(self) -> None:
+        """Let other processes have the memory that was freed."""
+        ...
+
+    def check_cache(self, size: int) -> None:
+        """Raises ConfigError if there is no room for a KV cache of so many bytes, which somebody asked for."""
         ...

@@ -32,7 +32,7 @@ def bind(binding: str, nodes: Path = _NODES) -> None:
     chosen = _largest_node(allowed, nodes) if binding == "auto" else _stated(binding, allowed)
     if chosen != allowed:
         os.sched_setaffinity(0, chosen)
-        log.info("compute threads keep to the cores %s", format_cores(chosen))
+        log.info("compute threads are bound to the cores %s", format_cores(chosen))
 
 
 def parse_cores(text: str) -> set[int]:

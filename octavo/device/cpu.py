@@ -8,11 +8,13 @@ import torch
 
 from octavo.core.errors import ConfigError
 from octavo.device import host
+from octavo.device.base import too_large
 from octavo.device.binding import bind
 
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+_MOST_THREADS = 1024
 _DEFAULT_KV_LIMIT = 4 * _GIB
 _DEFAULT_UTILIZATION = 0.5
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -26,12 +28,17 @@ class CpuDevice:
         self.name = host.cpu_name()
         self.default_depth = 0
         self.default_limits = (256, 2048)
+        self.balanced_tokens = 16
         self.resident = False
         self._available = host.available_memory()
 
     def setup(self, threads: int | None, binding: str) -> None:
         bind(binding)
         cores = host.physical_cores()
+        if threads is not None and threads > _MOST_THREADS:
+            raise ConfigError(
+                f"--threads {threads} is more than the {_MOST_THREADS:,} that may be; there are {cores} cores."
+            )
         if threads is not None and threads > cores:
             log.warning("--threads %d is more than the %d physical cores given to this process", threads, cores)
         torch.set_num_threads(threads or cores)
@@ -43,8 +50,13 @@ class CpuDevice:
             return _DTYPES[wanted]
         return torch.bfloat16 if checkpoint != "float32" and host.has_fast_bfloat16() else torch.float32
 
-    def check_fits(self, weights: int, utilization: float | None) -> None:
-        """Weights may be mapped and swapped here; `kv_budget` says what is too much."""
+    def check_fits(self, weights: int, stored: int, utilization: float | None) -> None:
+        """They take about what their files take; the system would end a process that takes more than there is."""
+        if stored > self._available + host.free_swap():
+            raise ConfigError(
+                f"The files of the weights hold {stored / _GIB:.2f} GiB, but only {self._available / _GIB:.2f} GiB of "
+                "memory are free. Take a smaller model or one with smaller weights (a quantized GGUF), or free memory."
+            )
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Half of the available memory less the weights, at most 4 GiB; with a stated utilization, that fraction."""
@@ -57,3 +69,12 @@ class CpuDevice:
                 "--kv-cache-memory-bytes yourself, use --dtype bfloat16 if it runs in float32, or take a smaller model."
             )
         return budget if utilization else min(budget, _DEFAULT_KV_LIMIT)
+
+    def give_back(self) -> None:
+        host.trim_memory()
+
+    def check_cache(self, size: int) -> None:
+        """By what is free now; memory that nobody has touched seems to be had without end."""
+        free = host.available_memory()
+        if size > free + host.free_swap():
+            raise ConfigError(too_large(size, free, "memory"))

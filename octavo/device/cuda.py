@@ -8,6 +8,7 @@ import logging
 import torch
 
 from octavo.core.errors import ConfigError
+from octavo.device.base import too_large
 from octavo.device.binding import bind
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class CudaDevice:
         self.default_depth = 1
         large = torch.cuda.get_device_properties(self.torch_device).total_memory >= _LARGE
         self.default_limits = (1024, 8192) if large else (256, 2048)
+        self.balanced_tokens = 384
         self.resident = True
 
     def setup(self, threads: int | None, binding: str) -> None:
@@ -60,7 +62,7 @@ class CudaDevice:
             return torch.float16
         return torch.float32 if checkpoint == "float32" else torch.bfloat16
 
-    def check_fits(self, weights: int, utilization: float | None) -> None:
+    def check_fits(self, weights: int, stored: int, utilization: float | None) -> None:
         room = self._room(utilization)
         if weights >= room:
             raise ConfigError(
@@ -82,6 +84,15 @@ class CudaDevice:
                 f"or do one of these: {_WAYS_OUT}"
             )
         return budget
+
+    def give_back(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+
+    def check_cache(self, size: int) -> None:
+        free, _, idle = self._memory()
+        if size > free + idle:
+            raise ConfigError(too_large(size, free + idle, self.name))
 
     def _room(self, utilization: float | None) -> int:
         """Bytes that may still be taken; what torch holds without using it counts as free."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -30,6 +32,11 @@ def available_memory() -> int:
     return max(available, 0)
 
 
+def free_swap() -> int:
+    """Bytes of swap space that are free."""
+    return _meminfo("SwapFree") or 0
+
+
 def has_fast_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 natively (AVX512-BF16, AMX, or Arm's BF16 extension)."""
     flags = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "").split()
@@ -43,10 +50,15 @@ def cpu_name() -> str:
 
 
 def _system_available() -> int:
+    available = _meminfo("MemAvailable")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if available is None else available
+
+
+def _meminfo(name: str) -> int | None:
     for line in (_read(Path("/proc/meminfo")) or "").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return None
 
 
 def _reclaimable() -> int:
@@ -66,3 +78,11 @@ def _read(path: Path) -> str | None:
         return path.read_text().strip()
     except OSError:
         return None
+
+
+def trim_memory() -> None:
+    """Give memory that was freed back to the system, where the C library keeps it."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+        if trim is not None:
+            trim(0)

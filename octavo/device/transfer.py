@@ -24,23 +24,38 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._read: torch.cuda.Event | None = None
+        self._staging: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
 
     def send(self, array: np.ndarray, into: Tensor) -> None:
         """The array's values into a tensor of its shape, there for whatever is launched after this call.
 
         What reads the values that were there must have been launched before `done`.
         """
-        host = torch.from_numpy(array)
         if self._stream is None:
-            into.copy_(host)
+            into.copy_(torch.from_numpy(array))
             return
-        host = host.pin_memory()
+        host = self._pinned(array)
         with torch.cuda.stream(self._stream):
             if self._read is not None:
                 self._read.wait()
             into.copy_(host, non_blocking=True)
-            arrived = self._stream.record_event()
-        arrived.wait()
+            self._arrived = self._stream.record_event()
+        self._arrived.wait()
+
+    def _pinned(self, array: np.ndarray) -> Tensor:
+        """A copy that the device can read while the host goes on, in memory that is kept for it.
+
+        By one thread: torch's own copy wakes many for it, which takes longer than a megabyte.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()  # which it has long done
+        size, dtype = array.size, torch.from_numpy(array).dtype
+        if self._staging is None or self._staging.numel() < size or self._staging.dtype != dtype:
+            self._staging = torch.empty(2 * size, dtype=dtype, pin_memory=True)
+        host = self._staging[:size].view(array.shape)
+        np.copyto(host.numpy(), array)
+        return host
 
     def done(self) -> None:
         """All that reads what was sent has been launched."""

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from octavo.core import errors
 from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError, SlowReaderError
-from octavo.core.info import Health, ModelInfo
+from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import TokenDelta
+from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
 from octavo.engine.frames import Frames, frame
 from octavo.engine.inbox import Inbox
+from octavo.engine.phases import OnPhase
 from octavo.engine.process import CoreElsewhere, CoreProcess
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
-
-OnPhase = Callable[[str, float | None], None]
+_SILENCE_S = 10.0
 
 
 class Process(Protocol):
@@ -40,6 +42,8 @@ class Process(Protocol):
     async def exited(self) -> None: ...
 
     def obituary(self) -> str: ...
+
+    def show_stacks(self) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -58,9 +62,11 @@ class CoreClient:
         self._transport: asyncio.WriteTransport | None = None
         self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, Inbox] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
         self._stats = EngineStats()
         self._dead: str | None = None
-        self._progress_at = time.monotonic()
+        self._heard_at = time.monotonic()
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
@@ -101,8 +107,6 @@ class CoreClient:
             raise InvalidRequestError(
                 "request_id is in use by a running request.", param="request_id", value=request.id
             )
-        if not self._streams:
-            self._progress_at = time.monotonic()
         inbox = self._streams[request.id] = Inbox()
         remaining = request.params.n
         try:
@@ -126,18 +130,79 @@ class CoreClient:
     async def reset_prefix_cache(self) -> None:
         self._send(wire.Reset())
 
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
+        await self._call(lambda call: wire.Pause(call, mode, clear_cache))
+
+    async def resume(self) -> None:
+        await self._call(wire.Resume)
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        await self._call(lambda call: wire.Sleep(call, level, mode))
+
+    async def wake_up(self, parts: Iterable[Part]) -> None:
+        await self._call(lambda call: wire.WakeUp(call, list(parts)))
+
+    async def abort_named(self, names: Iterable[str] | None) -> int:
+        return int(await self._call(lambda call: wire.AbortNamed(call, None if names is None else list(names))))
+
+    async def start_profile(self, prefix: str = "") -> None:
+        await self._call(lambda call: wire.StartProfile(call, prefix))
+
+    async def stop_profile(self) -> str:
+        return str(await self._call(wire.StopProfile))
+
+    async def update_weights(
+        self,
+        path: str | None = None,
+        load_format: str | None = None,
+        *,
+        received: bool = False,
+        mode: PauseMode = PauseMode.KEEP,
+        flush_cache: bool = True,
+        version: str | None = None,
+    ) -> dict[str, Any]:
+        wish = (path, load_format, received, mode, flush_cache, version)
+        return dict(await self._call(lambda call: wire.UpdateWeights(call, *wish)))
+
+    async def begin_weights(self) -> None:
+        await self._call(wire.BeginWeights)
+
+    async def receive_weights(self, update_info: Mapping[str, Any]) -> None:
+        await self._call(lambda call: wire.ReceiveWeights(call, dict(update_info)))
+
+    async def _call(self, command: Callable[[int], wire.Command]) -> Any:
+        """Have the core do something; returns when it is done, with what came of it."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        number = next(self._numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            self._send(command(number))
+            return await answer
+        finally:
+            del self._calls[number]
+
     def stats(self) -> EngineStats:
         return self._stats
 
     def health(self) -> Health:
         if self._dead is not None:
-            return Health(ok=False, reason=self._dead)
-        waited = time.monotonic() - self._progress_at
+            return Health(ok=False, final=True, reason=self._dead)
+        silent = time.monotonic() - self._heard_at
         # Of all clients, by the core's last news; one's own requests may be news to it.
         waiting = max(len(self._streams), self._stats.num_running + self._stats.num_waiting)
-        if waiting and waited > self._stall_after_s:
-            return Health(ok=False, reason=f"{waiting} requests wait, but no step has completed for {waited:.0f} s.")
+        if waiting and silent > self._stall_after_s and not self._stats.paused:
+            return Health(ok=False, reason=f"{waiting} requests wait, but no step has completed for {silent:.0f} s.")
+        if silent > max(self._stall_after_s, _SILENCE_S):
+            return Health(
+                ok=False, reason=f"The engine core is idle, but has given no sign of life for {silent:.0f} s."
+            )
         return Health(ok=True)
+
+    def received(self, request_id: str) -> Received:
+        inbox = self._streams.get(request_id)
+        return Received() if inbox is None else Received(inbox.total, inbox.at)
 
     @property
     def dead(self) -> str | None:
@@ -159,12 +224,16 @@ class CoreClient:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})
-        if not isinstance(self._process, CoreElsewhere):
+        if isinstance(self._process, CoreProcess) and not self._ready.done():
+            self._process.kill()  # it hears nothing while it loads
+        elif not isinstance(self._process, CoreElsewhere):
             self._send(wire.Shutdown())
             await asyncio.to_thread(self._process.stop)
         self._die("The engine was closed.")
         if self._transport is not None:
             self._transport.close()
+        if self._ready.done():
+            self._ready.exception()  # who gave up waiting for the start needn't hear why it failed
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
@@ -182,7 +251,7 @@ class CoreClient:
         self._ready.result()
 
     def _take(self, message: wire.ToClient) -> None:
-        self._progress_at = time.monotonic()
+        self._heard_at = time.monotonic()
         match message:
             case wire.News():
                 self._spread(message)
@@ -190,12 +259,23 @@ class CoreClient:
                 inbox = self._streams.get(request_id)
                 if inbox is not None:
                     inbox.fail(InvalidRequestError(text, param=param))
+            case wire.Done():
+                self._answer(message)
             case wire.Phase(name, seconds):
                 self._on_phase(name, seconds)
             case wire.Ready(info):
                 self._ready.set_result(info)
             case wire.Failed(kind, text):
                 self._ready.set_exception(_error_of(kind, text))
+
+    def _answer(self, done: wire.Done) -> None:
+        call = self._calls.get(done.call)
+        if call is None or call.done():
+            return
+        if done.kind is None:
+            call.set_result(done.value)
+        else:
+            call.set_exception(_error_of(done.kind, done.message, done.param, failed="failed at this"))
 
     def _spread(self, news: wire.News) -> None:
         if news.stats is not None:
@@ -204,6 +284,7 @@ class CoreClient:
             inbox = self._streams.get(delta.id)
             if inbox is not None:
                 inbox.put(delta)
+                inbox.at = self._heard_at
                 if self._max_unread is not None and inbox.overflows(self._max_unread):
                     self._suspect(delta.id, inbox, self._max_unread)
 
@@ -224,15 +305,35 @@ class CoreClient:
         self._send(wire.Abort(request_id))
 
     async def _watch(self) -> None:
-        await self._process.exited()
+        exited = asyncio.create_task(self._process.exited())
+        was_well = True
+        try:
+            while not exited.done():
+                await asyncio.wait({exited}, timeout=_LOOK_S)
+                was_well = self._report(was_well)
+        finally:
+            exited.cancel()
         reason = self._process.obituary()
         log.error("%s", reason)
         self._die(reason)
+
+    def _report(self, was_well: bool) -> bool:
+        """Log when the core stops to make progress, with what it is doing, and when it goes on; whether it is well."""
+        health = self.health()
+        if was_well and not health.ok:
+            log.error("The engine core makes no progress: %s What its threads are doing follows.", health.reason)
+            self._process.show_stacks()
+        elif health.ok and not was_well:
+            log.warning("The engine core makes progress again.")
+        return health.ok
 
     def _die(self, reason: str) -> None:
         self._dead = self._dead or reason
         for inbox in self._streams.values():
             inbox.fail(EngineDeadError(self._dead))
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineDeadError(self._dead))
 
     def _send(self, message: wire.ToCore) -> None:
         """Hand a message to the event loop, which keeps what the core can't take yet, however much that is."""
@@ -256,10 +357,12 @@ def _unheard(phase: str, seconds: float | None) -> None:
     """For those who want to know nothing of the start."""
 
 
-def _error_of(kind: str, message: str) -> OctavoError:
+def _error_of(kind: str, message: str, param: str | None = None, failed: str = "could not start") -> OctavoError:
     cls = getattr(errors, kind, None)
+    if isinstance(cls, type) and issubclass(cls, InvalidRequestError):
+        return cls(message, param=param)
     if isinstance(cls, type) and issubclass(cls, OctavoError):
         error = cls.__new__(cls)
         Exception.__init__(error, message)
         return error
-    return EngineDeadError(f"The engine core could not start: {message}")
+    return EngineDeadError(f"The engine core {failed}: {message}")

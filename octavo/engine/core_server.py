@@ -7,22 +7,25 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 
-from octavo.core.errors import InvalidRequestError, OctavoError
+from octavo.core.errors import EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.info import ModelInfo
 from octavo.core.output import TokenDelta
-from octavo.core.request import GenerateRequest
+from octavo.core.pausing import Part, PauseMode
+from octavo.core.request import GenerateRequest, answers_to
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
 from octavo.engine.connections import Connection, Connections
+from octavo.engine.executor import Staged, Weights
+from octavo.engine.phases import OnPhase
+from octavo.engine.updates import Job, Update, Updates
 
 log = logging.getLogger(__name__)
-
-OnPhase = Callable[[str, float | None], None]
 
 
 class Loop(Protocol):
@@ -40,7 +43,30 @@ class Loop(Protocol):
 
     def step(self) -> list[TokenDelta]: ...
 
+    @property
+    def settled(self) -> bool: ...
+
+    def pause(self, mode: PauseMode) -> list[TokenDelta]: ...
+
+    def resume(self) -> list[TokenDelta]: ...
+
+    def check_sleep(self, level: int) -> None: ...
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]: ...
+
     def reset_prefix_cache(self) -> None: ...
+
+    def check_weights(self) -> Weights: ...
+
+    def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None: ...
+
+    def start_profile(self, prefix: str = "") -> None: ...
+
+    def stop_profile(self) -> str: ...
+
+    def idle(self) -> None: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -53,6 +79,7 @@ MakeCore = Callable[[OnPhase], tuple[Loop, ModelInfo]]
 
 _IDLE_POLL_MS = 1000
 _STARVED_POLL_MS = 2
+_UPDATE_POLL_MS = 20
 _HELLO_S = 1.0
 _STATS_S = 0.05
 
@@ -69,6 +96,8 @@ class CoreServer:
         self._clients: list[Connection] = []
         self._owner: dict[str, Connection] = {}
         self._remaining: dict[str, int] = {}
+        self._settling: list[tuple[Connection, wire.Pause | wire.Sleep | Update]] = []
+        self._updates: Updates[Connection] = Updates()
         self._info: ModelInfo | None = None
         self._loop: Loop | None = None
         self._stats_due = 0.0
@@ -102,13 +131,26 @@ class CoreServer:
 
     def _serve(self, loop: Loop) -> None:
         while self._alive and os.getppid() == self._parent:
-            self._receive(_IDLE_POLL_MS if not loop.busy else _STARVED_POLL_MS if loop.starved else 0)
-            if loop.busy:
+            self._receive(self._patience_ms(loop))
+            if not loop.busy:
+                loop.idle()
+                self._send_news([])  # a sign of life
+            else:
                 deltas = loop.step()
                 if deltas or not loop.starved or not loop.busy:  # the last gauges told shall be those of an idle engine
                     self._send_news(deltas)
                 if not loop.busy:
                     loop.check_idle()
+            for job in self._updates.done():
+                self._end_job(loop, job)
+            if self._settling and loop.settled:
+                self._settle(loop)
+
+    def _patience_ms(self, loop: Loop) -> int:
+        """How long to wait for a message before the next look at everything else."""
+        if loop.busy:
+            return _STARVED_POLL_MS if loop.starved else 0
+        return _UPDATE_POLL_MS if self._updates.busy else _IDLE_POLL_MS
 
     def _receive(self, wait_ms: int) -> None:
         """Handle all messages that are there, after a wait for the first."""
@@ -135,6 +177,99 @@ class CoreServer:
                 self._loop.reset_prefix_cache()
             case wire.Shutdown():
                 self._alive = False
+            case _ if isinstance(message, wire.Command):
+                self._command(client, message)
+
+    def _command(self, client: Connection, command: wire.Command) -> None:
+        """Do it; what must wait for steps in flight is answered when they have ended."""
+        if self._loop is None:
+            return
+        value: Any = None
+        try:
+            match command:
+                case wire.Pause() | wire.Sleep():
+                    if isinstance(command, wire.Sleep):
+                        self._loop.check_sleep(command.level)
+                    self._tell(self._loop.pause(command.mode))
+                    self._settling.append((client, command))
+                    return
+                case wire.Resume():
+                    self._tell(self._loop.resume())
+                    self._unsettle()
+                case wire.WakeUp(_, parts):
+                    self._tell(self._loop.wake_up(parts))
+                case wire.AbortNamed(_, names):
+                    value = self._abort_named(self._loop, names)
+                case wire.StartProfile(_, prefix):
+                    self._loop.start_profile(prefix)
+                case wire.StopProfile():
+                    value = self._loop.stop_profile()
+                case wire.UpdateWeights() | wire.BeginWeights() | wire.ReceiveWeights():
+                    self._updates.begin(client, command, partial(_do, self._loop.check_weights(), command))
+                    return
+        except Exception as error:
+            self._send(client, _failed(command.call, error))
+            return
+        self._send(client, wire.Done(command.call, value))
+
+    def _abort_named(self, loop: Loop, names: list[str] | None) -> int:
+        """End the requests of these names, or all; how many there were."""
+        ended = list(self._owner)
+        if names is not None:
+            ended = [one for one in ended if any(answers_to(one, name) for name in names)]
+        for request_id in ended:
+            self._send_news(loop.abort(request_id))
+        return len(ended)
+
+    def _end_job(self, loop: Loop, job: Job[Connection]) -> None:
+        """Tensors were read: if they are to be used, that is next."""
+        client, command = job.client, job.command
+        try:
+            value = job.done.result()
+        except Exception as error:
+            self._send(client, _failed(command.call, error))
+            return
+        if isinstance(command, wire.UpdateWeights):
+            ours = any(isinstance(other, Update) and other.resumes for _, other in self._settling)
+            update = Update(command, value, resumes=ours or not loop.stats().paused)
+            self._settling.append((client, update))
+            if update.resumes or command.mode is PauseMode.ABORT:
+                self._tell(loop.pause(command.mode))
+        else:
+            self._send(client, wire.Done(command.call))
+
+    def _settle(self, loop: Loop) -> None:
+        """What pauses were for, now that nothing runs any more."""
+        settling, self._settling = self._settling, []
+        for client, command in settling:
+            value = None
+            try:
+                match command:
+                    case wire.Sleep():
+                        loop.sleep(command.level)
+                    case Update():
+                        value = self._replace_weights(loop, command)
+                    case _ if command.clear_cache and command.mode is not PauseMode.KEEP:
+                        loop.reset_prefix_cache()
+            except Exception as error:
+                self._send(client, _failed(command.call, error))
+                continue
+            self._tell([])
+            self._send(client, wire.Done(command.call, value))
+        if all(isinstance(command, Update) and command.resumes for _, command in settling):
+            self._tell(loop.resume())
+
+    def _replace_weights(self, loop: Loop, update: Update) -> dict[str, Any]:
+        wish = update.command
+        loop.update_weights(update.staged, wish.version, flush_cache=wish.flush_cache)
+        return {"weight_version": loop.stats().weight_version, "num_paused_requests": len(self._owner)}
+
+    def _unsettle(self) -> None:
+        """Nobody waits for a pause any more that somebody else has ended."""
+        settling, self._settling = self._settling, []
+        for client, command in settling:
+            error = EngineStateError("The pause was ended before all that was running had come to rest.")
+            self._send(client, _failed(command.call, error))
 
     def _add(self, loop: Loop, client: Connection, request: GenerateRequest) -> None:
         was_busy = loop.busy
@@ -146,8 +281,7 @@ class CoreServer:
         self._owner[request.id] = client
         self._remaining[request.id] = request.params.n
         if not was_busy and len(self._clients) > 1:
-            self._stats_due = 0.0
-            self._send_news([])  # so that all know that steps are due from now on
+            self._tell([])  # so that all know that steps are due from now on
 
     def _forget(self, client: Connection) -> None:
         """It is gone: its requests end, and it gets no more news."""
@@ -156,6 +290,11 @@ class CoreServer:
         for request_id in [request_id for request_id, owner in self._owner.items() if owner == client]:
             if self._loop is not None:
                 self._send_news(self._loop.abort(request_id))
+
+    def _tell(self, deltas: list[TokenDelta]) -> None:
+        """The state has changed: everybody shall know."""
+        self._stats_due = 0.0
+        self._send_news(deltas)
 
     def _send_news(self, deltas: list[TokenDelta]) -> None:
         if self._loop is None:
@@ -190,27 +329,27 @@ class CoreServer:
         self._connections.send(client, wire.encode(message))
 
     def _close(self, code: int) -> int:
+        self._updates.close()
         self._connections.close()
         return code
 
 
-class PhaseTimer:
-    """Times the phases of a start, one after the other, and reports each to `on_phase`."""
+def _do(weights: Weights, command: wire.WeightCommand) -> Any:
+    match command:
+        case wire.BeginWeights():
+            return weights.begin()
+        case wire.ReceiveWeights(_, update_info):
+            return weights.receive(update_info)
+        case wire.UpdateWeights(received=True):
+            return weights.stage_received()
+        case wire.UpdateWeights(path=path, load_format=load_format):
+            return weights.stage(path, load_format)
 
-    def __init__(self, on_phase: OnPhase) -> None:
-        self.seconds: dict[str, float] = {}
-        self._on_phase = on_phase
-        self._name = ""
-        self._began = 0.0
 
-    def begin(self, name: str) -> None:
-        """End the phase before, if any, and begin this one."""
-        self.end()
-        self._name, self._began = name, time.perf_counter()
-        self._on_phase(name, None)
-
-    def end(self) -> None:
-        if self._name:
-            self.seconds[self._name] = round(time.perf_counter() - self._began, 3)
-            self._on_phase(self._name, self.seconds[self._name])
-            self._name = ""
+def _failed(call: int, error: Exception) -> wire.Done:
+    if isinstance(error, InvalidRequestError):
+        return wire.Done(call, kind=type(error).__name__, message=error.message, param=error.param)
+    if isinstance(error, OctavoError):
+        return wire.Done(call, kind=type(error).__name__, message=str(error))
+    log.exception("a command failed", exc_info=error)
+    return wire.Done(call, kind=type(error).__name__, message=f"{type(error).__name__}: {error}")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from octavo.core.errors import EngineDeadError, InvalidRequestError, internal_error
-from octavo.core.info import Health, ModelInfo
+from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
 from octavo.core.params import SamplingParams
-from octavo.core.request import GenerateRequest
+from octavo.core.pausing import AWAKE, Part, PauseMode
+from octavo.core.request import GenerateRequest, answers_to
 from octavo.core.stats import EngineStats
 
 Script = Callable[[GenerateRequest], Sequence[int] | Sequence[Sequence[int]]]
@@ -50,6 +51,7 @@ class _Live:
     scripts: list[Sequence[int]]
     aborted: set[int] = field(default_factory=set)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    received: Received = field(default_factory=Received)
     started: float = field(default_factory=time.monotonic)
     counts: dict[int, int] = field(default_factory=dict)
 
@@ -65,6 +67,7 @@ class FakeEngine:
     Attributes:
         requests: all that were asked, in order.
         aborts: `(request id, choice)` of every explicit abort; the choice is None for the whole request.
+        commands: pauses, sleeps, profiles and their ends, with their arguments, in order.
         abandoned: ids of requests whose iterator was closed before the end.
         running: ids of requests that are being played now.
         current: the snapshot that `stats` returns; `num_running` is kept up to date, tests may set the rest.
@@ -85,6 +88,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.aborts: list[tuple[str, int | None]] = []
         self.resets = 0
+        self.commands: list[tuple[Any, ...]] = []
         self.abandoned: list[str] = []
         self.running: set[str] = set()
         self.current = EngineStats()
@@ -117,6 +121,7 @@ class FakeEngine:
         unfinished = request.params.n
         try:
             async for delta in self._play(live):
+                live.received = Received(live.received.tokens + len(delta.tokens), time.monotonic())
                 unfinished -= delta.finish is not None
                 yield delta
         finally:
@@ -135,12 +140,61 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
 
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
+        """Notes it; what is played goes on."""
+        self.commands.append(("pause", mode, clear_cache))
+        self.current.paused = True
+
+    async def resume(self) -> None:
+        self.commands.append(("resume",))
+        self.current.paused = False
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        self.commands.append(("sleep", level, mode))
+        self.current.paused, self.current.sleep_level = True, level
+
+    async def wake_up(self, parts: Iterable[Part]) -> None:
+        self.commands.append(("wake_up", *parts))
+        self.current.paused, self.current.sleep_level = False, AWAKE
+
+    async def abort_named(self, names: Iterable[str] | None) -> int:
+        wanted = None if names is None else list(names)
+        ended = [one for one in self._live if wanted is None or any(answers_to(one, name) for name in wanted)]
+        for one in ended:
+            await self.abort(one)
+        return len(ended)
+
+    async def update_weights(self, path: str | None = None, load_format: str | None = None, **how: Any) -> Any:
+        """Notes it; a path that ends with "odd" is refused."""
+        if str(path).endswith("odd"):
+            raise InvalidRequestError("These are the weights of another model.", param="model_path", value=path)
+        self.commands.append(("update_weights", path, load_format, how))
+        self.current.weight_version = how.get("version") or "update-1"
+        return {"weight_version": self.current.weight_version, "num_paused_requests": len(self.running)}
+
+    async def begin_weights(self) -> None:
+        self.commands.append(("begin_weights",))
+
+    async def receive_weights(self, update_info: Mapping[str, Any]) -> None:
+        self.commands.append(("receive_weights", update_info))
+
+    async def start_profile(self, prefix: str = "") -> None:
+        self.commands.append(("start_profile", prefix))
+
+    async def stop_profile(self) -> str:
+        self.commands.append(("stop_profile",))
+        return "/profiles/fake.json"
+
     def stats(self) -> EngineStats:
         self.current.num_running = len(self.running)
         return self.current
 
     def health(self) -> Health:
-        return Health(ok=self._dead is None, reason=self._dead or "")
+        return Health(ok=self._dead is None, final=self._dead is not None, reason=self._dead or "")
+
+    def received(self, request_id: str) -> Received:
+        live = self._live.get(request_id)
+        return Received() if live is None else live.received
 
     async def close(self) -> None:
         self.closed = True
@@ -213,7 +267,7 @@ class FakeEngine:
             logprobs=[self._reported(token, params)] if params.reports else None,
             finish=finish,
             stop_reason=reason,
-            times=self._times(live) if finish else None,
+            times=self._times(live) if finish or not done else None,
             prompt_logprobs=self._prompt_logprobs(live.request) if not done and not index else None,
         )
 

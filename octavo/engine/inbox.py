@@ -14,12 +14,16 @@ class Inbox:
     Attributes:
         tokens: those that wait to be read.
         suspect: too many did, a moment ago.
+        total: tokens that have come.
+        at: when the last did; whoever puts them there sets it.
     """
 
-    __slots__ = ("_deltas", "_error", "_waiter", "suspect", "tokens")
+    __slots__ = ("_deltas", "_error", "_waiter", "at", "suspect", "tokens", "total")
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.total = 0
+        self.at: float | None = None
         self._deltas: deque[TokenDelta] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -29,6 +33,7 @@ class Inbox:
         if self._error is None:
             self._deltas.append(delta)
             self.tokens += len(delta.tokens)
+            self.total += len(delta.tokens)
             self._wake()
 
     def fail(self, error: Exception) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
+from typing import Any
 
-from octavo.core.errors import internal_error
+from octavo.core.errors import EngineStateError, UnsupportedError, internal_error
 from octavo.core.output import TokenDelta
+from octavo.core.pausing import AWAKE, Part, PauseMode
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
+from octavo.core.spans import Watched
 from octavo.core.stats import EngineStats
-from octavo.engine.executor import Executor, Step
+from octavo.engine.executor import Executor, Sleeper, Staged, Step, Weights
+from octavo.engine.pause import Bed, Gate, NoExecutor
+from octavo.engine.profile import Profiler
 from octavo.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -20,9 +26,26 @@ log = logging.getLogger(__name__)
 class EngineLoop:
     """Scheduler and executor, one step at a time: whoever drives it calls `step` while `busy` and sends the news on."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        depth: int = 0,
+        sleeper: Sleeper | None = None,
+        profiler: Profiler | None = None,
+        weights: Weights | None = None,
+        worker: Any = None,
+    ) -> None:
+        """`sleeper` gives the executor's memory back while the engine sleeps, where it was started for that; so does
+        `profiler` make profiles. `weights` gives the model others; None where it can't have others.
+        `worker` is what the executor runs on, for programs that want to reach into it."""
         self._scheduler = scheduler
         self._executor = executor
+        self._gate = Gate(scheduler)
+        self._bed = Bed(sleeper)
+        self._profiler = profiler
+        self._weights = weights
+        self.worker = worker
         self._depth = depth
         self._flight: deque[Step] = deque()
         self._ahead: tuple[StepPlan, Step] | None = None
@@ -31,7 +54,21 @@ class EngineLoop:
 
     @property
     def busy(self) -> bool:
-        return bool(self._flight) or self._ahead is not None or self._scheduler.has_work
+        return self._in_flight or (self._scheduler.has_work and not self._gate.frozen)
+
+    @property
+    def paused(self) -> bool:
+        """Whether requests wait for the end of a pause."""
+        return self._gate.closed
+
+    @property
+    def settled(self) -> bool:
+        """Whether a pause has come to rest: nothing is computed before its end."""
+        return self._gate.closed and not self.busy
+
+    @property
+    def _in_flight(self) -> bool:
+        return bool(self._flight) or self._ahead is not None
 
     @property
     def starved(self) -> bool:
@@ -40,17 +77,126 @@ class EngineLoop:
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it can never fit."""
-        self._scheduler.add(request)
+        self._gate.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]:
-        return self._scheduler.abort(request_id, index)
+        return self._gate.abort(request_id, index)
+
+    def pause(self, mode: PauseMode) -> list[TokenDelta]:
+        """Let requests that come from now on wait, and do with the others what the mode says; `settled` says when that
+        is done. A pause may follow another."""
+        news = self._gate.close(mode)
+        self._gate.frozen |= self._bed.level != AWAKE
+        return news
+
+    def check_sleep(self, level: int) -> None:
+        """Raises EngineStateError if the engine was not started for such a sleep."""
+        self._bed.check(level)
+
+    def resume(self) -> list[TokenDelta]:
+        """End a pause. Raises EngineStateError while the engine sleeps."""
+        self._bed.check_awake()
+        return self._gate.open()
+
+    def sleep(self, level: int) -> None:
+        """Give memory back as the level says (`core/pausing.py`); the pause has settled. What stands still is computed
+        again after the wake-up. Raises as `check_sleep`."""
+        self._bed.check(level)
+        self._end_profile()  # for it watches an executor that goes
+        self._gate.close(PauseMode.KEEP)
+        if level and not self._bed.empty:
+            self._scheduler.park()
+            self._executor.close()
+            self._executor = NoExecutor()  # for the last one's memory goes when nobody holds it
+        self._bed.sleep(level)
+
+    def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]:
+        """Take the memory of these parts again; once nothing sleeps any more, go on."""
+        if self._bed.level == AWAKE:
+            return []
+        executor = self._bed.wake_up(parts)
+        self._executor = executor or self._executor
+        return self._gate.open() if self._bed.level == AWAKE else []
+
+    def check_weights(self) -> Weights:
+        """What stages weights.
+
+        Raises:
+            UnsupportedError: the model can't have others.
+            EngineStateError: those that it has are asleep.
+        """
+        if self._weights is None:
+            raise UnsupportedError("The weights of this model can't be replaced while it is served; start it anew.")
+        self._bed.check_has(Part.WEIGHTS)
+        return self._weights
+
+    def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None:
+        """Compute with other weights from now on. A pause has settled.
+
+        Args:
+            version: what they are called.
+            flush_cache: forget what was computed with the old ones: cached prompts, and what stands still, which is
+                computed again. Else both are kept as they are.
+
+        Raises:
+            UnsupportedError, EngineStateError: as `check_weights`; nothing has changed then.
+        """
+        self.check_weights()
+        self._end_profile()  # for it watches kernels that read the old ones
+        if flush_cache:
+            self._scheduler.park()
+        staged.put_in_place(version, rescale=flush_cache)
+
+    def start_profile(self, prefix: str = "") -> None:
+        """Note what each step does, until `stop_profile`, or until the profile is long enough.
+
+        Raises:
+            EngineStateError: the engine was not started for profiles, or makes one.
+        """
+        profiler = self._profiler
+        if profiler is None:
+            raise EngineStateError(
+                "The engine was not started for profiles; start it with "
+                '--profiler-config \'{"profiler": "torch", "torch_profiler_dir": "FOLDER"}\' (profiler_config={...}).'
+            )
+        spans = profiler.start(prefix)
+        spans.replace(self, "step", profiler.counted(self.step))
+        for part in (
+            Watched(self._scheduler, "plan", "plan"),
+            Watched(self._executor, "forward", "execute", profiler.about),
+            Watched(self._scheduler, "payload", "payload"),
+            Watched(self._executor, "sample", "sample"),
+            Watched(self, "_retire", "retire"),
+            Watched(self._scheduler, "commit", "update"),
+        ):
+            spans.watch(part)
+        self._executor.watch(spans)
+
+    def stop_profile(self) -> str:
+        """End the profile; the path of its trace, or nothing if none was being made."""
+        return "" if self._profiler is None else self._profiler.stop()
+
+    def _end_profile(self) -> None:
+        if self._profiler is not None:
+            self._profiler.end()
+
+    def idle(self) -> None:
+        """Whoever drives the loop calls it now and then while nothing is to be computed."""
+        if self._profiler is not None:
+            self._profiler.end_if_due()
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        stats.num_waiting += self._gate.num_held
+        stats.paused, stats.sleep_level = self._gate.closed, self._bed.level
+        if self._weights is not None:
+            stats.weight_version = self._weights.version
+        return stats
 
     def check_idle(self) -> None:
         """Compare the books while nothing runs. Raises AssertionError if a block leaked."""
-        self._scheduler.check_idle()
+        if not self._scheduler.has_work:  # else they stand still in a pause
+            self._scheduler.check_idle()
 
     def reset_prefix_cache(self) -> None:
         """Forget what the KV cache holds of past prompts; what runs keeps its blocks."""
@@ -61,6 +207,7 @@ class EngineLoop:
         self._scheduler.forget_past()
 
     def close(self) -> None:
+        self._end_profile()
         self._executor.close()
 
     def step(self) -> list[TokenDelta]:
@@ -103,14 +250,14 @@ class EngineLoop:
         launched = time.perf_counter()
         while len(self._flight) > self._depth:
             news += self._retire()
-        self._scheduler.count_times(
+        self._scheduler.counters.times(
             plan=self._plan_s, launch=launched - began - self._plan_s, retire=time.perf_counter() - launched
         )
 
     def _begin(self, news: list[TokenDelta]) -> tuple[StepPlan, Step] | None:
         """Plan a step, if there is something to compute, and launch it up to its logits."""
         began = time.perf_counter()
-        plan = self._scheduler.plan()
+        plan = None if self._gate.frozen else self._scheduler.plan()
         self._plan_s += time.perf_counter() - began
         news += self._scheduler.take_refused()
         step = None if plan is None else self._executor.forward(plan)
@@ -122,7 +269,7 @@ class EngineLoop:
 
     def _unstick(self) -> list[TokenDelta]:
         """Nothing runs and nothing can be planned: better to refuse the head of the queue than to wait for ever."""
-        if not self._scheduler.is_stuck:
+        if self._gate.frozen or not self._scheduler.is_stuck:
             return []
         log.error("nothing can be scheduled although nothing runs; the first waiting request is refused")
         return self._scheduler.fail_head(

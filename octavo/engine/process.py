@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from octavo.engine.connections import listen_at
+from octavo.engine.socket_folder import SocketFolder
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 _GRACE_S = 5.0
+_STACKS = signal.SIGUSR1
 _POLL_S = 0.1
 _ENVIRONMENT = {
     # A compute thread that spins while it waits takes the core from whoever it waits for; read when torch loads.
@@ -39,14 +39,15 @@ class CoreProcess:
     """A child that runs `python -m MODULE`, reads `payload` from its standard input, and can't outlive this process."""
 
     def __init__(self, module: str, payload: Any) -> None:
-        self._folder = tempfile.mkdtemp(prefix="octavo-")
-        self.address = str(Path(self._folder) / "core.sock")
+        self._folder = SocketFolder()
+        self.address = str(self._folder.path / "core.sock")
         with listen_at(self.address) as listener:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 env={**_ENVIRONMENT, **os.environ},
                 pass_fds=(listener.fileno(),),
+                process_group=0,  # out of a terminal's Ctrl-C, and one group with the compilers that it starts
             )
             stdin = self._process.stdin
             if stdin is None:
@@ -76,9 +77,15 @@ class CoreProcess:
             return f"The engine core was killed by {name}.{hint}"
         return f"The engine core ended with exit code {code}; its log says why."
 
+    def show_stacks(self) -> None:
+        """Have the process write what each of its threads is doing to standard error, even if it hangs."""
+        if self.alive:
+            self._process.send_signal(_STACKS)
+
     def kill(self) -> None:
-        """End the process now."""
-        self._process.kill()
+        """End the process now, and what it has started."""
+        if self.alive:
+            os.killpg(self.pid, signal.SIGKILL)
         self.stop()
 
     def stop(self) -> None:
@@ -86,9 +93,9 @@ class CoreProcess:
         try:
             self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class CoreElsewhere:
@@ -114,14 +121,18 @@ class CoreElsewhere:
     def obituary(self) -> str:
         return "The engine core has ended; the server's log says why."
 
+    def show_stacks(self) -> None:
+        """Its owner does that."""
+
     def stop(self) -> None:
         """Its owner does that."""
 
 
 def receive_payload() -> tuple[socket.socket, Any]:
     """In the child: where front ends connect, and what `CoreProcess` was given. Ties its life to its parent's."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends these to all; the parent decides
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(_STACKS)
     die_with_parent()
     listener, payload = pickle.load(sys.stdin.buffer)
     sys.stdin.close()

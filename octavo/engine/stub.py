@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from octavo.core.errors import UnsupportedError
 from octavo.core.info import ModelInfo
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta
+from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.core_server import CoreServer
+from octavo.engine.executor import Staged, Weights
 from octavo.engine.process import receive_payload
 
 
@@ -103,6 +107,44 @@ class StubLoop:
         self._stats.generation_tokens += len(deltas)
         self._stats.num_steps += 1
         return deltas
+
+    @property
+    def settled(self) -> bool:
+        return not self._rows
+
+    def pause(self, mode: PauseMode) -> list[TokenDelta]:
+        """What is measured here does not stop."""
+        raise UnsupportedError("A stub can't be paused.")
+
+    def resume(self) -> list[TokenDelta]:
+        """There is no pause to end."""
+        return []
+
+    def check_sleep(self, level: int) -> None:
+        raise UnsupportedError("A stub can't sleep.")
+
+    def sleep(self, level: int) -> None:
+        """Comes after a pause, so never."""
+
+    def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]:
+        """Nothing sleeps."""
+        return []
+
+    def check_weights(self) -> Weights:
+        raise UnsupportedError("A stub has no weights.")
+
+    def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None:
+        """There are never any."""
+
+    def start_profile(self, prefix: str = "") -> None:
+        raise UnsupportedError("A stub has nothing to be profiled.")
+
+    def stop_profile(self) -> str:
+        """There is none."""
+        return ""
+
+    def idle(self) -> None:
+        """Nothing is due."""
 
     def reset_prefix_cache(self) -> None:
         """There is no cache."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
+from octavo.core.spans import Spans
 
 VOCAB = 50
 EOS = 0
@@ -100,6 +101,9 @@ class ToyDevice:
 
     def sample(self, step: ToyStep, payload: dict[str, Any]) -> None:
         self._enqueue(lambda: self._sample(step))
+
+    def watch(self, spans: Spans) -> None:
+        """A toy has no parts."""
 
     def close(self) -> None:
         self._queue.clear()

@@ -5,10 +5,13 @@ A front end that is gone says nothing: its connection ends, and with it its requ
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from octavo.core.info import ModelInfo
 from octavo.core.output import TokenDelta
+from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 
@@ -30,6 +33,88 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Reset(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget the KV cache of past prompts."""
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Pause, and forget the KV cache of past prompts if asked to; like those below, answered by `Done` once it is so.
+
+    Attributes:
+        call: a number of the sender's for the answer.
+    """
+
+    call: int
+    mode: PauseMode
+    clear_cache: bool
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    call: int
+
+
+class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Pause, then give memory back; see `core/pausing.py`."""
+
+    call: int
+    level: int
+    mode: PauseMode
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    call: int
+    parts: list[Part]
+
+
+class AbortNamed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End the requests that answer to one of these names, or all if None; see `answers_to`."""
+
+    call: int
+    names: list[str] | None
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Note what each step does, in a file whose name begins with the prefix."""
+
+    call: int
+    prefix: str
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End that; answered with the path of the file."""
+
+    call: int
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Compute with other weights; answered with their name and the number of requests that stood still for it.
+
+    Attributes:
+        path: of a model on the core's machine; None for the files that were read last.
+        received: take what `ReceiveWeights` brought instead.
+        mode: what becomes of requests that run, unless there is a pause.
+        flush_cache: forget what was computed with the old weights.
+        version: a name; None for one of the core's.
+    """
+
+    call: int
+    path: str | None
+    load_format: str | None
+    received: bool
+    mode: PauseMode
+    flush_cache: bool
+    version: str | None
+
+
+class BeginWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Tensors will be sent."""
+
+    call: int
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Some of them are there."""
+
+    call: int
+    update_info: dict[str, Any]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -62,6 +147,22 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     param: str | None
 
 
+class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What was asked for is so.
+
+    Attributes:
+        value: what came of it, of built-in types.
+        param: the field at fault, if one is.
+        kind: why it is not so: the error's class in `core.errors`, or another name for a bug; None if it is.
+    """
+
+    call: int
+    value: Any = None
+    kind: str | None = None
+    message: str = ""
+    param: str | None = None
+
+
 class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What a step brought to this front end's requests; sent after every step, even if it brought nothing.
 
@@ -73,8 +174,10 @@ class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
     stats: EngineStats | None = None
 
 
-ToCore = Hello | Add | Abort | Reset | Shutdown
-ToClient = Phase | Ready | Failed | Refused | News
+WeightCommand = UpdateWeights | BeginWeights | ReceiveWeights
+Command = Pause | Resume | Sleep | WakeUp | AbortNamed | StartProfile | StopProfile | WeightCommand
+ToCore = Hello | Add | Abort | Reset | Command | Shutdown
+ToClient = Phase | Ready | Failed | Refused | Done | News
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

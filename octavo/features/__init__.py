@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.pooling import DenseLayer
+from octavo.core.structured import NO_DEFAULTS, StructuredDefaults
 from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import WorkerHook
 
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
-FEATURES = ("grammar", "logits_processors", "pooling", "thinking")
+FEATURES = ("grammar", "logits_processors", "pooling", "prompt_embeds", "thinking")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,9 @@ class FeatureContext:
         model: the model's folder or file.
         max_num_seqs: the most rows of logits there are at once.
         dense: layers that pooled vectors go through.
+        structured_outputs: what holds for every structured output.
         logits_processors: what the setting of that name holds: names, and in-process classes, instances and functions.
+        prompt_embeds: prompts may hold embeddings.
     """
 
     vocab_size: int
@@ -45,7 +48,9 @@ class FeatureContext:
     model: str = ""
     max_num_seqs: int = 0
     dense: tuple[DenseLayer, ...] = ()
+    structured_outputs: StructuredDefaults = NO_DEFAULTS
     logits_processors: tuple[Any, ...] = ()
+    prompt_embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ class ModelFiles:
         weights: the weight files; empty is legal only for dummy weights.
         config: the content of config.json, or its equivalent made from GGUF metadata.
         generation_config: the content of generation_config.json, or {}.
+        own_fields: fields that the config had before the user overrode some.
     """
 
     name: str
@@ -26,3 +27,9 @@ class ModelFiles:
     weights: tuple[Path, ...]
     config: dict[str, Any]
     generation_config: dict[str, Any] = field(default_factory=dict)
+    own_fields: frozenset[str] = frozenset()
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weight files take on the disk."""
+        return sum(path.stat().st_size for path in self.weights)

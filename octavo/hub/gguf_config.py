@@ -19,7 +19,7 @@ _ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-# general.file_type -> dtype; a quantised file says nothing of the dtype it came from, and bfloat16 is what models of
+# general.file_type -> dtype; a quantized file says nothing of the dtype it came from, and bfloat16 is what models of
 # these families were trained in.
 _FILE_DTYPES = {0: "float32", 1: "float16"}
 _SAMPLING = {

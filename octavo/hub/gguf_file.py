@@ -90,7 +90,7 @@ def read_gguf(path: Path) -> GGUFFile:
     version = reader.number("I", 4)
     if version not in (2, 3):
         raise ModelFileError(
-            f"{path} has GGUF version {version}; little-endian versions 2 and 3 are supported. Convert the model anew."
+            f"{path} has GGUF version {version}; little-endian versions 2 and 3 are supported. Convert the model again."
         )
     num_tensors, num_keys = reader.number("Q", 8), reader.number("Q", 16)
     if num_keys > _MAX_KEYS or num_tensors > _MAX_TENSORS:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from octavo.core.errors import ConfigError, ModelFileError
-from octavo.core.pooling import Activation, DenseActivation, DenseLayer, PoolerInfo, Pooling
+from octavo.core.pooling import Activation, DenseActivation, DenseLayer, PoolerInfo, Pooling, Task
 from octavo.hub.files import ModelFiles
 from octavo.hub.json_file import read_json, read_json_if_there
 
@@ -31,7 +31,7 @@ _DENSE_NEUTRAL: Mapping[str, Any] = {
     "module_output_name": "sentence_embedding",
     "use_residual": False,
 }
-_SETTINGS = "pooling_type, seq_pooling_type, normalize, use_activation, is_matryoshka, matryoshka_dimensions"
+_SETTINGS = "pooling_type, seq_pooling_type, normalize, use_activation, is_matryoshka, matryoshka_dimensions, task"
 
 
 def is_sentence_transformer(files: ModelFiles) -> bool:
@@ -70,6 +70,9 @@ def pooler_of(
     if is_sentence_transformer(files):
         pooling, normalize = _from_modules(files.path, stated="pooling_type" in override, default=default)
     chosen = _checked(override)
+    task: Task = chosen.get("task", "classify" if labels else "embed")
+    if task == "classify" and not labels:
+        raise ConfigError("--pooler-config: task is classify, and the model has no classification head.")
     dense = dense_layers(files, size)
     size = dense[-1].outputs if dense else size
     return PoolerInfo(
@@ -79,11 +82,12 @@ def pooler_of(
         matryoshka=chosen.get("matryoshka", _matryoshka(files.config, size)),
         labels=_labels(files.config, labels),
         activation=_head_activation(files, labels),
+        task=task,
     )
 
 
 def dense_layers(files: ModelFiles, size: int) -> tuple[DenseLayer, ...]:
-    """What a sentence-transformers checkpoint puts between pooling and normalisation.
+    """What a sentence-transformers checkpoint puts between pooling and normalization.
 
     Args:
         size: elements of a hidden state.
@@ -114,12 +118,13 @@ def _dense_layer(folder: Path, size: int) -> DenseLayer:
     inputs, outputs = config.get("in_features"), config.get("out_features")
     if inputs != size or type(outputs) is not int or outputs < 1:
         raise ModelFileError(
-            f"{folder / 'config.json'} makes {outputs} elements of {inputs}, but {size} come in. Get the model again."
+            f"{folder / 'config.json'} maps {inputs} elements to {outputs}, but gets {size}. Get the model again."
         )
     weights = folder / "model.safetensors"
     if not weights.is_file():
         raise ModelFileError(
-            f"{weights} is missing. Get it; where the model has {folder.name}/pytorch_model.bin instead, convert that."
+            f"{weights} is missing. Get it; where the model has {folder.name}/pytorch_model.bin instead, convert "
+            "that file."
         )
     return DenseLayer(
         weights=str(weights),
@@ -140,13 +145,13 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _from_modules(folder: Path, *, stated: bool, default: Pooling) -> tuple[Pooling, bool]:
-    """Pooling and normalisation. `stated`: the user has chosen the pooling, so the checkpoint's need not be known."""
+    """Pooling and normalization. `stated`: the user has chosen the pooling, so the checkpoint's need not be known."""
     pooling, normalize = default, False
     modules = _modules(folder)
     kinds = [kind for kind, _ in modules if kind != "Dropout"]
     if set(kinds) <= set(_ORDER) and sorted(kinds, key=_ORDER.index) != kinds:
         raise ConfigError(
-            f"{folder / _MODULES} has the order {', '.join(kinds)}; Octavo has {', '.join(_ORDER)}. Take another model."
+            f"{folder / _MODULES} has the order {', '.join(kinds)}; Octavo has {', '.join(_ORDER)}. Use another model."
         )
     for kind, path in modules:
         match kind:
@@ -158,8 +163,8 @@ def _from_modules(folder: Path, *, stated: bool, default: Pooling) -> tuple[Pool
                 normalize = True
             case _:
                 raise ConfigError(
-                    f"{folder / _MODULES} puts a module {kind} behind the model, which Octavo does not have; it has "
-                    f"{', '.join(_ORDER)}. Take another model."
+                    f"{folder / _MODULES} puts a module {kind} after the model, which Octavo does not have; it has "
+                    f"{', '.join(_ORDER)}. Use another model."
                 )
     return pooling, normalize
 
@@ -171,7 +176,7 @@ def _pooling_mode(path: Path) -> Pooling:
     if len(modes) != 1 or modes[0] not in _KINDS:
         raise ConfigError(
             f"{path} pools by {' and '.join(modes) or 'nothing'}; Octavo knows mean, cls and last, one of them at a "
-            'time. Take another model, or choose one with --pooler-config \'{"pooling_type": "MEAN"}\', which gives '
+            'time. Use another model, or choose one with --pooler-config \'{"pooling_type": "MEAN"}\', which gives '
             "other vectors than the model was trained for."
         )
     return _KINDS[modes[0]]
@@ -194,6 +199,10 @@ def _checked(override: Mapping[str, Any]) -> dict[str, Any]:
                 chosen.setdefault("matryoshka", [] if value else None)
             case "matryoshka_dimensions" if _are_sizes(value):
                 chosen["matryoshka"] = sorted(value)
+            case "task" if value in get_args(Task):
+                chosen["task"] = value
+            case "task":
+                raise ConfigError(f"--pooler-config: task is {', '.join(get_args(Task))}, not {value!r}.")
             case "pooling_type" | "seq_pooling_type":
                 raise ConfigError(f"--pooler-config: {name} is MEAN, CLS or LAST, not {value!r}.")
             case "normalize" | "use_activation" | "is_matryoshka" | "matryoshka_dimensions":

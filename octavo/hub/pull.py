@@ -50,23 +50,26 @@ def pull(name: str, *, cache_dir: Path | None = None, progress: Progress | None 
     """
     entry = CATALOGUE.get(name)
     if entry is None:
-        raise ModelNotFoundError(f"The catalogue has no model {name!r}; it has: {', '.join(CATALOGUE)}.")
-    there = pulled(entry, cache_dir)
-    return there or _pull(entry, model_folder(name, cache_dir), cache_dir, progress or silent)
+        raise ModelNotFoundError(
+            f"The catalogue has no model {name!r}; it has: {', '.join(CATALOGUE)}. "
+            "Models of the Hugging Face Hub are downloaded at their first use: octavo serve OWNER/NAME."
+        )
+    folder = model_folder(name, cache_dir)
+    with _disk_errors(folder):
+        return pulled(entry, cache_dir) or _pull(entry, folder, cache_dir, progress or silent)
 
 
 def _pull(entry: CatalogueEntry, folder: Path, cache_dir: Path | None, progress: Progress) -> Path:
-    with _disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        waiting = f"waiting for another process that pulls {entry.name}"
-        with exclusive(folder / ".lock", waiting=lambda: progress(waiting, 0, 0)):
-            there = pulled(entry, cache_dir)
-            if there is not None:
-                return there
-            _remove_leftovers(folder)
-            _check_room(entry, folder)
-            with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=folder) as work:
-                _fetch(entry, folder, Path(work), progress)
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = f"waiting for another process that pulls {entry.name}"
+    with exclusive(folder / ".lock", waiting=lambda: progress(waiting, 0, 0)):
+        there = pulled(entry, cache_dir)
+        if there is not None:
+            return there
+        _remove_leftovers(folder)
+        _check_room(entry, folder)
+        with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=folder) as work:
+            _fetch(entry, folder, Path(work), progress)
     there = pulled(entry, cache_dir)
     if there is None:
         raise ModelFileError(f"{folder} lost files while {entry.name} was pulled. Pull it again.")
@@ -155,11 +158,9 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ModelFileError(_no_room(folder, "the disk is full")) from exc
-        if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise ModelFileError(
-                f"Octavo's cache {folder} can't be written: {exc}. Set OCTAVO_CACHE to a folder that can."
-            ) from exc
-        raise
+        raise ModelFileError(
+            f"Octavo's cache {folder} can't be used: {exc}. Set OCTAVO_CACHE to a folder that can."
+        ) from exc
 
 
 def _no_room(folder: Path, what: str) -> str:

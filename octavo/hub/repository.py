@@ -34,7 +34,13 @@ def looks_like_repository(model: str) -> bool:
 
 
 def fetch_repository(
-    model: str, *, revision: str | None, weights: bool, unknown: str, progress: Progress | None = None
+    model: str,
+    *,
+    revision: str | None,
+    weights: bool,
+    unknown: str,
+    progress: Progress | None = None,
+    download_dir: Path | None = None,
 ) -> Path:
     """The folder of a repository's snapshot, of which only the needed files are downloaded.
 
@@ -58,9 +64,10 @@ def fetch_repository(
             allow_patterns=[*_SMALL_FILES, *(_WEIGHTS if weights else ())],
             ignore_patterns=list(_NOT_WANTED),
             local_files_only=problem is not None,
+            cache_dir=download_dir,
         )
     except Exception as exc:  # which library carries the requests, and so what it raises, differs by version
-        raise _explain(model, revision, problem or exc, unknown) from exc
+        raise _explain(model, revision, problem or exc, unknown, download_dir) from exc
     return Path(folder)
 
 
@@ -78,7 +85,9 @@ def _look_up(model: str, revision: str | None) -> Exception | None:
     return None
 
 
-def _explain(model: str, revision: str | None, problem: Exception, unknown: str) -> ModelNotFoundError:
+def _explain(
+    model: str, revision: str | None, problem: Exception, unknown: str, download_dir: Path | None
+) -> ModelNotFoundError:
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -89,7 +98,8 @@ def _explain(model: str, revision: str | None, problem: Exception, unknown: str)
 
     if isinstance(problem, GatedRepoError):
         return ModelNotFoundError(
-            f"The Hugging Face model {model!r} needs its owner's consent. Ask for it on the model's page, then set "
+            f"The Hugging Face model {model!r} is gated: its owner must grant you access. Ask for it on the model's "
+            "page, then set "
             "HF_TOKEN to your access token."
         )
     if isinstance(problem, RevisionNotFoundError):
@@ -106,10 +116,11 @@ def _explain(model: str, revision: str | None, problem: Exception, unknown: str)
             f"The Hugging Face Hub can't be reached or refused to answer ({_first_line(problem)}); check the network "
             "and the proxy settings"
         )
+    other = "set HF_HOME to use" if download_dir is None else "name"
     return ModelNotFoundError(
-        f"{unknown} {why}. Nor is it in the local cache of downloaded models, {constants.HF_HUB_CACHE}: set HF_HOME to "
-        "use another one, for example one copied from a machine with a network, or give the path of a folder or .gguf "
-        "file."
+        f"{unknown} {why}. Nor is it in the local cache of downloaded models, "
+        f"{download_dir or constants.HF_HUB_CACHE}: {other} another one, for example one copied from a machine with a "
+        "network, or give the path of a folder or .gguf file."
     )
 
 

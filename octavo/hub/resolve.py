@@ -29,6 +29,7 @@ def resolve(
     tokenizer_only: bool = False,
     weights: bool = True,
     progress: Progress | None = None,
+    download_dir: str | None = None,
 ) -> ModelFiles:
     """Finds a model: a catalogue's name (pulled if it is absent), a folder, a .gguf file, or a Hugging Face id.
 
@@ -37,6 +38,7 @@ def resolve(
     Args:
         revision: branch, tag or commit of a Hugging Face repository.
         tokenizer_only: only the tokenizer's files are needed; config and weights may be absent.
+        download_dir: where downloaded models are kept, in place of the usual caches.
         weights: False where random weights will do: a folder with only config.json is enough.
 
     Raises:
@@ -44,8 +46,10 @@ def resolve(
         ModelFileError: found, but corrupt, truncated or incomplete; the text names the file.
     """
     need_weights = weights and not tokenizer_only
+    kept_in = None if download_dir is None else Path(os.path.expanduser(download_dir))
     if model in CATALOGUE:
-        return _from_disk(model, pull(model, progress=progress), need_weights, tokenizer_only)
+        pulled = pull(model, cache_dir=kept_in, progress=progress)
+        return _from_disk(model, pulled, need_weights, tokenizer_only)
     path = Path(os.path.expanduser(model))
     if model and os.path.exists(path):
         return _from_disk(model, path, need_weights, tokenizer_only)
@@ -57,7 +61,12 @@ def resolve(
     if not looks_like_repository(model):
         raise ModelNotFoundError(f"{_unknown(model)} It is not a Hugging Face id either; those look like 'owner/name'.")
     folder = fetch_repository(
-        model, revision=revision, weights=need_weights, unknown=_unknown(model), progress=progress
+        model,
+        revision=revision,
+        weights=need_weights,
+        unknown=_unknown(model),
+        progress=progress,
+        download_dir=kept_in,
     )
     return _from_disk(model, folder, need_weights, tokenizer_only)
 

@@ -98,7 +98,8 @@ class MLP(nn.Module):
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate(x)) * up(x)."""
-        return silu_mul(self.gate_up(x))
+        fusing = self.gate_up.fusing
+        return silu_mul(self.gate_up(x)) if fusing is None else fusing.gated(x)
 
     def add_to(self, stream: Tensor, norm: RMSNorm) -> None:
         """What `forward` makes of norm(stream), added to it; for a few tokens, with fusing layers throughout."""
@@ -136,16 +137,20 @@ class DecoderLayer(nn.Module):
         normed, residual = self.post_norm.add(self.attention.out(attended), _chosen(residual, rows))
         return self.mlp(normed), residual
 
-    def accumulate(self, stream: Tensor, step: StepInput, rows: Tensor | None = None) -> Tensor:
-        """`forward` where both blocks' last products add to the stream themselves: in place, without `rows`."""
+    def accumulate(
+        self, stream: Tensor, parts: Tensor | None, step: StepInput, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` where both blocks' last products go to the stream themselves: in place, without `rows`.
+
+        `parts` [P, T, hidden_size], if any, are what the layer before left to add; this one's come with the stream.
+        """
         out, down = self.attention.out.fusing, self.mlp.down.fusing
         assert out is not None
         assert down is not None
-        attended = _chosen(self.attention.attended(self.input_norm(stream), step), rows)
+        attended = _chosen(self.attention.attended(self.input_norm.after(parts, stream), step), rows)
         stream = _chosen(stream, rows)
-        out.add_to(stream, attended)
-        down.add_to(stream, self.mlp.gated(self.post_norm(stream)))
-        return stream
+        parts = out.leave(stream, attended)
+        return stream, down.leave(stream, self.mlp.gated(self.post_norm.after(parts, stream)))
 
     def accumulates(self, dtype: torch.dtype) -> bool:
         """Whether there is `accumulate` for a stream of this dtype."""
@@ -200,9 +205,8 @@ class CausalLM(nn.Module):
         )
 
     def embed(self, step: StepInput) -> Tensor:
-        """[T, hidden_size]: `step.embeds` if given, else the embeddings of `step.input_ids`."""
-        embeds = self.embedding(step.input_ids) if step.embeds is None else step.embeds
-        return embeds.to(self.residual_dtype)
+        """[T, hidden_size]: the embeddings of `step.input_ids`, for the caller to change."""
+        return self.embedding(step.input_ids).to(self.residual_dtype)
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """[T, hidden_size] to the same before the final norm, or to [S, hidden_size] of `step.hidden_rows`.
@@ -217,10 +221,10 @@ class CausalLM(nn.Module):
             return _chosen(stream, rows)
         last = len(self.layers) - 1
         if self.accumulates:
-            stream = x.clone(memory_format=torch.contiguous_format)
+            stream, parts = x.clone(memory_format=torch.contiguous_format), None
             for i, layer in enumerate(self.layers):
-                stream = layer.accumulate(stream, step, rows if i == last else None)
-            return stream
+                stream, parts = layer.accumulate(stream, parts, step, rows if i == last else None)
+            return stream if parts is None else stream.add_(parts.sum(0, dtype=torch.float32))
         residual = None
         for i, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step, rows if i == last else None)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from octavo.core.spans import Spans, Watched
 from octavo.models.decoder import CausalLM
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.spec import DecoderSpec
@@ -33,7 +34,7 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-class Encoding(Protocol):
+class EncoderModel(Protocol):
     """A model that makes hidden states and no tokens; see `Encoder`."""
 
     def embed(self, step: StepInput) -> Tensor: ...
@@ -43,6 +44,13 @@ class Encoding(Protocol):
     def final(self, hidden: Tensor) -> Tensor: ...
 
     def classify(self, pooled: Tensor) -> Tensor: ...
+
+
+def watch_model(spans: Spans, model: Model | EncoderModel) -> None:
+    """Have a profile see the model's steps."""
+    for method, name in (("embed", "embed"), ("forward", "layers"), ("logits", "head"), ("final", "final norm")):
+        if hasattr(model, method):
+            spans.watch(Watched(model, method, name))
 
 
 def compiled(model: CausalLM, attention: AttentionBackend, activation_bytes: int = 2) -> Model:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.core.spans import Spans
 from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.native_weights import LayerWeights, Matrix, layer_weights, matrix_of, norm_of, table_of
 from octavo.models.spec import DecoderSpec
@@ -76,6 +77,7 @@ class NativeDecoder:
 
     Attributes:
         attention_layers: the model's own; the worker binds each one's `cache`, and may bind another later.
+        adoptions: how often it was given other weights, whereafter no batch is laid out.
     """
 
     def __init__(self, model: CausalLM, pool: Pool, activation_bytes: int = 2) -> None:
@@ -93,6 +95,7 @@ class NativeDecoder:
         self._tied = isinstance(model.head, TiedHead)
         self._table = self._head if self._tied else table_of(model.embedding)
         self._compiled: _Compiled | None = None
+        self.adoptions = 0
 
     @property
     def weight_form(self) -> str:
@@ -116,9 +119,7 @@ class NativeDecoder:
         return sum(weights.nbytes for weights in own) + self._norm.nbytes + self._cos_sin.nbytes
 
     def embed(self, step: StepInput) -> Tensor:
-        """[T, hidden_size] float32: `step.embeds` if given, else the embeddings of `step.input_ids`."""
-        if step.embeds is not None:
-            return step.embeds.to(torch.float32, copy=True)
+        """[T, hidden_size] float32: the embeddings of `step.input_ids`."""
         x = torch.empty(step.num_tokens, self.spec.hidden_size)
         self._run(0, 1, step.attn, x)
         return x
@@ -203,6 +204,21 @@ class NativeDecoder:
         batch.external[LOGITS] = compiled.logits.data_ptr()
         batch.external[ATTENDED] = compiled.attended.data_ptr()
 
+    def adopt(self, other: NativeDecoder) -> None:
+        """Take over the weights of another of the same make, which is not to be used any more."""
+        self._layers, self._norm = other._layers, other._norm
+        self._head, self._table = other._head, other._table
+        self._compiled = None
+        self.adoptions += 1
+
+    def watch(self, spans: Spans) -> None:
+        """Have a profile see the kernels."""
+        self._program.program.watch(spans)
+
+    def forget_caches(self) -> None:
+        """Let go of the KV caches; the next step finds those that are bound then."""
+        self._compiled = None
+
     @property
     def _program(self) -> _Compiled:
         if self._compiled is None:
@@ -286,7 +302,7 @@ class NativeDecoder:
         epilogue: Epilogue = Epilogue.STORE,
         gated: Dtype = Dtype.FLOAT,
     ) -> None:
-        """The residual stream, normalised, times the matrix."""
+        """The residual stream, normalized, times the matrix."""
         size, address = self.spec.hidden_size, norm.data_ptr()
         b.norm(RESIDUAL, at.normed, matrix.inputs, size, address, self._eps, zero_point=matrix.zero_point)
         _linear(b, matrix, at.normed, output, epilogue, gated)
@@ -296,7 +312,7 @@ def _as_inputs(b: ProgramBuilder, at: _Buffers, matrix: Matrix, source: int, dty
     """Where `source`, stored as `dtype`, stands in the form that the matrix multiplies."""
     if matrix.inputs is not Dtype.INT8:
         return source
-    b.quantise(source, at.integers, dtype, matrix.columns, zero_point=matrix.zero_point)
+    b.quantize(source, at.integers, dtype, matrix.columns, zero_point=matrix.zero_point)
     return at.integers
 
 

@@ -13,8 +13,8 @@ from octavo.nn.attention.native import DTYPES
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
-from octavo.nn.quant.blocks import BlockQuantised
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import interleave, pack_, pack_blocks, pad_bias
 from octavo.nn.weights import tensor_bytes
 
@@ -82,22 +82,23 @@ def matrix_of(layer: nn.Module, *, paired: bool = False) -> Matrix:
     """A layer's weights, which it loses; `paired` puts the panels of its two parts in turns, for the gate."""
     assert isinstance(layer, Linear | TiedHead)
     scheme = layer.scheme
-    assert isinstance(scheme, Unquantised)
+    assert isinstance(scheme, Unquantized)
     bias = None if scheme.bias is None else pad_bias(scheme.bias)
     if bias is not None and paired:
         bias = interleave(*bias.chunk(2))
     scheme.bias = None
-    if isinstance(scheme, BlockQuantised) and scheme.packed is not None:
-        parts, (rows, columns) = scheme.packed, scheme.shape
-        panels = interleave(*parts) if paired else parts[0] if len(parts) == 1 else torch.cat(parts)
-        matrix = Matrix(_integers(scheme.bits), rows, columns, panels, bias, scheme.zero_point, scheme.has_minima)
+    if isinstance(scheme, BlockQuantized) and scheme.packed is not None:
+        panels = scheme.packed
+        matrix = Matrix(_integers(scheme.bits), *scheme.shape, panels, bias, scheme.zero_point, scheme.has_minima)
         scheme.packed = None
     else:
         weight = scheme.weight
         assert weight is not None, "weights are not loaded"
-        panels = interleave(*pack_(weight).chunk(2)) if paired else pack_(weight)
+        panels = pack_(weight)
         matrix = Matrix(DTYPES[weight.dtype], *weight.shape, panels, bias)
         scheme.weight = None
+    if paired:
+        panels.copy_(interleave(*panels.chunk(2)))
     if isinstance(layer, TiedHead):
         layer.release_source()
     return matrix

@@ -28,6 +28,8 @@ def choose_products(model: Model, rows: Iterable[int]) -> Collection[int]:
     groups: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
     last = {layer for block in model.layers for layer in (block.attention.out, block.mlp.down)}
     added: set[torch.Size] = set()
+    gates = {block.mlp.gate_up for block in model.layers}
+    gated: set[torch.Size] = set()
     for module in model.modules():
         if isinstance(module, Linear | TiedHead) and isinstance(module.scheme, OnGpu):
             weight = module.scheme.weight
@@ -38,7 +40,9 @@ def choose_products(model: Model, rows: Iterable[int]) -> Collection[int]:
                 like.append(weight)
             if module in last and model.accumulates:
                 added.add(weight.shape)
+            if module in gates:
+                gated.add(weight.shape)
     wanted = sorted({count for count in rows if count > OnGpu.fused_rows})
-    made = [products.Like(like, dtype, shape in added) for (shape, dtype), like in groups.items()]
+    made = [products.Like(like, dtype, shape in added, shape in gated) for (shape, dtype), like in groups.items()]
     products.choose(made, wanted)
     return wanted

@@ -1,4 +1,4 @@
-"""Qwen3: each head's queries and keys are normalised, and heads are 128 wide whatever the hidden size."""
+"""Qwen3: each head's queries and keys are normalized, and heads are 128 wide whatever the hidden size."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from octavo.models.qwen3 import qwen3
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.build import Build
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.weights import Keep, fused
 
 ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
@@ -53,7 +54,7 @@ def spec_of(config: Config) -> DecoderSpec:
             quantization.get("quant_method", "an unnamed method") if isinstance(quantization, Mapping) else quantization
         )
         raise ConfigError(
-            f"The model's weights are quantised with {method}; Octavo reads unquantised safetensors and GGUF files."
+            f"The model's weights are quantized with {method}; Octavo reads unquantized safetensors and GGUF files."
         )
     spec = ARCHITECTURES[name](config)
     # A checkpoint of the bare model has no head.
@@ -61,16 +62,13 @@ def spec_of(config: Config) -> DecoderSpec:
 
 
 def build_model(
-    config: Config,
+    spec: DecoderSpec,
     *,
     dtype: torch.dtype,
     device: torch.device,
     attention: AttentionBackend,
-    scheme: type[Unquantised] = Unquantised,
+    scheme: type[Unquantized] = Unquantized,
+    keep: Keep = fused,
 ) -> CausalLM:
-    """The model that a configuration describes, without weights: `models/load` fills it in.
-
-    Raises:
-        ConfigError, ModelFileError: as `spec_of`.
-    """
-    return CausalLM(Build(dtype, device, attention, scheme), spec_of(config))
+    """The model of a spec, without weights: `models/load` fills it in."""
+    return CausalLM(Build(dtype, device, attention, scheme, keep=keep), spec)

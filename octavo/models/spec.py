@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.nn.rope_spec import RopeSpec
 
@@ -16,7 +16,7 @@ class DecoderSpec:
     Attributes:
         windows: each layer's sliding window in tokens, None where the layer sees everything.
         biases: which of "qkv", "o" and "mlp" have biases.
-        qk_norm: whether each head's queries and keys are RMS-normalised before they are rotated.
+        qk_norm: whether each head's queries and keys are RMS-normalized before they are rotated.
         tied: whether the output head is the embedding table.
     """
 
@@ -33,6 +33,14 @@ class DecoderSpec:
     biases: frozenset[str] = field(default=frozenset())
     qk_norm: bool = False
     tied: bool = False
+
+    def without_windows(self) -> DecoderSpec:
+        """Full attention in all layers, for sequences so short that no window would make a difference."""
+        narrowest = min((window for window in self.windows if window is not None), default=None)
+        if narrowest is None:
+            return self
+        rope = replace(self.rope, max_position=min(self.rope.max_position, narrowest))
+        return replace(self, windows=(None,) * self.num_layers, rope=rope)
 
     @property
     def max_position(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
@@ -18,7 +19,7 @@ class Kind(IntEnum):
     ROPE = 3
     ATTEND = 4
     MERGE = 5
-    QUANTISE = 6
+    QUANTIZE = 6
 
 
 class Dtype(IntEnum):
@@ -89,24 +90,36 @@ class Sample(ctypes.Structure):
     )
 
 
-def attend_int8(isa: str = "auto") -> int:
-    """Address of the kernel that attends over a cache of 8-bit numbers, for `Op.kernel`.
+_ENTRIES = {
+    "attention_int8": "octavo_attend_int8",
+    "blocks": "octavo_multiply_blocks",
+    "words": "octavo_multiply_words",
+}
+"""Library of its own -> the function in it that operations point to."""
+
+
+def kernel_of(op: Op, isa: str = "auto") -> int | None:
+    """Address of what computes an operation, for `Op.kernel`; None if the library that all models need can do it.
 
     Raises:
         NativeBuildError: it can't be had on this machine.
     """
-    address = ctypes.cast(load_separate("attention_int8", isa).octavo_attend_int8, c_void_p).value
-    assert address is not None
-    return address
+    if op.kind == Kind.LINEAR:
+        source = "blocks" if op.dtype in (Dtype.INT8, Dtype.INT4) else "words"
+    elif op.kind == Kind.ATTEND and op.cache_dtype == Dtype.INT8:
+        source = "attention_int8"
+    else:
+        return None
+    return ctypes.cast(getattr(load_separate(source, isa), _ENTRIES[source]), c_void_p).value
 
 
-def open_library(isa: str = "auto") -> ctypes.CDLL:
-    """The library with its functions declared.
+def open_library(isa: str = "auto", separate: Collection[str] = ()) -> ctypes.CDLL:
+    """The library with its functions declared. The arguments are those of `load_library`.
 
     Raises:
         NativeBuildError: it can't be had on this machine.
     """
-    library = load_library(isa)
+    library = load_library(isa, separate)
     library.octavo_pool_create.argtypes, library.octavo_pool_create.restype = [c_int], c_void_p
     library.octavo_pool_destroy.argtypes, library.octavo_pool_destroy.restype = [c_void_p], None
     library.octavo_program_create.argtypes = [c_void_p, POINTER(Op), c_int, POINTER(c_int64), c_int]
@@ -114,6 +127,7 @@ def open_library(isa: str = "auto") -> ctypes.CDLL:
     library.octavo_program_destroy.argtypes, library.octavo_program_destroy.restype = [c_void_p], None
     library.octavo_program_run.argtypes = [c_void_p, c_int, c_int, POINTER(Step)]
     library.octavo_program_run.restype = c_int
+    library.octavo_program_time.argtypes, library.octavo_program_time.restype = [c_void_p, c_void_p], None
     library.octavo_decode.argtypes, library.octavo_decode.restype = [c_void_p, POINTER(Decode)], c_int
     library.octavo_sample.argtypes, library.octavo_sample.restype = [c_void_p, POINTER(Sample)], None
     sizes = ctypes.sizeof(Op) * 1_000_000 + ctypes.sizeof(Step) * 1000 + ctypes.sizeof(Decode)

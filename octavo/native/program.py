@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, Kind, Op, Step, attend_int8, open_library
+from octavo.core.spans import Label, Spans
+from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, Kind, Op, Step, kernel_of, open_library
 
 RESIDUAL, LOGITS, ATTENDED = range(EXTERNALS)
 """The buffers that the caller owns: the residual stream [T, hidden] float32, the head's output [T, vocab], and what the
@@ -90,7 +94,7 @@ class ProgramBuilder:
     def norm(
         self, source: int, output: int, dtype: Dtype, columns: int, weight: int, eps: float, *, zero_point: int = 0
     ) -> None:
-        """RMSNorm of float32 rows, to float32, bfloat16, or as `quantise` does."""
+        """RMSNorm of float32 rows, to float32, bfloat16, or as `quantize` does."""
         self._add(Kind.NORM, dtype, source, output, columns=columns, weight=weight, eps=eps, zero_point=zero_point)
 
     def linear(
@@ -111,7 +115,7 @@ class ProgramBuilder:
         """source [T, columns] times W [rows, columns] transposed.
 
         The gate epilogue halves the rows and puts out `gated`, the others float32. Integer weights take rows that
-        `norm` or `quantise` put out for their zero point.
+        `norm` or `quantize` put out for their zero point.
         """
         self._add(
             Kind.LINEAR,
@@ -190,9 +194,9 @@ class ProgramBuilder:
                 cache_dtype=dtype if cache_dtype is None else cache_dtype,
             )
 
-    def quantise(self, source: int, output: int, dtype: Dtype, columns: int, *, zero_point: int = 0) -> None:
+    def quantize(self, source: int, output: int, dtype: Dtype, columns: int, *, zero_point: int = 0) -> None:
         """Rows of `dtype` to integers with a scale for each 32 of them, for weights with this zero point."""
-        self._add(Kind.QUANTISE, dtype, source, output, columns=columns, zero_point=zero_point)
+        self._add(Kind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point)
 
     def _add(self, kind: Kind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
         self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, planes=self.planes, **fields))
@@ -212,11 +216,10 @@ class Program:
     def __init__(self, pool: Pool, ops: Sequence[Op], widths: Sequence[int]) -> None:
         self._pool = pool
         for op in ops:
-            if op.kind == Kind.ATTEND and op.cache_dtype == Dtype.INT8:
-                op.kernel = attend_int8(pool.isa)
-        array = (Op * len(ops))(*ops)
+            op.kernel = kernel_of(op, pool.isa)
+        self._ops = (Op * len(ops))(*ops)
         sizes = (ctypes.c_int64 * len(widths))(*widths)
-        self._handle = pool.kernels.octavo_program_create(pool.handle, array, len(ops), sizes, len(widths))
+        self._handle = pool.kernels.octavo_program_create(pool.handle, self._ops, len(ops), sizes, len(widths))
         self._run = pool.kernels.octavo_program_run
         self._decode = pool.kernels.octavo_decode
 
@@ -236,6 +239,43 @@ class Program:
             raise MemoryError(f"not enough memory for the activations of a step of {step.count} tokens")
         return flawed
 
+    def watch(self, spans: Spans) -> None:
+        """Have a profile see each operation, until the spans are released. The first thread's view of the time."""
+        labels, count = [_label(op) for op in self._ops], len(self._ops)
+        # The end of each operation, and in the last place when the first began, by a clock of the library's own.
+        ends = array("q", bytes(8 * (count + 1)))
+        run, decode, time_to = self._run, self._decode, self._pool.kernels.octavo_program_time
+
+        def note(began: int, first: int, last: int) -> None:
+            offset = began - ends[count]
+            spans.add_series(
+                labels[first:last], "kernels", began, array("q", (end + offset for end in ends[first:last]))
+            )
+
+        def watched_run(handle: int, first: int, last: int, step: Any) -> int:
+            began = time.monotonic_ns()
+            failed: int = run(handle, first, last, step)
+            note(began, first, last)
+            return failed
+
+        def watched_decode(handle: int, step: Any) -> int:
+            began = time.monotonic_ns()
+            flawed: int = decode(handle, step)
+            note(began, 0, count)
+            return flawed
+
+        time_to(self._handle, ends.buffer_info()[0])
+        spans.replace(self, "_run", watched_run)
+        spans.replace(self, "_decode", watched_decode)
+        spans.at_release(lambda: time_to(self._handle, None))
+
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
             self._pool.kernels.octavo_program_destroy(handle)
+
+
+def _label(op: Op) -> Label:
+    """What a profile calls an operation."""
+    about = {"rows": op.rows} if op.rows else {}
+    about |= {"columns": op.columns} if op.columns else {"heads": op.heads, "head_dim": op.head_dim}
+    return Label(Kind(op.kind).name.lower(), about | {"dtype": Dtype(op.dtype).name.lower()})

@@ -13,10 +13,11 @@ from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.quant.base import Part
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.none import Unquantized
 from octavo.nn.rope import Rope
 from octavo.nn.rope_spec import RopeSpec
 from octavo.nn.shard import Heads, Shard
+from octavo.nn.weights import Keep, fused
 
 _WIDE = 2048
 
@@ -28,13 +29,15 @@ class Build:
     Attributes:
         path: the place, in the checkpoint's vocabulary; "" is the root.
         scheme: how linear layers keep their weights.
+        keep: where they and embeddings keep them.
     """
 
     dtype: torch.dtype
     device: torch.device
     attention_backend: AttentionBackend | None
-    scheme: type[Unquantised] = Unquantised
+    scheme: type[Unquantized] = Unquantized
     path: str = ""
+    keep: Keep = fused
 
     def residual_dtype(self, hidden_size: int) -> torch.dtype:
         """What the residual stream is kept in. Most of the rounding error of a bfloat16 model is made in its sums, and
@@ -53,7 +56,7 @@ class Build:
         """One linear layer of the named parts. `outputs` is each part's size, or one for all of them."""
         sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
         parts = [Part(name, inputs, size, bias) for name, size in zip(names, sizes, strict=True)]
-        return Linear(self.path, self.device, parts, shard, self.scheme(self.dtype, self.device))
+        return Linear(self.path, self.device, parts, shard, self.scheme(self.dtype, self.device, self.keep))
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps)
@@ -62,7 +65,8 @@ class Build:
         return LayerNorm(self.at(name).path, self.device, self.dtype, size, eps, bias=bias)
 
     def embedding(self, name: str, rows: int, size: int) -> Embedding:
-        return Embedding(self.at(name).path, self.device, self.dtype, rows, size, takes_blocks=self.scheme.takes_blocks)
+        path, takes_blocks = self.at(name).path, self.scheme.takes_blocks
+        return Embedding(path, self.device, self.dtype, rows, size, takes_blocks=takes_blocks, keep=self.keep)
 
     def tied_head(self, name: str, embedding: Embedding) -> TiedHead:
         return TiedHead(self.at(name).path, embedding, self.scheme)

@@ -9,20 +9,29 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.quant.base import Fusing
-from octavo.nn.quant.none import Unquantised
-from octavo.nn.weights import Blocks, TensorSpec, Wanted, WeightLayer, owned, tensor_bytes
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.weights import Blocks, Keep, TensorSpec, Wanted, WeightLayer, fused, tensor_bytes
 
 
 class Embedding(WeightLayer):
     """Token ids to vectors. Where it takes `Blocks`, it only keeps them for the native program to look up."""
 
     def __init__(
-        self, path: str, device: torch.device, dtype: torch.dtype, rows: int, size: int, *, takes_blocks: bool = False
+        self,
+        path: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        rows: int,
+        size: int,
+        *,
+        takes_blocks: bool = False,
+        keep: Keep = fused,
     ) -> None:
         super().__init__(path, device)
         self.dtype, self.rows, self.size = dtype, rows, size
         self.weight: Tensor | Blocks = torch.empty(0)
         self.takes_blocks = takes_blocks
+        self.keep = keep
 
     def forward(self, ids: Tensor) -> Tensor:
         """[T] int64 to [T, size]."""
@@ -40,7 +49,7 @@ class Embedding(WeightLayer):
     def place(self, tensors: Sequence[Tensor | None]) -> None:
         (weight,) = tensors
         assert weight is not None
-        self.weight = weight if isinstance(weight, Blocks) else owned(weight)
+        self.weight = weight if isinstance(weight, Blocks) else self.keep([weight])
 
     @property
     def nbytes(self) -> int:
@@ -54,10 +63,10 @@ class TiedHead(WeightLayer):
     more table's worth of memory.
     """
 
-    def __init__(self, path: str, embedding: Embedding, scheme: type[Unquantised] = Unquantised) -> None:
+    def __init__(self, path: str, embedding: Embedding, scheme: type[Unquantized] = Unquantized) -> None:
         super().__init__(path, embedding.device)
         self.superseded = (f"{path}.weight",)
-        self.scheme = scheme(embedding.dtype, embedding.device)
+        self.scheme = scheme(embedding.dtype, embedding.device, embedding.keep)
         # In a list, so that the embedding is registered as a submodule once, where it belongs.
         self._source = [embedding]
 

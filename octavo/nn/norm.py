@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.ops.norm import add_rms_norm, rms_norm
+from octavo.nn.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
 from octavo.nn.weights import TensorSpec, Wanted, WeightLayer, owned, tensor_bytes
 
 
 class RMSNorm(WeightLayer):
-    """Root-mean-square normalisation over the last dimension (Zhang & Sennrich 2019)."""
+    """Root-mean-square normalization over the last dimension (Zhang & Sennrich 2019)."""
 
     def __init__(self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float) -> None:
         super().__init__(path, device)
@@ -27,6 +27,10 @@ class RMSNorm(WeightLayer):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual). x is consumed: its memory may hold the sum afterwards."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def after(self, parts: Tensor | None, stream: Tensor) -> Tensor:
+        """norm(stream [T, size]) once `parts` [P, T, size], if there are any, are added to the stream in place."""
+        return self(stream) if parts is None else sum_rms_norm(parts, stream, self.weight, self.eps)
 
     def wanted(self) -> list[Wanted]:
         return [Wanted(f"{self.path}.weight", TensorSpec((self.size,), self.dtype))]
@@ -42,7 +46,7 @@ class RMSNorm(WeightLayer):
 
 
 class LayerNorm(WeightLayer):
-    """Normalisation to mean 0 and variance 1 over the last dimension (Ba et al. 2016); scale and perhaps bias."""
+    """Normalization to mean 0 and variance 1 over the last dimension (Ba et al. 2016); scale and perhaps bias."""
 
     def __init__(
         self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float, *, bias: bool = True

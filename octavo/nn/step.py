@@ -28,7 +28,6 @@ class StepInput:
             layer's attention the model computes no others.
         max_query_len, max_seq_len: host-side bounds over the rows.
         attn: what the attention backend prepared for this step.
-        embeds: [T, H], when something other than the embedding table fed the model.
         token_types: [T] int64, which of several texts in one sequence each token belongs to; None for all the first.
         query_lens: each row's tokens in this step as the host knows them, where reading them off the device would wait.
         past_lens: each row's tokens before this step, as the host knows them.
@@ -44,7 +43,6 @@ class StepInput:
     max_query_len: int
     max_seq_len: int
     attn: Any = None
-    embeds: Tensor | None = None
     table_rows: Tensor | None = None
     query_lens: Sequence[int] | None = None
     past_lens: Sequence[int] | None = None

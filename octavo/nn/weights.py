@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class Wanted:
 
     Attributes:
         optional: it may be absent.
-        blocks: quantised weights may come as `Blocks`.
+        blocks: quantized weights may come as `Blocks`.
     """
 
     name: str
@@ -104,6 +104,15 @@ class WeightLayer(nn.Module, ABC):
 def tensor_bytes(*tensors: Tensor | None) -> int:
     """Sum of the tensors' sizes, opaque layouts included."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+Keep = Callable[[Sequence[Tensor]], Tensor]
+"""What a layer keeps of a matrix whose parts it was given: `fused`, or the same in other memory."""
+
+
+def fused(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one below the other, contiguous and independent of any mapped file."""
+    return owned(parts[0]) if len(parts) == 1 else torch.cat(list(parts))
 
 
 def owned(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -11,26 +11,31 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineDeadError, UnsupportedError
 from octavo.core.info import ModelInfo
+from octavo.core.log import LogSettings
 from octavo.core.output import RequestOutput
 from octavo.core.params import SamplingParams
+from octavo.core.pausing import AWAKE, PauseMode, pause_mode, sleep_level, wake_tags
 from octavo.core.pooling import PoolingOutput, PoolingRequestOutput, Task
 from octavo.core.stats import EngineStats
-from octavo.engine.client import CoreClient, OnPhase
+from octavo.engine.client import CoreClient
+from octavo.engine.phases import OnPhase
 from octavo.engine.process import CoreProcess
 from octavo.hub.progress import Progress, silent
-from octavo.hub.resolve import resolve
+from octavo.python.async_worker import AsyncWorkerMethods
 from octavo.python.inputs import refuse, tokenization
 from octavo.python.tokenizer import ScriptTokenizer
+from octavo.text.content_format import ContentFormat
 from octavo.text.frontend import Frontend
 from octavo.text.pooling import pool
 from octavo.text.prepare import Prompt
 from octavo.text.recipe import FrontendRecipe
+from octavo.text.sources import model_files
 
 if TYPE_CHECKING:
     from octavo.python.engine_args import EngineArgs
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncWorkerMethods):
     """Made by `start`; close it, or use it as `async with await AsyncLLM.start("smollm2") as llm`. No torch in here."""
 
     def __init__(self, client: CoreClient | None, frontend: Frontend | None, settings: dict[str, Any] | None = None):
@@ -56,9 +61,12 @@ class AsyncLLM:
         chat_template: str | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        chat_template_content_format: ContentFormat = "auto",
+        tool_parser_plugin: str | None = None,
+        reasoning_config: Mapping[str, Any] | None = None,
         stall_after_s: float = 120.0,
         max_unread_tokens: int | None = None,
-        log_level: str = "warning",
+        log: LogSettings | None = None,
         on_phase: OnPhase | None = None,
         progress: Progress = silent,
         **settings: Any,
@@ -69,8 +77,12 @@ class AsyncLLM:
             model: a model, or a whole configuration; `settings` are those of `LLM`.
             tool_call_parser, reasoning_parser: how the model writes tool calls and marks reasoning; by default as its
                 chat template shows.
+            tool_parser_plugin: a Python file that declares more formats of tool calls.
+            reasoning_config: marks of reasoning as `reasoning_start_str` and `reasoning_end_str`, if it has others.
+            chat_template_content_format: "string" or "openai": how the template gets contents; "auto" by its code.
             stall_after_s: seconds without a completed step, while work waits, after which `health` says so.
             max_unread_tokens: a request of which more wait to be read is ended with SlowReaderError; None for no limit.
+            log: how the core's process logs; by default warnings, to standard error.
             on_phase: told when a phase of the start begins (None) and ends (seconds).
 
         Raises:
@@ -87,15 +99,18 @@ class AsyncLLM:
                 f"logits_processors={odd!r}: the engine runs in a process of its own, so name it as 'module:Class'; "
                 "only LLM takes Python objects."
             )
-        files = await asyncio.to_thread(
-            resolve,
-            config.model.model,
-            revision=config.model.revision,
-            weights=config.needs_weights,
-            progress=progress,
+        files = await asyncio.to_thread(model_files, config.model, weights=config.needs_weights, progress=progress)
+        recipe = FrontendRecipe(
+            files,
+            config.model,
+            chat_template,
+            chat_template_content_format,
+            tool_call_parser,
+            reasoning_parser,
+            tool_parser_plugin,
+            reasoning_config,
         )
-        recipe = FrontendRecipe(files, config.model, chat_template, tool_call_parser, reasoning_parser)
-        process = CoreProcess("octavo.engine_main", (config, files, log_level))
+        process = CoreProcess("octavo.engine_main", (config, files, log or LogSettings()))
         starting = asyncio.create_task(
             CoreClient.start(
                 process, stall_after_s=stall_after_s, max_unread_tokens=max_unread_tokens, on_phase=on_phase
@@ -217,6 +232,57 @@ class AsyncLLM:
         await self._client.reset_prefix_cache()
         return True
 
+    async def pause_generation(
+        self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """Let requests that come from now on wait until `resume_generation`. A pause may follow another.
+
+        Args:
+            mode: "abort" ends those there are; "wait" returns once they are finished; "keep" lets them stand still and
+                go on afterwards.
+            wait_for_inflight_requests: the older way to say mode="wait".
+            clear_cache: forget the KV cache of past prompts, unless the mode is "keep".
+        """
+        await self._started()
+        chosen = PauseMode.WAIT if wait_for_inflight_requests else pause_mode(mode)
+        await self._client.pause(chosen, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """End a pause, if there is one. Raises EngineStateError while the engine sleeps."""
+        await self._started()
+        await self._client.resume()
+
+    async def is_paused(self) -> bool:
+        """Whether requests wait for the end of a pause or a sleep."""
+        await self._started()
+        return self._client.stats().paused
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause as `pause_generation` does, and give memory back; requests that come wait for `wake_up`.
+
+        Args:
+            level: 0 gives nothing back; 1 the KV cache, and a GPU's weights to the host; 2 both, and the weights are
+                read again at the wake-up.
+
+        Raises:
+            EngineStateError: the engine was not started with `enable_sleep_mode`.
+        """
+        await self._started()
+        await self._client.sleep(sleep_level(level), pause_mode(mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Take memory again, all of it or what `tags` name: "weights", "kv_cache". Once all is there requests go on.
+
+        Returns whether the engine is awake.
+        """
+        await self._started()
+        await self._client.wake_up(wake_tags(tags))
+        return not await self.is_sleeping()
+
+    async def is_sleeping(self) -> bool:
+        await self._started()
+        return self._client.stats().sleep_level != AWAKE
+
     async def get_tokenizer(self) -> ScriptTokenizer:
         await self._started()
         return ScriptTokenizer(self.frontend.tokenizer, self.frontend.chat)
@@ -266,3 +332,7 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+AsyncLLMEngine = AsyncLLM
+"""The same under the name that scripts bring."""

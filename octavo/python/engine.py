@@ -11,7 +11,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.stats import EngineStats
 from octavo.python.engine_args import EngineArgs
 from octavo.python.inputs import refuse, tokenization
-from octavo.python.llm import LLM
+from octavo.python.local import LocalEngine
 from octavo.python.tokenizer import ScriptTokenizer
 from octavo.text.assembler import RequestAssembler
 from octavo.text.prepare import Prompt
@@ -27,18 +27,18 @@ class LLMEngine:
     ...         print(output.outputs[0].text)
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
         self._open: dict[str, RequestAssembler] = {}
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Load the model. Errors are those of `LLM`."""
-        return cls(LLM.from_engine_args(engine_args))
+        return cls(LocalEngine(**vars(engine_args)))
 
     @property
     def info(self) -> ModelInfo:
-        return self._llm.info
+        return self._engine.info
 
     def add_request(
         self,
@@ -58,15 +58,15 @@ class LLMEngine:
         """
         refuse(lora_request=lora_request, trace_headers=trace_headers)
         options = tokenization(tokenization_kwargs)
-        assembler = self._llm._open(prompt, params.clone(), request_id=request_id, priority=priority, **options)
-        self._llm._core.loop.add(assembler.request)
+        assembler = self._engine.open(prompt, params.clone(), request_id=request_id, priority=priority, **options)
+        self._engine.core.loop.add(assembler.request)
         self._open[request_id] = assembler
         return request_id
 
     def step(self) -> list[RequestOutput]:
         """Compute once for all requests there is room for; what is new of them."""
         outputs = []
-        for delta in self._llm._core.loop.step():
+        for delta in self._engine.core.loop.step():
             outputs += self._push(delta)
         return outputs
 
@@ -74,7 +74,7 @@ class LLMEngine:
         """End requests; nothing more comes of them."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if self._open.pop(request_id, None) is not None:
-                self._llm._core.loop.abort(request_id)
+                self._engine.core.loop.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._open)
@@ -83,18 +83,19 @@ class LLMEngine:
         return len(self._open)
 
     def get_tokenizer(self) -> ScriptTokenizer:
-        return self._llm.get_tokenizer()
+        return self._engine.script_tokenizer()
 
     def reset_prefix_cache(self) -> bool:
         """As `LLM.reset_prefix_cache`."""
-        return self._llm.reset_prefix_cache()
+        self._engine.core.loop.reset_prefix_cache()
+        return True
 
     def stats(self) -> EngineStats:
-        return self._llm.stats()
+        return self._engine.core.stats()
 
     def close(self) -> None:
         """Free the model and its memory."""
-        self._llm.close()
+        self._engine.close()
 
     def _push(self, delta: TokenDelta) -> list[RequestOutput]:
         assembler = self._open.get(delta.id)
@@ -102,7 +103,7 @@ class LLMEngine:
             return []
         output = assembler.push(delta)
         for index in assembler.aborts:
-            self._llm._core.loop.abort(delta.id, index)
+            self._engine.core.loop.abort(delta.id, index)
         if assembler.finished:
             del self._open[delta.id]
         return [] if output is None else [output]

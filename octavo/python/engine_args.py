@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, Self, TypeVar
 
-from octavo.cli.flag import Flag
-from octavo.cli.flags import ENGINE_GROUPS, flags_of
+from octavo.cli.flags.flag import Flag
+from octavo.cli.flags.table import ENGINE_GROUPS, flags_of
 from octavo.config import EngineConfig
 from octavo.foreign import ENGINE_FLAGS, SHORT
 

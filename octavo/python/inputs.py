@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.params import OutputKind, SamplingParams
+from octavo.text.content_format import ContentFormat
 from octavo.text.prepare import Prompt
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -23,9 +24,16 @@ _REMEDIES = {
     "mm_processor_kwargs": "images, audio and video are not supported; leave it out",
     "trace_headers": "tracing is not supported; leave it out",
     "data_parallel_rank": "there is one engine; leave it out",
+    "timeout": "a call in this process can't be interrupted; leave it out",
 }
-_FORMATS = ("auto", "string")
-_WRITTEN = ("chat_template", "add_generation_prompt", "continue_final_message", "tools", "template_kwargs")
+_WRITTEN = (
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "template_kwargs",
+    "content_format",
+)
 
 
 def as_list(prompts: Any) -> list[Prompt]:
@@ -97,7 +105,8 @@ def written_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     options = dict(given)
     refuse(**{name: options.pop(name, None) for name in ("lora_request", "mm_processor_kwargs")})
-    check_chat(options.pop("chat_template_content_format", "auto"), options.get("tools"))
+    options["content_format"] = options.pop("chat_template_content_format", "auto")
+    check_chat(options["content_format"], options.get("tools"))
     options["template_kwargs"] = options.pop("chat_template_kwargs", None)
     odd = next((name for name in options if name not in _WRITTEN), None)
     if odd is not None:
@@ -106,11 +115,10 @@ def written_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_chat(content_format: str, tools: Sequence[Any] | None) -> None:
-    """Refuses what no chat template is given here."""
-    if content_format not in _FORMATS:
-        raise UnsupportedError(
-            f"chat_template_content_format must be one of {', '.join(_FORMATS)}: templates get each content as one "
-            "string.",
+    """Refuses what no chat template can be given."""
+    if content_format not in get_args(ContentFormat):
+        raise InvalidRequestError(
+            f"chat_template_content_format must be one of {', '.join(get_args(ContentFormat))}.",
             param="chat_template_content_format",
             value=content_format,
         )

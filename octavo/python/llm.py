@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from octavo.build import build_core
-from octavo.config import EngineConfig
 from octavo.core.beams import BeamSearchOutput, BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput
 from octavo.core.params import OutputKind, SamplingParams
+from octavo.core.pausing import pause_mode, sleep_level, wake_tags
 from octavo.core.stats import EngineStats
 from octavo.hub.progress import Progress, silent
-from octavo.hub.resolve import resolve
 from octavo.python.inputs import (
     Messages,
     Params,
@@ -30,23 +27,26 @@ from octavo.python.inputs import (
     tokenization,
     written_options,
 )
+from octavo.python.local import LocalEngine
 from octavo.python.loop import SharedLoop
 from octavo.python.metrics import Metric, metrics_of
 from octavo.python.pooling import PoolingDriver, PoolingMethods
 from octavo.python.progress import UseTqdm, open_progress
 from octavo.python.tokenizer import ScriptTokenizer
-from octavo.text.answers import AnswerFormats
+from octavo.python.worker import WorkerMethods
 from octavo.text.assembler import RequestAssembler
 from octavo.text.beams import beams_of
 from octavo.text.chat import chat_template_of
-from octavo.text.model_text import load_text
-from octavo.text.prepare import Preparer, Prompt, not_generating, sampling_defaults, with_defaults
+from octavo.text.content_format import ContentFormat
+from octavo.text.embed_parts import taken
+from octavo.text.no_tokenizer import needs_tokenizer
+from octavo.text.prepare import Prompt, not_generating
 
 if TYPE_CHECKING:
     from octavo.python.engine_args import EngineArgs
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, WorkerMethods):
     """A model that is loaded and ready.
 
     Example:
@@ -74,18 +74,8 @@ class LLM(PoolingMethods):
         progress: Progress = silent,
         **settings: Any,
     ) -> None:
-        config = EngineConfig.of(model=model, **settings) if model else EngineConfig.of(**settings)
-        files = resolve(
-            config.model.model, revision=config.model.revision, weights=config.needs_weights, progress=progress
-        )
-        loop, self._info = build_core(config, files)
-        self._loop: SharedLoop | None = SharedLoop(loop)
-        text = load_text(files, config.model, chat_template=chat_template)
-        self._tokenizer, self._template = text.tokenizer, text.chat
-        self._pooling = PoolingDriver(text.tokenizer, self._info)
-        self._preparer = Preparer(text.tokenizer, self._info, reasoning=AnswerFormats.of(text.chat).reasoning)
-        self._defaults = sampling_defaults(text.defaults)
-        self._ids = itertools.count()
+        self._engine = LocalEngine(model, chat_template=chat_template, progress=progress, **settings)
+        self._pooling = PoolingDriver(self._engine.tokenizer, self._engine.info)
         self._queue: list[RequestAssembler] = []
 
     @classmethod
@@ -95,7 +85,7 @@ class LLM(PoolingMethods):
 
     @property
     def info(self) -> ModelInfo:
-        return self._info
+        return self._engine.info
 
     def generate(
         self,
@@ -133,7 +123,7 @@ class LLM(PoolingMethods):
         use_tqdm: UseTqdm = None,
         lora_request: Any = None,
         chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -148,7 +138,8 @@ class LLM(PoolingMethods):
         Args:
             messages: objects with role and content, or several lists of them.
             chat_template: a Jinja template, or a file with one, in place of the model's own.
-            chat_template_content_format: "auto" or "string", which are the same.
+            chat_template_content_format: how the template gets contents: as a "string", or as a list of parts
+                ("openai"); "auto" goes by the template's code.
             add_generation_prompt: end with the mark that begins the assistant's answer.
             continue_final_message: go on with the last message.
             tools: functions of which the template tells the model. Calls come back in the text, as the model writes
@@ -166,6 +157,7 @@ class LLM(PoolingMethods):
             continue_final_message=continue_final_message,
             tools=tools,
             template_kwargs=chat_template_kwargs,
+            content_format=chat_template_content_format,
         )
         assemblers = self._prepare(prompts, sampling_params, priority, tokenization(tokenization_kwargs))
         return self._complete(assemblers, use_tqdm)
@@ -221,13 +213,18 @@ class LLM(PoolingMethods):
         self, messages: Messages | Sequence[Messages], chat_template: str | None = None, **options: Any
     ) -> list[Prompt]:
         """What the template makes of one conversation or several."""
-        template = self._template if chat_template is None else chat_template_of(self._tokenizer, chat_template)
+        tokenizer = self._engine.tokenizer
+        template = self._engine.template if chat_template is None else chat_template_of(tokenizer, chat_template)
         if template is None:
             raise self._no_template()
         prompts: list[Prompt] = []
         for conversation in conversations(messages):
-            text = template.render(conversation, **options)
-            tokens = self._tokenizer.encode(text, add_special_tokens=False)
+            plain, embeds = taken(conversation)
+            text = template.render(plain, **options)
+            if embeds is not None:
+                prompts.append(embeds.prompt(text))
+                continue
+            tokens = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
         return prompts
 
@@ -250,20 +247,21 @@ class LLM(PoolingMethods):
                 "concurrency_limit must be at least 1, or None.", param="concurrency_limit", value=concurrency_limit
             )
         sampling = params.sampling().replace(output_kind=OutputKind.FINAL_ONLY)
-        assemblers = [self._open(prompt, sampling) for prompt in as_list(prompts)]
+        assemblers = [self._engine.open(prompt, sampling) for prompt in as_list(prompts)]
         found = self._complete(assemblers, use_tqdm, at_once=concurrency_limit)
-        return [beams_of(output, params, self._tokenizer) for output in found]
+        return [beams_of(output, params, self._engine.tokenizer) for output in found]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt piece by piece, as `sampling_params.output_kind` says. Closing the iterator aborts."""
-        yield from self._run([self._open(prompt, (sampling_params or self.get_default_sampling_params()).clone())])
+        params = (sampling_params or self.get_default_sampling_params()).clone()
+        yield from self._run([self._engine.open(prompt, params)])
 
     def stats(self) -> EngineStats:
         return self._core.stats()
 
     def get_metrics(self) -> list[Metric]:
         """The engine's counters and gauges, named as at the server's /metrics."""
-        return metrics_of(self._info, self.stats())
+        return metrics_of(self.info, self.stats())
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget the KV cache of past prompts; a stream that is open keeps its own. True: that can't fail.
@@ -274,17 +272,33 @@ class LLM(PoolingMethods):
         self._core.loop.reset_prefix_cache()
         return True
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back; `wake_up` takes it again. Nothing can be generated meanwhile.
+
+        Args:
+            level: 0 gives nothing back; 1 the KV cache, and a GPU's weights to the host; 2 both, and the weights are
+                read again at the wake-up.
+            mode: what becomes of streams that are open: "abort" ends them; "wait" computes them to their end first;
+                "keep" lets them go on after the wake-up.
+
+        Raises:
+            EngineStateError: the LLM was not made with `enable_sleep_mode=True`.
+        """
+        self._core.sleep(sleep_level(level), pause_mode(mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Take memory again: all, or what `tags` name ("weights", "kv_cache"). Returns whether the engine is awake."""
+        return self._core.wake_up(wake_tags(tags))
+
     def get_tokenizer(self) -> ScriptTokenizer:
-        return ScriptTokenizer(self._tokenizer, self._template)
+        return self._engine.script_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        return with_defaults(self._defaults, {})
+        return self._engine.default_params()
 
     def close(self) -> None:
         """Free the model and its memory. Using the LLM afterwards is an error."""
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -296,13 +310,13 @@ class LLM(PoolingMethods):
 
     @property
     def _core(self) -> SharedLoop:
-        if self._loop is None:
-            raise RuntimeError("This LLM was closed; make a new one.")
-        return self._loop
+        return self._engine.core
 
     def _no_template(self) -> InvalidRequestError:
-        if "generate" not in self._info.tasks:
-            return not_generating(self._info)
+        if not self._engine.tokenizer.present:
+            return needs_tokenizer()
+        if "generate" not in self.info.tasks:
+            return not_generating(self.info)
         return InvalidRequestError(
             "This model has no chat template, so messages can't be made into a prompt. Give chat_template=..., a file "
             "or the Jinja source, or use LLM.generate.",
@@ -316,22 +330,14 @@ class LLM(PoolingMethods):
         priority: int | Sequence[int] | None,
         tokenizing: dict[str, Any],
     ) -> list[RequestAssembler]:
-        """Check and tokenise prompts, of which only the end is wanted."""
+        """Check and tokenize prompts, of which only the end is wanted."""
         prompts = as_list(prompts)
         params = sampling_of(sampling_params, self.get_default_sampling_params(), len(prompts))
         priorities = one_each(0 if priority is None else priority, len(prompts), "priority")
         return [
-            self._open(prompt, one, priority=rank, **tokenizing)
+            self._engine.open(prompt, one, priority=rank, **tokenizing)
             for prompt, one, rank in zip(prompts, params, priorities, strict=True)
         ]
-
-    def _open(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, **options: Any
-    ) -> RequestAssembler:
-        """Check and tokenise one prompt."""
-        name = request_id or f"llm-{next(self._ids)}"
-        prepared = self._preparer.prepare(prompt, params, request_id=name, fit=True, **options)
-        return RequestAssembler(prepared.request, self._tokenizer, prepared.prompt_text)
 
     def _complete(
         self, assemblers: Sequence[RequestAssembler], use_tqdm: UseTqdm, at_once: int | None = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
+from octavo.core.errors import EngineStateError
 from octavo.core.output import TokenDelta
+from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
+from octavo.engine.executor import Staged, Weights
 from octavo.engine.loop import EngineLoop
 
 _STARVED_PAUSE_S = 0.001
@@ -61,6 +64,48 @@ class SharedLoop:
         """End one choice of a request; its `run` is told so."""
         self._deliver(self.loop.abort(request_id, index))
 
+    def sleep(self, level: int, mode: PauseMode) -> None:
+        """Pause what runs as the mode says, then give memory back.
+
+        Raises:
+            EngineStateError: the engine was not made for it.
+        """
+        self.loop.check_sleep(level)
+        self._deliver(self.loop.pause(mode))
+        while not self.loop.settled:
+            self._step()
+        self.loop.sleep(level)
+
+    def wake_up(self, parts: Iterable[Part]) -> bool:
+        """Take the memory of these parts again; whether the engine is awake."""
+        self._deliver(self.loop.wake_up(parts))
+        return not self.loop.paused
+
+    def update_weights(
+        self,
+        stage: Callable[[Weights], Staged],
+        mode: PauseMode = PauseMode.KEEP,
+        version: str | None = None,
+        *,
+        flush_cache: bool = True,
+    ) -> None:
+        """Put other weights in the place of those in use; a pause that there is goes on afterwards.
+
+        Args:
+            stage: reads the weights.
+            mode: what becomes of what runs.
+        """
+        staged, was_paused = stage(self.loop.check_weights()), self.loop.paused
+        if not was_paused or mode is PauseMode.ABORT:
+            self._deliver(self.loop.pause(mode))
+        while not self.loop.settled:
+            self._step()
+        try:
+            self.loop.update_weights(staged, version, flush_cache=flush_cache)
+        finally:
+            if not was_paused:
+                self._deliver(self.loop.resume())
+
     def stats(self) -> EngineStats:
         return self.loop.stats()
 
@@ -69,6 +114,9 @@ class SharedLoop:
         self.loop.close()
 
     def _step(self) -> None:
+        """Raises EngineStateError if the engine sleeps, so that there is nothing to wait for."""
+        if self.loop.settled:
+            raise EngineStateError("The engine sleeps; call wake_up() first.")
         if self.loop.starved and self.loop.busy:
             time.sleep(_STARVED_PAUSE_S)
         self._deliver(self.loop.step())

@@ -57,4 +57,4 @@ def _metrics(prefix: str, labels: dict[str, str], stats: EngineStats) -> Iterato
     counts = list(accumulate(stats.steps_by_tokens))
     bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
     buckets = dict(zip(bounds, counts, strict=True))
-    yield Histogram(prefix + "iteration_tokens_total", labels, counts[-1], stats.step_tokens, buckets)
+    yield Histogram(prefix + "iteration_tokens_total", labels, counts[-1], stats.handled_tokens, buckets)

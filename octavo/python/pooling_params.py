@@ -29,7 +29,7 @@ PoolingSettings = PoolingParams | Sequence[PoolingParams] | None
 def settings_of(
     given: PoolingSettings, count: int, *, dimensions: int | None = None, normalize: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Dimensions and normalisation for each of `count` prompts, from the object or from plain arguments.
+    """Dimensions and normalization for each of `count` prompts, from the object or from plain arguments.
 
     Raises:
         InvalidRequestError: there are not as many objects as prompts, or both ways are used.
@@ -40,7 +40,7 @@ def settings_of(
         return [plain] * count
     if any(value is not None for value in plain.values()):
         raise InvalidRequestError(
-            "pooling_params and plain dimensions or normalize exclude each other; leave one out.",
+            "pooling_params can't be combined with dimensions or normalize; leave one of them out.",
             param="pooling_params",
         )
     found = one_each(given, count, "pooling_params")

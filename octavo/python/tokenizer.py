@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.core.errors import InvalidRequestError
 from octavo.text.chat import ChatTemplate, no_template_error
+from octavo.text.no_tokenizer import needs_tokenizer
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -19,6 +20,8 @@ class ScriptTokenizer(Tokenizer):
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate | None) -> None:
+        if not tokenizer.present:
+            raise needs_tokenizer()
         self.__dict__.update(vars(tokenizer))
         self._chat = chat
 

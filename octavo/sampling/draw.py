@@ -57,6 +57,17 @@ def draw_filtered(logits: Tensor, peaks: Tensor, filters: Tensor, uniforms: Tens
     return tokens
 
 
+def kept(logits: Tensor, filters: Tensor) -> Tensor:
+    """Which tokens the filters leave to `draw_filtered`: bool [n, V].
+
+    Args:
+        logits, filters: as for `draw_filtered`.
+    """
+    values, ids, sure = ranked(logits, logits.shape[-1])
+    _, among, _ = _weigh(values, sure, values[:, :1], torch.ones_like(filters[:, :1]), filters)
+    return torch.empty_like(among).scatter_(-1, ids, among)
+
+
 def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` most likely tokens of each row, best first, ties by the lower id.
 
@@ -78,21 +89,28 @@ def _draw_ranked(
     values: Tensor, sure: Tensor, peaks: Tensor, totals: Tensor, filters: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The rank drawn for each row, and whether the tokens looked at suffice to know it."""
+    weights, among, settled = _weigh(values, sure, peaks, totals, filters)
+    return _pick((weights * among).cumsum(-1), uniforms), settled
+
+
+def _weigh(
+    values: Tensor, sure: Tensor, peaks: Tensor, totals: Tensor, filters: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [n, count] of the tokens looked at, which of them the filters keep, and whether they suffice [n]."""
     temperature, top_k, top_p, min_p = filters[:, :, None].unbind(1)
     sure = sure[:, None]
     rank = torch.arange(values.shape[-1], device=values.device)
     weights = ((values - peaks.double()) / temperature).exp()
     likely = weights >= min_p
-    kept = likely & ((top_k == 0) | (rank < top_k)) & (rank < sure)
-    cumulated = (weights * kept).cumsum(-1)
+    among = likely & ((top_k == 0) | (rank < top_k)) & (rank < sure)
+    cumulated = (weights * among).cumsum(-1)
     # Certain tokens suffice for min_p and top_k if the first uncertain one would fall to either of them.
     closed = (sure >= values.shape[-1]) | ((top_k > 0) & (top_k <= sure)) | ~likely[:, -1:]
     open_ended = (top_k == 0) & (min_p == 0)
     goal = top_p * torch.where(closed, cumulated[:, -1:], totals)
     settled = (closed & (top_p >= 1)) | ((closed | open_ended) & (goal <= cumulated[:, -1:]))
-    kept &= (cumulated - weights < goal) | (top_p >= 1) | (rank == 0)
-    cumulated = (weights * kept).cumsum(-1)
-    return _pick(cumulated, uniforms), settled.squeeze(-1)
+    among &= (cumulated - weights < goal) | (top_p >= 1) | (rank == 0)
+    return weights, among, settled.squeeze(-1)
 
 
 def _totals(logits: Tensor, peaks: Tensor, filters: Tensor) -> Tensor:

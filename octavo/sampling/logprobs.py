@@ -1,8 +1,9 @@
-"""Log-probabilities under the raw logits, for the rows that ask for them."""
+"""Log-probabilities, or logits, of tokens, for the rows that ask for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
+from octavo.core.params import LogprobsMode
 from octavo.sampling.draw import ranked
 
 _SPARE = 40
@@ -18,30 +20,58 @@ Wanted = int | tuple[int, ...]
 """What is told beside each chosen token: so many of the most likely ones, or these."""
 
 
-def together(asking: Mapping[int, Wanted | None]) -> list[tuple[list[int], int | NDArray[np.int64]]]:
-    """The rows that ask for something, in groups to be computed at once: for a count, or for ids [rows, k]."""
-    groups: dict[tuple[bool, int], list[int]] = {}
-    for row, wanted in asking.items():
-        if wanted is not None:
-            key = (True, len(wanted)) if isinstance(wanted, tuple) else (False, wanted)
-            groups.setdefault(key, []).append(row)
+class Report(NamedTuple):
+    """What a request has told of each token, and by which numbers."""
+
+    wanted: Wanted
+    mode: LogprobsMode
+
+    @property
+    def processed(self) -> bool:
+        return self.mode.startswith("processed")
+
+    @property
+    def as_logits(self) -> bool:
+        return self.mode.endswith("logits")
+
+
+class Group(NamedTuple):
+    """Rows whose reports are computed at once: of a count of tokens, or of ids [rows, k]."""
+
+    rows: list[int]
+    wanted: int | NDArray[np.int64]
+    report: Report
+
+
+def together(asking: Mapping[int, Report | None]) -> list[Group]:
+    """The rows that ask for something."""
+    groups: dict[tuple[LogprobsMode, bool, int], list[tuple[int, Report]]] = {}
+    for row, report in asking.items():
+        if report is not None:
+            wanted = report.wanted
+            size = (True, len(wanted)) if isinstance(wanted, tuple) else (False, wanted)
+            groups.setdefault((report.mode, *size), []).append((row, report))
     return [
-        (rows, np.array([asking[row] for row in rows]) if named else count) for (named, count), rows in groups.items()
+        Group([row for row, _ in found], np.array([one.wanted for _, one in found]) if named else count, found[0][1])
+        for (_, named, count), found in groups.items()
     ]
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, wanted: int | Tensor) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, wanted: int | Tensor, *, as_logits: bool = False
+) -> list[TokenLogprobs]:
     """For each row the chosen token's log-probability and rank, and those of the tokens that are wanted beside it.
 
     A rank is 1 + the number of tokens that are strictly more likely.
 
     Args:
-        logits: [n, V], before any processing.
+        logits: [n, V].
         tokens: [n] int64, the chosen ones.
         wanted: how many of the most likely ones, or their ids, [n, k] int64.
+        as_logits: tell logits in place of log-probabilities.
     """
     logits = logits.float()
-    logprobs = logits.log_softmax(-1)
+    logprobs = logits if as_logits else logits.log_softmax(-1)
     chosen = logits.gather(-1, tokens[:, None])
     ranks = (logits > chosen).sum(-1) + 1
     ids = _most_likely(logits, wanted) if isinstance(wanted, int) else wanted

@@ -50,8 +50,9 @@ def _repetition(flat: Tensor, vocab: int, rows: list[SampleRow]) -> None:
     chosen = [(i, row) for i, row in enumerate(rows) if row.slot_params.repetition != 1]
     if not chosen:
         return
-    index = torch.cat([row.ids + i * vocab for i, row in chosen])
-    penalty = _spread([row.slot_params.repetition for _, row in chosen], [len(row.tokens) for _, row in chosen], flat)
+    known = [ids[ids >= 0] for ids in (row.ids for _, row in chosen)]  # but no placeholders
+    index = torch.cat([ids + i * vocab for (i, _), ids in zip(chosen, known, strict=True)])
+    penalty = _spread([row.slot_params.repetition for _, row in chosen], [len(ids) for ids in known], flat)
     seen = flat[index]
     # A token that occurs twice is written twice with the same value, which is why all are read first.
     flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)

@@ -63,9 +63,12 @@ class Kept:
     drawn: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """One row to sample, as far as the host must know it. `num_tokens` counts the sequence's tokens so far."""
+    """One row to sample, as far as the host must know it. `num_tokens` counts the sequence's tokens so far.
+
+    Never changed; not declared so because that triples the time it takes to make one, and each step makes many.
+    """
 
     slot: int
     params: PreparedParams
@@ -181,10 +184,10 @@ class ResidentSampler:
         work = logits.to(torch.float32, copy=reported)
         forbid(work, self._table.tokens, rows)
         self._bias_and_ban(work, rows)
-        self._penalise(work, slots, rows)
+        self._penalize(work, slots, rows)
         filtered = any(row.params.filtered and not row.params.greedy for row in rows)
         tokens = self.draw(work, slots, self.kept(work, slots) if filtered else None)
-        return tokens, _logprobs(logits, tokens, rows)
+        return tokens, self._logprobs(logits, work, tokens, slots, rows)
 
     def kept(self, logits: Tensor, slots: Tensor, *, few: bool = True) -> Kept:
         """What min_p, top_k and top_p leave of each row of float32 logits; without `few`, of all by the general way."""
@@ -232,6 +235,30 @@ class ResidentSampler:
         )
         return kept
 
+    def _logprobs(self, logits: Tensor, work: Tensor, tokens: Tensor, slots: Tensor, rows: Sequence[Row]) -> Logprobs:
+        """For the rows that ask: of the raw logits, or of the processed ones in `work`."""
+        made = []
+        for chosen, wanted, report in together({i: row.params.logprobs for i, row in enumerate(rows)}):
+            index = upload(np.asarray(chosen), logits.device)
+            picked = tokens.index_select(0, index).clamp(min=0)
+            told = wanted if isinstance(wanted, int) else upload(wanted, logits.device)
+            part = (work if report.processed else logits).index_select(0, index)
+            if report.processed:
+                part = self._drawn_from(part, slots.index_select(0, index), picked, [rows[i].params for i in chosen])
+            made.append((chosen, columns_of(part, picked, told, as_logits=report.as_logits)))
+        return made
+
+    def _drawn_from(self, work: Tensor, slots: Tensor, tokens: Tensor, params: Sequence[PreparedParams]) -> Tensor:
+        """Processed logits [n, V] by temperature, and minus infinity where the filters cut; in place."""
+        if any(one.filtered and not one.greedy for one in params):
+            kept = self.kept(work, slots, few=False)
+            floors, ids = kept.floors[:, None], torch.arange(work.shape[1], device=work.device)
+            among = (work > floors) | ((work == floors) & (ids <= kept.ties[:, None]))
+            among.scatter_(-1, tokens.long()[:, None], True)  # drawn by sums that may round otherwise at the very edge
+            work.masked_fill_(~among, float("-inf"))
+        temperatures = np.array([[1.0 if one.greedy else float(one.filters[0])] for one in params], dtype=np.float32)
+        return work.div_(upload(temperatures, work.device))
+
     def _bias_and_ban(self, work: Tensor, rows: Sequence[Row]) -> None:
         flat, vocab = work.view(-1), work.shape[1]
         biased = [(i, row.params) for i, row in enumerate(rows) if len(row.params.bias_ids)]
@@ -243,8 +270,8 @@ class ResidentSampler:
         if banned:
             flat.index_fill_(0, upload(np.concatenate(banned), work.device), float("-inf"))
 
-    def _penalise(self, work: Tensor, slots: Tensor, rows: Sequence[Row]) -> None:
-        lengths = [row.num_tokens for row in rows if _penalised(row.params)]
+    def _penalize(self, work: Tensor, slots: Tensor, rows: Sequence[Row]) -> None:
+        lengths = [row.num_tokens for row in rows if _penalized(row.params)]
         if not lengths:
             return
         count, vocab = work.shape
@@ -258,16 +285,5 @@ class ResidentSampler:
         penalty_kernel[grid](slots, table.params, *read, work, vocab, stride, BLOCK=_COUNT_BLOCK)
 
 
-def _penalised(params: PreparedParams) -> bool:
+def _penalized(params: PreparedParams) -> bool:
     return params.repetition != 1 or params.frequency != 0 or params.presence != 0
-
-
-def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> Logprobs:
-    """Under the raw logits, for the rows that ask."""
-    made = []
-    for chosen, wanted in together({i: row.params.logprobs for i, row in enumerate(rows)}):
-        index = upload(np.asarray(chosen), logits.device)
-        picked = tokens.index_select(0, index).clamp(min=0)
-        told = wanted if isinstance(wanted, int) else upload(wanted, logits.device)
-        made.append((chosen, columns_of(logits.index_select(0, index), picked, told)))
-    return made

@@ -36,17 +36,18 @@ class PromptRow:
     following: Tensor
 
 
-def columns_of(logits: Tensor, tokens: Tensor, wanted: int | Tensor) -> Columns:
+def columns_of(logits: Tensor, tokens: Tensor, wanted: int | Tensor, *, as_logits: bool = False) -> Columns:
     """As `token_logprobs`, on the way; ties that reach over 40 tokens past the last wanted one may be cut.
 
     Args:
-        logits: [n, V], before any processing.
+        logits: [n, V].
         tokens: [n] integers, the chosen ones.
         wanted: how many of the most likely ones, or their ids, [n, k] int64.
+        as_logits: tell logits in place of log-probabilities.
     """
     raw = logits.float()
     picked = tokens.long()[:, None]
-    logprobs = raw.log_softmax(-1)
+    logprobs = raw if as_logits else raw.log_softmax(-1)
     ranks = (raw > raw.gather(-1, picked)).sum(-1) + 1
     ids = _most_likely(raw, wanted) if isinstance(wanted, int) else wanted
     return [Download(part) for part in (logprobs.gather(-1, picked).squeeze(-1), ranks, ids, logprobs.gather(-1, ids))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
-from octavo.sampling.draw import draw, draw_filtered
-from octavo.sampling.logprobs import Wanted, together, token_logprobs
+from octavo.sampling.draw import draw, draw_filtered, kept
+from octavo.sampling.logprobs import Report, together, token_logprobs
 from octavo.sampling.processors import process
 from octavo.sampling.rng import uniform
 from octavo.sampling.state import SampleResult, SampleRow
@@ -46,8 +46,8 @@ class Sampler:
         bad = _blank_bad(indices, values)
         tokens, peaks = torch.from_numpy(indices), torch.from_numpy(values)
         self._draw(work, peaks, rows, set(bad), tokens)
-        asking = {i: row.slot_params.logprobs for i, row in enumerate(rows)}
-        return SampleResult(tokens, logprobs_of(logits, asking, set(bad), tokens), bad)
+        asking = {i: row.slot_params.logprobs for i, row in enumerate(rows) if i not in bad}
+        return SampleResult(tokens, logprobs_of(logits, asking, tokens, lambda some: [rows[i] for i in some]), bad)
 
     def _draw(self, logits: Tensor, peaks: Tensor, rows: list[SampleRow], bad: set[int], tokens: Tensor) -> None:
         """Replaces the most likely token by a drawn one, in the rows that want it."""
@@ -87,19 +87,40 @@ def _blank_bad(indices: NDArray[np.int64], peaks: NDArray[np.float32]) -> list[i
 
 
 def logprobs_of(
-    logits: Tensor, asking: Mapping[int, Wanted | None], bad: set[int], tokens: Tensor
+    logits: Tensor,
+    asking: Mapping[int, Report | None],
+    tokens: Tensor,
+    rows_of: Callable[[list[int]], list[SampleRow]],
 ) -> dict[int, TokenLogprobs]:
-    """The log-probabilities of the rows that ask for them.
+    """What the rows that ask for log-probabilities are told.
 
     Args:
         logits: [S, V], raw.
-        asking: row -> what it asks for, None for no report.
-        bad: rows that have no token.
+        asking: row that has a token -> what it asks for, None for no report.
         tokens: [S] int64, the chosen ones.
+        rows_of: what the sampler knows of some of the S rows.
     """
     found: dict[int, TokenLogprobs] = {}
-    for rows, wanted in together({i: one for i, one in asking.items() if i not in bad}):
+    for rows, wanted, report in together(asking):
         index = torch.tensor(rows, device=logits.device)
         told = wanted if isinstance(wanted, int) else torch.from_numpy(wanted).to(logits.device)
-        found.update(zip(rows, token_logprobs(logits[index], tokens[index], told), strict=True))
+        part, chosen = logits[index], tokens[index]
+        if report.processed:
+            part = _drawn_from(part, chosen, rows_of(rows))
+        found.update(zip(rows, token_logprobs(part, chosen, told, as_logits=report.as_logits), strict=True))
     return found
+
+
+def _drawn_from(logits: Tensor, tokens: Tensor, rows: list[SampleRow]) -> Tensor:
+    """Raw logits [n, V] as the draw sees them: processed, by temperature, and minus infinity where filters cut."""
+    work = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    process(work, rows)
+    params = [row.slot_params for row in rows]
+    filtered = torch.tensor([i for i, p in enumerate(params) if p.filtered and not p.greedy], dtype=torch.long)
+    if len(filtered):
+        part = work[filtered]
+        among = kept(part, torch.stack([params[i].filters for i in filtered.tolist()]))
+        # The token itself, however the arithmetic of another sampler rounded at the very edge of a filter.
+        among.scatter_(-1, tokens[filtered, None], True)
+        work[filtered] = part.masked_fill(~among, float("-inf"))
+    return work.div_(torch.tensor([[1.0 if p.greedy else float(p.filters[0])] for p in params]))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import TokenLogprobs
-from octavo.core.params import SamplingParams
+from octavo.core.params import LogprobsMode, SamplingParams
+from octavo.core.plan import NewRow
 from octavo.sampling.allowed import Words, words_of
-from octavo.sampling.logprobs import Wanted
+from octavo.sampling.logprobs import Report, Wanted
 
 _MAX_BIAS = 100.0
 
@@ -51,18 +52,32 @@ class PreparedParams:
     banned_ids: Tensor
     bias_ids: Tensor
     bias_values: Tensor
-    logprobs: Wanted | None
+    logprobs: Report | None
     prompt_logprobs: int | None
     allowed: Words | None
     bad_words: list[list[int]]
     packed_words: NDArray[np.int32]
 
     @classmethod
-    def make(cls, params: SamplingParams, seed: int, stop_ids: list[int], vocab_size: int) -> PreparedParams:
+    def of(cls, row: NewRow, vocab_size: int, logprobs_mode: LogprobsMode) -> PreparedParams:
+        """A request's, as the worker is told of it. Beams are compared by raw log-probabilities in every mode."""
+        mode: LogprobsMode = "raw_logprobs" if row.beam else logprobs_mode
+        return cls.make(row.params, row.seed, row.stop_ids, vocab_size, mode)
+
+    @classmethod
+    def make(
+        cls,
+        params: SamplingParams,
+        seed: int,
+        stop_ids: list[int],
+        vocab_size: int,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> PreparedParams:
         """
         Args:
             seed: any integer; taken modulo 2^64.
             stop_ids: tokens that end this request. Those outside the vocabulary can't be sampled and are left out.
+            logprobs_mode: what `logprobs` are.
 
         Raises:
             InvalidRequestError: `logit_bias` names a token outside the vocabulary.
@@ -75,7 +90,8 @@ class PreparedParams:
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         banned = sorted({token for token in stop_ids if 0 <= token < vocab_size}) if params.min_tokens else []
         filtered = bool(top_k) or params.top_p < 1 or params.min_p > 0
-        reported = _reported(params, vocab_size)
+        wanted = _reported(params, vocab_size)
+        reported = None if wanted is None else Report(wanted, logprobs_mode)
         bad_words = [word for word in params.bad_token_ids or [] if all(0 <= token < vocab_size for token in word)]
         changed = bias or params.has_penalties or params.allowed_token_ids is not None or params.bad_token_ids
         return cls(
@@ -123,7 +139,7 @@ class SampleRow:
     """One row of logits to sample from.
 
     Attributes:
-        tokens: [n] int32, all tokens of the sequence so far, prompt first; a view will do.
+        tokens: [n] int32, all tokens of the sequence so far, prompt first, -1 in place of an embedding; a view will do.
         num_prompt: how many of them are the prompt.
     """
 

@@ -1,6 +1,6 @@
 """Sampling on a GPU without sorting: penalties by counts, thresholds by bisection, the draw by Gumbel noise.
 
-The token that maximises logit / temperature + Gumbel noise is a sample from the softmax (Gumbel 1954; see Maddison,
+The token that maximizes logit / temperature + Gumbel noise is a sample from the softmax (Gumbel 1954; see Maddison,
 Tarlow and Minka 2014, https://arxiv.org/abs/1411.0030). The noise is a hash (Philox, Salmon et al. 2011,
 https://doi.org/10.1145/2063384.2063405) of the request's seed, the position and the token: nothing else enters.
 """
@@ -25,20 +25,21 @@ _PROMPT_BIT = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _real(settings, slot, which):
+def real(settings, slot, which):
     return tl.load(settings + slot * 16 + which).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["token_stride"])
 def count_kernel(slots, settings, tokens, length, counts, vocab, token_stride, BLOCK: tl.constexpr):
-    """Per row how often each token occurs in the output, and bit 30 if it occurs in the prompt."""
+    """Per row how often each token occurs in the output, and bit 30 if it occurs in the prompt; -1 is none."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    repetition = _real(settings, slot, 3)
-    if (repetition != 1.0) | (_real(settings, slot, 4) != 0.0) | (_real(settings, slot, 5) != 0.0):
+    repetition = real(settings, slot, 3)
+    if (repetition != 1.0) | (real(settings, slot, 4) != 0.0) | (real(settings, slot, 5) != 0.0):
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         valid = i < tl.load(length + slot)
         token = tl.load(tokens + slot * token_stride + i, mask=valid, other=0)
+        valid = valid & (token >= 0)
         prompt = i < tl.load(settings + slot * 16 + 9)
         place = counts + row.to(tl.int64) * vocab + token
         tl.atomic_or(place, tl.full([BLOCK], _PROMPT_BIT, tl.int32), mask=valid & prompt)
@@ -50,17 +51,18 @@ def penalty_kernel(slots, settings, tokens, length, counts, logits, vocab, token
     """Repetition (Keskar et al. 2019, https://arxiv.org/abs/1909.05858), then frequency and presence, in place.
 
     Only a row's own tokens are touched: of the places where one stands, the first to ask gets its count and leaves 0,
-    so that each is penalised once and `counts` is all zero again afterwards.
+    so that each is penalized once and `counts` is all zero again afterwards.
     """
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    repetition = _real(settings, slot, 3)
-    frequency = _real(settings, slot, 4)
-    presence = _real(settings, slot, 5)
+    repetition = real(settings, slot, 3)
+    frequency = real(settings, slot, 4)
+    presence = real(settings, slot, 5)
     if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         valid = i < tl.load(length + slot)
         token = tl.load(tokens + slot * token_stride + i, mask=valid, other=0)
+        valid = valid & (token >= 0)
         place = row.to(tl.int64) * vocab + token
         seen = tl.atomic_xchg(counts + place, tl.zeros([BLOCK], tl.int32), mask=valid)
         first = valid & (seen != 0)
@@ -72,7 +74,7 @@ def penalty_kernel(slots, settings, tokens, length, counts, logits, vocab, token
 
 
 @triton.jit
-def _noise(settings, length, slot, i):
+def noise(settings, length, slot, i):
     """Gumbel noise of the tokens `i` at the row's next position."""
     low = tl.load(settings + slot * 16 + 7).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(settings + slot * 16 + 8).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -138,13 +140,13 @@ def draw_kernel(
     x = tl.load(logits + row.to(tl.int64) * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
     x = tl.where(_possible(which, words, word_stride, row, i, i < vocab), x, float("-inf"))
     bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
-    temperature = _real(settings, slot, 0)
+    temperature = real(settings, slot, 0)
     if temperature > 0.0:
         if FILTERED:
             floor = tl.load(floors + row)
             kept = (x > floor) | ((x == floor) & (i <= tl.load(last_ties + row)))
             x = tl.where(kept, x, float("-inf"))
-        x = x / temperature + _noise(settings, length, slot, i)
+        x = x / temperature + noise(settings, length, slot, i)
     best = tl.max(x, 0)
     token = tl.min(tl.where(x == best, i, vocab), 0)
     tl.store(part_values + row * parts + part, tl.where(bad == 1, float("inf"), best))

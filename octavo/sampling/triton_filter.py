@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.sampling.triton_draw import _noise, _real
+from octavo.sampling.triton_draw import noise, real
 
 GROUP = tl.constexpr(128)
 _BOTTOM = tl.constexpr(-2137108967)
@@ -21,8 +21,8 @@ _BOTTOM = tl.constexpr(-2137108967)
 @triton.jit
 def _wants(settings, slot):
     """Whether a row is drawn and filtered."""
-    cut = (_real(settings, slot, 1) < 1.0) | (_real(settings, slot, 2) > 0.0) | (tl.load(settings + slot * 16 + 6) > 0)
-    return (_real(settings, slot, 0) > 0.0) & cut
+    cut = (real(settings, slot, 1) < 1.0) | (real(settings, slot, 2) > 0.0) | (tl.load(settings + slot * 16 + 6) > 0)
+    return (real(settings, slot, 0) > 0.0) & cut
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def peaks_kernel(slots, settings, logits, maxima, sums, vocab, BLOCK: tl.constex
     parts = tl.num_programs(1)
     slot = tl.load(slots + row).to(tl.int64)
     if _wants(settings, slot):
-        temperature = _real(settings, slot, 0)
+        temperature = real(settings, slot, 0)
         i = part * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row.to(tl.int64) * vocab + i, mask=i < vocab, other=float("-inf"))
         bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
@@ -121,9 +121,9 @@ def few_kernel(
     floor = float("-inf")
     last_tie = vocab
     if _wants(settings, slot):
-        temperature = _real(settings, slot, 0)
-        top_p = _real(settings, slot, 1)
-        min_p = _real(settings, slot, 2)
+        temperature = real(settings, slot, 0)
+        top_p = real(settings, slot, 1)
+        min_p = real(settings, slot, 2)
         top_k = tl.load(settings + slot * 16 + 6)
         p = tl.arange(0, PARTS)
         place = sums + (r * parts + p) * 3
@@ -215,7 +215,7 @@ def few_kernel(
             kept_tie = (tie == 1) & (tl.cumsum(tie, 0) <= ties)
             if ties < vocab:
                 last_tie = tl.max(tl.where(kept_tie, i, -1), 0)
-            score = x / temperature + _noise(settings, length, slot, i)
+            score = x / temperature + noise(settings, length, slot, i)
             score = tl.where((x > floor) | kept_tie, score, float("-inf"))
             best = tl.max(score, 0)
             token = tl.min(tl.where(score == best, i, vocab), 0)
@@ -236,9 +236,9 @@ def filter_kernel(slots, settings, logits, scratch, floors, last_ties, drawn, vo
     if tl.load(drawn + r) >= -1:
         return
     slot = tl.load(slots + r).to(tl.int64)
-    temperature = _real(settings, slot, 0)
-    top_p = _real(settings, slot, 1)
-    min_p = _real(settings, slot, 2)
+    temperature = real(settings, slot, 0)
+    top_p = real(settings, slot, 1)
+    min_p = real(settings, slot, 2)
     top_k = tl.load(settings + slot * 16 + 6)
     floor = float("-inf")
     last_tie = vocab

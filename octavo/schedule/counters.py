@@ -24,6 +24,8 @@ class Counters:
         stats.num_running = running
         stats.num_waiting = waiting
         stats.num_waiting_deferred = deferred
+        if waiting <= deferred:
+            stats.waits_for = ""
         stats.num_blocks_used = cache.pool.num_used
         stats.num_blocks_cached = cache.pool.num_cached
         stats.blocks_copied = cache.num_copied
@@ -37,12 +39,19 @@ class Counters:
         self._cache.num_copied = self._cache.num_evicted = 0
         self.stats = EngineStats(num_blocks=self._cache.num_blocks, block_size=self._cache.block_size)
 
-    def step(self, rows: int, tokens: int, unfilled: int) -> None:
-        """A step was planned; `unfilled` as for `snapshot`."""
+    def left(self, waiting: int, seats: int, tokens: int) -> None:
+        """So many wait for room now that a step is planned, and so much is left: they lack what has run out."""
+        lacking = "seats" if not seats else "step_tokens" if tokens <= 0 else "kv_blocks"
+        self.stats.waits_for = lacking if waiting > 0 else ""
+
+    def step(self, rows: int, tokens: int, prompt_tokens: int, sampled: int, unfilled: int) -> None:
+        """A step was planned, of whose rows `sampled` get a new token; `unfilled` as for `snapshot`."""
         stats, cache = self.stats, self._cache
         stats.num_steps += 1
         stats.step_tokens += tokens
-        stats.steps_by_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+        stats.step_prompt_tokens += prompt_tokens
+        stats.step_sampled += sampled
+        stats.steps_by_tokens[bisect_left(STEP_TOKENS, prompt_tokens + sampled)] += 1
         stats.step_rows += rows
         allocated = cache.pool.num_used * cache.block_size
         if allocated:

@@ -18,8 +18,10 @@ class EngineHook:
 
     name: str = ""
     opt_in: bool = False
-    """Whether requests without options mean nothing to it: of steps in which only such compute single tokens, it need
-    neither be asked nor told."""
+    """Whether requests without options for it mean nothing to it: of their tokens it is not told, and of steps in which
+    only requests without options compute single tokens it is neither asked nor told."""
+    admits_for_good: bool = False
+    """Whether a request that computes single tokens is never held up by it: then it need not be asked each time."""
 
     def admit(self, request: Request, num_tokens: int) -> int:
         """How many of `num_tokens` the request may compute now; 0 lets it wait and others pass it.
@@ -44,6 +46,11 @@ class EngineHook:
         """The request has ended; forget it."""
 
 
+def hooks_of(request: Request, hooks: Sequence[EngineHook]) -> tuple[EngineHook, ...]:
+    """Those to which the request may mean something."""
+    return tuple(hook for hook in hooks if not hook.opt_in or hook.name in request.spec.options)
+
+
 def admitted(
     hooks: Sequence[EngineHook], request: Request, num_tokens: int
 ) -> tuple[int, InvalidRequestError | RuntimeError | None]:
@@ -63,13 +70,16 @@ def admitted(
 
 
 def committed(hooks: Sequence[EngineHook], request: Request, tokens: Sequence[int]) -> tuple[bool, str | None]:
-    """`on_commit` of all hooks: whether one says that the output is complete, and the error of one that failed.
+    """`on_commit` of those it concerns: whether one says that the output is complete, and the error of one that failed.
 
     A failure is the request's own: its step has run, and nobody else's tokens are touched.
     """
     complete = False
     failed: str | None = None
+    options = request.spec.options
     for hook in hooks:
+        if hook.opt_in and hook.name not in options:
+            continue
         try:
             complete |= hook.on_commit(request, tokens)
         except Exception as exc:

@@ -17,6 +17,9 @@ class Limits:
         max_ahead: steps in flight that may hold a row of one request: depth + 1, or 1 under pipeline parallelism.
         num_drafts: draft tokens that the worker proposes whenever it samples.
         share_prefixes: whether requests may find each other's blocks.
+        watermark: part of the KV cache that stays free when a request is admitted beside running ones.
+        paced_tokens: tokens of a step beyond which prompts that can wait do so, under a policy that spreads them; 0 if
+            prompts never wait.
         whole_prompts: a prompt is computed in one step, as where each token sees those after it.
     """
 
@@ -26,6 +29,8 @@ class Limits:
     max_ahead: int = 1
     num_drafts: int = 0
     share_prefixes: bool = True
+    watermark: float = 0.0
+    paced_tokens: int = 0
     whole_prompts: bool = False
 
 

@@ -24,6 +24,14 @@ def prompt_news(request: Request, found: list[TokenLogprobs]) -> list[TokenDelta
     return [TokenDelta(request.id, request.index, [], prompt_logprobs=fresh)] if fresh else []
 
 
+def times_at_first_token(request: Request) -> RequestTimes | None:
+    """The milestones so far, if this is the request's first token: a stop string may end it where they aren't known."""
+    if request.first_token:
+        return None
+    request.first_token = time.monotonic()
+    return RequestTimes(request.spec.arrival, request.first_scheduled, request.first_token, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Last:
     """What else there is to tell at a request's end; the fields are those of `TokenDelta`."""

@@ -1,7 +1,7 @@
 """Scheduling policies: who goes first, and who yields when slots or KV blocks run out.
 
 A policy is an object with two orders over requests and one relation; the scheduler does the rest. Add one here and to
-`POLICIES`.
+`POLICIES`: the flag then offers it, and the property tests run with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ Rank = tuple[int, ...]
 
 class Policy(Protocol):
     """Two total orders. `rank` must stay fixed while a request lives and end in the arrival number; `victim_rank` may
-    follow what the request has computed."""
+    follow what the request has computed.
+
+    `spreads_prompts`: whether prompts may wait for the steps that longer answers need anyway; see `pace.py`.
+    """
+
+    spreads_prompts: bool
 
     def rank(self, request: Request) -> Rank:
         """Lower runs earlier, is admitted earlier, and is never preempted for a higher one."""
@@ -38,6 +43,8 @@ class Policy(Protocol):
 class Fcfs:
     """First come, first served; the victim is the one with the least to compute again. Background work comes last."""
 
+    spreads_prompts = False
+
     def rank(self, request: Request) -> Rank:
         return (_in_background(request), request.order)
 
@@ -54,6 +61,8 @@ class Priority:
     One that arrives takes the place of running ones of less urgent classes, if it finds no other.
     """
 
+    spreads_prompts = False
+
     def rank(self, request: Request) -> Rank:
         return (request.spec.priority, request.order)
 
@@ -64,11 +73,23 @@ class Priority:
         return waiting.spec.priority < running.spec.priority
 
 
+class LongestFirst(Fcfs):
+    """The longest answer first, as far as `max_tokens` tells, for work that is done when all of it is done.
+
+    What begins last then ends first, and no long answer is left to decode alone. Background work comes last.
+    """
+
+    spreads_prompts = True
+
+    def rank(self, request: Request) -> Rank:
+        return (_in_background(request), -request.max_tokens, request.order)
+
+
 def _in_background(request: Request) -> bool:
     return request.spec.priority >= BACKGROUND
 
 
-POLICIES: Mapping[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
+POLICIES: Mapping[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority, "longest-first": LongestFirst}
 
 
 def make_policy(name: str) -> Policy:

@@ -10,12 +10,18 @@ from octavo.schedule.beam import Beams
 
 
 class Room:
-    """The scheduler's questions to the cache. `share_prefixes`: requests use each other's KV."""
+    """The scheduler's questions to the cache.
 
-    def __init__(self, cache: KVCache, beams: Beams, *, share_prefixes: bool) -> None:
+    Args:
+        share_prefixes: requests use each other's KV.
+        watermark: part of the cache that stays free when a request is admitted beside running ones, for their growth.
+    """
+
+    def __init__(self, cache: KVCache, beams: Beams, *, share_prefixes: bool, watermark: float = 0.0) -> None:
         self._cache = cache
         self._beams = beams
         self._share_prefixes = share_prefixes
+        self._reserve = int(watermark * cache.num_blocks)
 
     def share(self, request: Request, prompts: Collection[Request]) -> bool:
         """Give a waiting request the KV that is there already; False if the choice that computes it is not done.
@@ -31,7 +37,7 @@ class Room:
             self._cache.fork(leader.table, request.table, request.num_prompt)
             request.num_computed = request.num_prompt - 1
         elif request.reads_cache:
-            request.num_computed = self._cache.match(request.table, self._namespace(request), request.tokens)
+            request.num_computed = self._cache.match(request.table, self._namespace(request), request.keys)
         return True
 
     def unshare(self, request: Request) -> None:
@@ -44,12 +50,15 @@ class Room:
         cache = self._cache
         missing = cache.blocks_for(len(request.tokens) + min(request.max_tokens, 1)) - len(request.table.blocks)
         copied = 1 if len(request.table.blocks) * cache.block_size > request.num_computed else 0
-        return missing + copied + min(num_running, cache.num_blocks // 50) - cache.num_free
+        growth = min(num_running, cache.num_blocks // 50)
+        # Beams wait for each other: one that waited for those that run to end would wait forever.
+        reserve = self._reserve if num_running and not request.params.beam_width else 0
+        return missing + copied + max(growth, reserve) - cache.num_free
 
     def register(self, request: Request) -> None:
         """Let others find what is computed of its known tokens."""
         known = min(request.num_computed, len(request.tokens))
-        self._cache.register(request.table, self._namespace(request), request.tokens, known)
+        self._cache.register(request.table, self._namespace(request), request.keys, known)
 
     def _namespace(self, request: Request) -> str:
         return request.spec.namespace if self._share_prefixes else request.id

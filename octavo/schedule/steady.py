@@ -14,7 +14,7 @@ from octavo.cache.cache import KVCache
 from octavo.core.output import TokenDelta
 from octavo.core.plan import PlanDraft
 from octavo.core.request import Request
-from octavo.schedule.hooks import EngineHook
+from octavo.schedule.hooks import EngineHook, hooks_of
 from octavo.schedule.room import Room
 from octavo.schedule.step import Step
 
@@ -40,6 +40,8 @@ class Steady:
         self._room = room
         self._watched = {request for request in self.rows if request.spec.options}
         self.hooks = hooks if self._watched else ()
+        asked = [hook for hook in self.hooks if not hook.admits_for_good]
+        self._asked = [(request, mine) for request in self._watched if (mine := hooks_of(request, asked))]
         self._left = min(r.max_tokens - r.num_output - r.pending for r in self.rows)
         self._count = 0
         self._told = [(r, r.spec.id, r.index, r.stop_ids, r.num_cached) for r in self.rows]
@@ -74,7 +76,7 @@ class Steady:
         """The next step, which is hereby launched; None if the scheduler has to look at each request again."""
         borders = self._borders.get((self._count + 1) % self._cache.block_size, ())
         grown = sum(begins for _, begins in borders)
-        if self._left <= 0 or grown > self._cache.num_free or not all(map(self._admitted, self._watched)):
+        if self._left <= 0 or grown > self._cache.num_free or not self._admitted():
             return None
         draft = PlanDraft(
             slots=self._draft.slots,
@@ -95,10 +97,10 @@ class Steady:
         self._count += 1
         return draft
 
-    def _admitted(self, request: Request) -> bool:
-        """Whether no feature holds the request up; why not, the scheduler finds out."""
+    def _admitted(self) -> bool:
+        """Whether no feature holds a request up; why not, the scheduler finds out."""
         try:
-            return all(hook.admit(request, 1) for hook in self.hooks)
+            return all(hook.admit(request, 1) for request, hooks in self._asked for hook in hooks)
         except Exception:
             return False
 

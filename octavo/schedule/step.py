@@ -9,6 +9,7 @@ from octavo.cache.cache import Growth
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, PlanDraft
 from octavo.core.request import Request
+from octavo.schedule.pace import Pace
 from octavo.schedule.policy import Rank
 
 
@@ -29,10 +30,14 @@ class Step:
     rows: list[Request] = field(default_factory=list)
     prompts: set[Request] = field(default_factory=set)
     """Requests whose prompt this step computes, in whole or in part."""
+    num_prompt_tokens: int = 0
+    """Tokens of prompts among those of the step."""
     starved: Rank | None = None
     """The best rank that found no room: whatever becomes free is for it, so nothing ranked after it gets a row."""
     yielding: set[Request] = field(default_factory=set)
     """Get no row, so that they have nothing in flight soon and can be preempted."""
+    pace: Pace | None = None
+    """Holds prompts up, if it is there."""
     deferred: list[Request] = field(default_factory=list)
     """Taken from the queue, and to go back to it: they wait for something else than room."""
 
@@ -49,6 +54,7 @@ class Step:
         self.budget -= num_tokens
         if request.num_computed < request.num_prompt:
             self.prompts.add(request)
+            self.num_prompt_tokens += min(num_tokens, request.num_prompt - request.num_computed)
 
     def add_new(self, request: Request, num_computed: int, params: SamplingParams) -> None:
         """Tell the worker of a request that took a slot or fills it anew, with the KV of so many positions there."""
@@ -62,5 +68,6 @@ class Step:
             num_computed=num_computed,
             blocks=list(request.table.blocks),
             options=request.spec.options,
+            beam=request.params.beam_width is not None,
         )
         self.draft.new.append(row)

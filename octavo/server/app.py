@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -15,7 +16,7 @@ from starlette.routing import WebSocketRoute
 
 from octavo.config import ServerConfig
 from octavo.hub.cache import data_dir
-from octavo.server import errors, schema
+from octavo.server import errors
 from octavo.server.admission import Admission
 from octavo.server.anthropic.errors import error_response
 from octavo.server.anthropic.protocol import CountBody, MessagesBody
@@ -24,31 +25,46 @@ from octavo.server.batch.routes import BatchBody, batch_routes
 from octavo.server.batch.service import BatchService
 from octavo.server.context import ServerContext
 from octavo.server.door import Door
-from octavo.server.inner import post_endpoints
-from octavo.server.lifecycle import Lifecycle
-from octavo.server.limits import limits
+from octavo.server.fingerprint import fingerprint
 from octavo.server.metrics.metrics import Metrics
+from octavo.server.middleware import load_middleware
+from octavo.server.openai.decide.protocol import DecisionBody
 from octavo.server.openai.protocol import ChatBatchBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.server.openai.respond.protocol import ResponseBody
 from octavo.server.openai.respond.route import Responses
+from octavo.server.process.lifecycle import Lifecycle
+from octavo.server.routes.debug import debug_routes
 from octavo.server.routes.dev import dev_routes
+from octavo.server.routes.docs import docs_routes
+from octavo.server.routes.endpoints import post_endpoints
 from octavo.server.routes.inference import inference_routes
 from octavo.server.routes.invocations import invocation_routes
+from octavo.server.routes.pausing import pause_routes, sleep_routes
+from octavo.server.routes.profile import profile_routes
+from octavo.server.routes.rpc import rpc_routes
 from octavo.server.routes.status import metrics_routes, status_routes
 from octavo.server.routes.tokens import TOKEN_BODIES, token_routes, tokenizer_routes
 from octavo.server.routes.vectors import BODIES, vector_routes
+from octavo.server.routes.websocket import StreamSocket
+from octavo.server.routes.weights import transfer_routes, weight_routes
+from octavo.server.schema import document
+from octavo.server.schema.limits import limits
 from octavo.server.siblings.crew import Crew
 from octavo.server.siblings.routes import private_app, relayed
 from octavo.server.siblings.siblings import Siblings
-from octavo.server.socket import StreamSocket
 from octavo.server.stream import CLIENT_CLOSED_REQUEST, ClientGoneError
+from octavo.server.transcript import Transcripts
 from octavo.text.frontend import Frontend
 from octavo.version import __version__
+
+if TYPE_CHECKING:
+    from octavo.server.tracing.traces import Traces
 
 INFERENCE_BODIES: list[type[BaseModel]] = [
     ChatBody,
     ChatBatchBody,
     CompletionBody,
+    DecisionBody,
     ResponseBody,
     MessagesBody,
     CountBody,
@@ -65,23 +81,30 @@ def create_app(
     lifecycle: Lifecycle | None = None,
     siblings: Siblings | None = None,
     crew: Crew | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """An ASGI application that serves `frontend`. It does not own the engine: whoever made it closes it.
 
     Args:
         siblings: the other API processes of the server, where there are several; `app.state.private` answers them.
         crew: those, for the first of them.
+        traces: where requests are traced; whoever made it closes it.
     """
     config = config or ServerConfig()
-    ctx = make_context(frontend, config, metrics, lifecycle, siblings)
+    ctx = make_context(frontend, config, metrics, lifecycle, siblings, traces)
     app = FastAPI(
         title="Octavo",
         version=__version__,
         description="Serves a large language model with an API that OpenAI's clients understand.",
-        docs_url="/docs" if config.enable_docs else None,
+        docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json" if config.enable_docs else None,
-        middleware=[*_cors(config), Middleware(Door, ctx=ctx)],
+        middleware=[
+            *reversed(load_middleware(config.middleware)),
+            *_cors(config),
+            Middleware(Door, ctx=ctx),
+            *([Middleware(traces.joining)] if traces else []),
+        ],
     )
     batches, responses = _batch_service(ctx, leads=siblings is None or siblings.leads), Responses(ctx)
     app.state.batches, app.state.metrics = batches, ctx.metrics
@@ -92,13 +115,17 @@ def create_app(
             in_one_place = [relayed(router, siblings) for router in in_one_place]
     inference = [inference_routes(ctx, responses), token_routes(ctx), vector_routes(ctx)]
     optional = [tokenizer_routes(ctx)] if config.enable_tokenizer_info_endpoint else []
-    optional += [dev_routes(ctx)] if config.server_dev_mode else []
-    for router in (status_routes(ctx), *inference, *in_one_place, *optional):
+    optional += [profile_routes(ctx)] if frontend.info.profile_dir else []
+    optional += [docs_routes()] if config.enable_docs else []
+    if config.server_dev_mode:
+        dev = (dev_routes, pause_routes, sleep_routes, weight_routes, transfer_routes, rpc_routes)
+        optional += [make(ctx) for make in dev]
+    for router in (status_routes(ctx), debug_routes(ctx), *inference, *in_one_place, *optional):
         app.include_router(router)
     posts = post_endpoints(*inference)
     app.include_router(invocation_routes(ctx, posts))
     app.router.routes.append(WebSocketRoute("/v1/stream", StreamSocket(ctx, posts).__call__))
-    schema.install(app, [*INFERENCE_BODIES, *TOKEN_BODIES, *BODIES, BatchBody], limits(ctx, batches.executor.urls))
+    document.install(app, [*INFERENCE_BODIES, *TOKEN_BODIES, *BODIES, BatchBody], limits(ctx, batches.executor.urls))
     errors.install(app, error_response)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
@@ -111,10 +138,11 @@ def make_context(
     metrics: Metrics | None = None,
     lifecycle: Lifecycle | None = None,
     siblings: Siblings | None = None,
+    traces: Traces | None = None,
 ) -> ServerContext:
     """What the routes share; parts that are not given are made."""
     name = (*config.served_model_name, frontend.info.name)[0]
-    metrics = metrics or Metrics(frontend.engine, name, log_requests=config.enable_log_requests)
+    metrics = metrics or Metrics(frontend.engine, name, log_requests=config.enable_log_requests, tracing=traces)
     lifecycle = lifecycle or Lifecycle()
     return ServerContext(
         frontend=frontend,
@@ -129,7 +157,9 @@ def make_context(
             refused=metrics.requests.refused,
             board=lifecycle.board,
         ),
+        transcripts=Transcripts(config),
         siblings=siblings,
+        fingerprint=fingerprint(config, frontend.info),
     )
 
 

@@ -6,12 +6,15 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+from starlette.requests import Request
+
 from octavo.config import ServerConfig
 from octavo.server.admission import Admission
 from octavo.server.errors import UnknownModelError
-from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics.metrics import Metrics
+from octavo.server.process.lifecycle import Lifecycle
 from octavo.server.siblings.siblings import Siblings
+from octavo.server.transcript import Transcripts
 from octavo.text.frontend import Frontend
 
 
@@ -24,10 +27,13 @@ class ServerContext:
     metrics: Metrics
     lifecycle: Lifecycle
     admission: Admission
+    transcripts: Transcripts
     siblings: Siblings | None = None
     """The other API processes of the server, where there are several."""
     background: bool = False
     """Requests through this context run in the room that others leave."""
+    fingerprint: str | None = None
+    """`system_fingerprint` of the answers."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -45,6 +51,13 @@ class ServerContext:
         if name is not None and name not in names and not self.config.skip_model_name_validation:
             raise UnknownModelError(name, names)
         return name or names[0]
+
+
+def answer_id(request: Request, own: str | None, prefix: str) -> str:
+    """The id of an answer: the one that the client gave in a header or the body, else a new one; with the prefix."""
+    known: str = request.state.request_id
+    chosen = known if own is None or request.headers.get("x-request-id") == known else own
+    return chosen if chosen.startswith(prefix) else prefix + chosen
 
 
 def engine_id(response_id: str) -> str:

@@ -35,7 +35,6 @@ _OPEN_PATHS = frozenset(
         "/version",
         "/metrics",
         "/docs",
-        "/docs/oauth2-redirect",
         "/redoc",
         "/openapi.json",
     }
@@ -74,7 +73,8 @@ def busy(ctx: ServerContext, method: str = "POST") -> ApiError | None:
     if most is not None and ctx.lifecycle.inflight_everywhere >= most:
         return ApiError(
             503,
-            f"The server answers {most} requests at once, as many as --max-concurrent-requests allows; come back.",
+            f"The server answers {most} requests at once, as many as --max-concurrent-requests allows; try again "
+            "later.",
             headers={"Retry-After": "1"},
         )
     if ctx.lifecycle.draining and method == "POST":
@@ -184,7 +184,8 @@ def _in_time(receive: Receive, seconds: float) -> Receive:
         except TimeoutError:
             raise ApiError(
                 408,
-                f"The request's body came too slowly: it has {seconds:g} s, and a second more for each {_SLOWEST:,} "
+                f"The request's body arrived too slowly: it may take {seconds:g} s, and a second more for each "
+                f"{_SLOWEST:,} "
                 "bytes. Send it faster, or start the server with a longer --body-timeout.",
                 headers={"Connection": "close"},
             ) from None

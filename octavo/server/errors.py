@@ -16,6 +16,7 @@ from starlette.types import Scope
 
 from octavo.core.errors import (
     EngineDeadError,
+    EngineStateError,
     InvalidRequestError,
     ModelNotFoundError,
     OctavoError,
@@ -36,6 +37,7 @@ _TYPES = {
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "TooManyRequestsError",
+    431: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailable",
     507: "InsufficientStorage",
@@ -96,6 +98,8 @@ def as_api_error(exc: Exception, request_id: str = "") -> ApiError:
             return ApiError(400, str(exc), param=exc.param)
         case ModelNotFoundError():
             return ApiError(404, str(exc), param="model")
+        case EngineStateError():
+            return ApiError(409, str(exc))
         case QueueFullError():
             return ApiError(429, str(exc), headers={"Retry-After": str(exc.retry_after_s)})
         case SlowReaderError():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import types
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -12,11 +11,15 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from octavo.server.burst import burst, next_or_flush
 from octavo.server.errors import ApiError, as_api_error
+from octavo.server.task import end
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: readers of events pass over it, and proxies see that the connection is in use."""
 CLIENT_CLOSED_REQUEST = 499
 
 _DATA = b"data: "
@@ -72,22 +75,13 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         raise ClientGoneError
     finally:
-        await _end(task)
-        await _end(watch)
+        await end(task)
+        await end(watch)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _end(task: asyncio.Future[Any]) -> None:
-    """Cancel `task` and see it through, so that what it held is released before we go on."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()
 
 
 class EventStream(Response):
@@ -96,6 +90,9 @@ class EventStream(Response):
     Nothing is sent before the first event is there, so a request that fails up to that point is answered with a plain
     error response: its exception leaves `__call__`. A later failure becomes an error event. If the client leaves,
     `events` is closed.
+
+    Args:
+        keep_alive_s: after so many seconds without an event `keep_alive` is sent, the first one included; 0 for never.
     """
 
     media_type = "text/event-stream"
@@ -106,12 +103,16 @@ class EventStream(Response):
         *,
         closing: bytes = DONE,
         on_error: Callable[[ApiError], bytes] = error_event,
+        keep_alive_s: float = 0.0,
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._closing = closing
         self._on_error = on_error
+        self._keep_alive_s = keep_alive_s
+        self._keep_alive = keep_alive
 
     async def payloads(self) -> AsyncGenerator[bytes, None]:
         """The data of each event, for those who send it another way than as events. Failures are raised."""
@@ -129,67 +130,22 @@ class EventStream(Response):
             return
 
     async def _pump(self, send: Send, request_id: str) -> None:
-        async with aclosing(self._events) as events:
-            burst = Burst(send)
-            burst.add(await anext(events))
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        async with (
+            aclosing(self._events) as events,
+            burst(send, head, self._keep_alive_s, self._keep_alive) as out,
+        ):
             try:
+                out.add(await anext(events))
                 while True:
-                    burst.add(await next_or_flush(events, burst.flush))
-                    if burst.size > _BURST_BYTES:
-                        await burst.flush()
+                    out.add(await next_or_flush(events, out.flush))
+                    if out.size > _BURST_BYTES:
+                        await out.flush()
             except StopAsyncIteration:
                 pass
             except Exception as exc:
-                burst.add(self._on_error(as_api_error(exc, request_id)))
-            burst.add(self._closing)
-            await burst.flush(last=True)
-
-
-class Burst:
-    """What is ready to be written, written at once: a write costs far more than an event."""
-
-    __slots__ = ("_pieces", "_send", "size")
-
-    def __init__(self, send: Send) -> None:
-        self.size = 0
-        self._send = send
-        self._pieces: list[bytes] = []
-
-    def add(self, data: bytes) -> None:
-        self._pieces.append(data)
-        self.size += len(data)
-
-    async def flush(self, *, last: bool = False) -> None:
-        if self._pieces or last:
-            body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-            self._pieces, self.size = [], 0
-            await self._send({"type": "http.response.body", "body": body, "more_body": not last})
-
-
-@types.coroutine
-def next_or_flush(
-    source: AsyncGenerator[T, None], flush: Callable[[], Coroutine[Any, Any, None]]
-) -> Generator[Any, Any, T]:
-    """`anext(source)`; if that has to wait, it waits only after `flush`.
-
-    Raises:
-        StopAsyncIteration: there is no more.
-    """
-    step = source.__anext__().__await__()
-    try:
-        awaited = step.send(None)
-        try:
-            yield from flush().__await__()
-        except BaseException as exc:
-            awaited = step.throw(exc)
-        while True:
-            try:
-                sent = yield awaited
-            except BaseException as exc:
-                awaited = step.throw(exc)
-            else:
-                awaited = step.send(sent)
-    except StopIteration as ready:
-        item: T = ready.value
-        return item
+                if not out.begun:
+                    raise
+                out.add(self._on_error(as_api_error(exc, request_id)))
+            out.add(self._closing)
+            await out.flush(last=True)

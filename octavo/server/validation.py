@@ -59,7 +59,10 @@ def _sentence(param: str, finding: ErrorDetails) -> str:
     context = finding.get("ctx", {})
     if kind == "value_error":
         cause = context["error"]
-        return cause.message if isinstance(cause, InvalidRequestError) else f"{param}: {cause}"
+        if not isinstance(cause, InvalidRequestError):
+            return f"{param}: {cause}"
+        # Who checks the type of many fields doesn't know which it is.
+        return f"{param} {cause.message}" if cause.message.startswith("must ") else cause.message
     value = finding["input"]
     if kind in _EXPECTED:
         return f"{param} must be {_EXPECTED[kind]}, got {kind_of(value)}."
@@ -73,6 +76,8 @@ def _sentence(param: str, finding: ErrorDetails) -> str:
         return f"{param} must not be empty."
     if kind == "string_too_short":
         return f"{param} must not be an empty string."
+    if kind == "string_pattern_mismatch":
+        return f"{param} has characters that it may not have; it must match {context['pattern']}."
     return f"{param}: {finding['msg']}."
 
 

@@ -12,7 +12,7 @@ from octavo.text.tokenizer import Tokenizer
 
 
 class RequestAssembler:
-    """Detokenises, finds stop strings, and packs outputs in the form that `params.output_kind` asks for.
+    """Detokenizes, finds stop strings, and packs outputs in the form that `params.output_kind` asks for.
 
     CUMULATIVE and DELTA items hold the one choice that has news; FINAL_ONLY gives one item with all choices in order.
     Each choice appears with a finish reason exactly once.

@@ -17,7 +17,7 @@ def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokeniz
             BeamSearchSequence(
                 tokens=tokens,
                 cum_logprob=choice.cumulative_logprob or 0.0,
-                text=tokenizer.decode(tokens, skip_special_tokens=False),
+                text=tokenizer.decode(tokens, skip_special_tokens=False) if tokenizer.present else "",
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
             )

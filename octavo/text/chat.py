@@ -15,6 +15,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.text.content_format import ContentFormat, takes_parts
 from octavo.text.messages import plain_messages
 from octavo.text.tokenizer import Tokenizer
 
@@ -27,16 +28,21 @@ class ChatTemplate:
 
     Args:
         source: Jinja source, or name -> source.
+        content_format: what contents are rendered as, unless `render` is told otherwise.
 
     Raises:
         ConfigError: the source is not valid Jinja; the message gives the line.
     """
 
-    def __init__(self, source: str | Mapping[str, str], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, source: str | Mapping[str, str], tokenizer: Tokenizer, content_format: ContentFormat = "auto"
+    ) -> None:
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         environment = _environment()
         self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
+        self._takes_parts = {name: takes_parts(environment.parse(text)) for name, text in self._sources.items()}
         self._tokens = dict(tokenizer.named_tokens)
+        self._format: ContentFormat = content_format
 
     @property
     def source(self) -> str:
@@ -51,6 +57,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        content_format: ContentFormat | None = None,
         **variables: Any,
     ) -> str:
         """The prompt. It holds the special tokens already: encode it with `add_special_tokens=False`.
@@ -60,13 +67,16 @@ class ChatTemplate:
             continue_final_message: end within the last message, for the model to go on with it; no mark is added then.
             template_kwargs, variables: further variables for the template. The former may hold any name, as a client
                 sends it (`chat_template_kwargs`); the arguments above win.
+            content_format: how the template gets contents; None as the template was made.
 
         Raises:
             InvalidRequestError: the messages are not what a chat or this template takes; `param` is "messages".
         """
-        plain = plain_messages(messages)
+        name = self._choose(bool(tools))
+        form = content_format or self._format
+        plain = plain_messages(messages, parts=form == "openai" or (form == "auto" and self._takes_parts[name]))
         if continue_final_message:
-            plain[-1] = plain[-1] | {"content": plain[-1]["content"] + _CUT}
+            plain[-1] = plain[-1] | {"content": _to_be_cut(plain[-1]["content"])}
         context = {
             **self._tokens,
             "documents": None,
@@ -76,14 +86,14 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        prompt = self._run(self._choose(bool(tools)), context)
+        prompt = self._run(self._templates[name], context)
         return _cut(prompt) if continue_final_message else prompt
 
-    def _choose(self, with_tools: bool) -> jinja2.Template:
+    def _choose(self, with_tools: bool) -> str:
         names = ("tool_use", "default") if with_tools else ("default",)
         for name in names:
             if name in self._templates:
-                return self._templates[name]
+                return name
         raise InvalidRequestError(
             f"The model has no default chat template, only: {', '.join(self._templates)}. "
             "Start the server with --chat-template FILE.",
@@ -101,15 +111,16 @@ class ChatTemplate:
             ) from exc
 
 
-def chat_template_of(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
+def chat_template_of(
+    tokenizer: Tokenizer, override: str | None = None, content_format: ContentFormat = "auto"
+) -> ChatTemplate | None:
     """The template to use: `override` (a file's path, or the source itself), else the model's; None if there is none.
 
     Raises:
         ConfigError: `override` looks like a path but is not a readable file, or a template is not valid.
     """
-    if override is not None:
-        return ChatTemplate(_read(override), tokenizer)
-    return ChatTemplate(tokenizer.chat_templates, tokenizer) if tokenizer.chat_templates else None
+    source = tokenizer.chat_templates if override is None else _read(override)
+    return ChatTemplate(source, tokenizer, content_format) if override is not None or source else None
 
 
 def no_template_error() -> InvalidRequestError:
@@ -140,6 +151,14 @@ def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.
             f"The chat template {name!r} is not valid Jinja: {exc.message} (line {exc.lineno}). "
             "Give another one with --chat-template FILE."
         ) from exc
+
+
+def _to_be_cut(content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """The content with the mark behind its last text."""
+    if isinstance(content, str):
+        return content + _CUT
+    *before, last = content or [{"type": "text", "text": ""}]
+    return [*before, last | {"text": last["text"] + _CUT}]
 
 
 def _cut(prompt: str) -> str:

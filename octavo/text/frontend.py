@@ -14,15 +14,13 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.protocol import EngineClient
 from octavo.text.answers import AnswerFormats
+from octavo.text.aside import aside
 from octavo.text.assembler import RequestAssembler
 from octavo.text.chat import ChatTemplate, no_template_error
+from octavo.text.no_tokenizer import needs_tokenizer
 from octavo.text.pooling import PoolingPreparer
-from octavo.text.prepare import Preparer, Prompt, Side, not_generating, sampling_defaults, with_defaults
+from octavo.text.prepare import Preparer, Prompt, not_generating, sampling_defaults, with_defaults
 from octavo.text.tokenizer import Tokenizer
-
-# Tokenising longer texts on the event loop would hold up the streams of others; `Tokenizer` leaves them the GIL.
-_LONG_TEXT = 8192
-
 
 Twin = Callable[[EngineClient], "Frontend"]
 
@@ -33,6 +31,7 @@ class Frontend:
     Args:
         chat: the model's chat template, if it has one.
         default_sampling: the content of generation_config.json, or fields of `SamplingParams`; other keys are ignored.
+        max_tokens: to which longer answers are cut, whatever a request says.
         answers: how the model writes tool calls and reasoning; by default as its chat template shows it.
         twin: makes such a front end in another process, over a client of the same core; it can be pickled.
 
@@ -48,6 +47,7 @@ class Frontend:
         *,
         chat: ChatTemplate | None = None,
         default_sampling: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
         answers: AnswerFormats | None = None,
         twin: Twin | None = None,
     ) -> None:
@@ -58,43 +58,21 @@ class Frontend:
         self.chat = chat
         self.answers = answers or AnswerFormats.of(chat)
         self.pooling = PoolingPreparer(tokenizer, info)
-        self.preparer = Preparer(tokenizer, info, reasoning=self.answers.reasoning)
+        self.preparer = Preparer(tokenizer, info, reasoning=self.answers.reasoning, max_tokens=max_tokens)
         self.default_sampling = sampling_defaults(default_sampling or {})
 
-    def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        namespace: str = "",
-        add_special_tokens: bool = True,
-        truncate: int | None = None,
-        side: Side = "left",
-        param: str = "prompt",
-        fit: bool = False,
-    ) -> GenerateRequest:
-        """Tokenises and checks; see `Preparer.prepare`."""
-        return self.preparer.prepare(
-            prompt,
-            params,
-            request_id=request_id,
-            priority=priority,
-            namespace=namespace,
-            add_special_tokens=add_special_tokens,
-            truncate=truncate,
-            side=side,
-            param=param,
-            fit=fit,
-        ).request
+    def prepare(self, prompt: Prompt, params: SamplingParams, **options: Any) -> GenerateRequest:
+        """Tokenizes and checks; see `Preparer.prepare`."""
+        return self.preparer.prepare(prompt, params, **options).request
 
     async def prepare_async(self, prompt: Prompt, params: SamplingParams, **options: Any) -> GenerateRequest:
-        """As `prepare`, but a long text is tokenised in a thread, so that other streams flow on."""
+        """As `prepare`, but what takes long is done in a thread, so that other streams flow on."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) > _LONG_TEXT:
+        embeds = isinstance(prompt, Mapping) and "prompt_embeds" in prompt
+        if embeds:
             return await asyncio.to_thread(self.prepare, prompt, params, **options)
-        return self.prepare(prompt, params, **options)
+        length = len(text) if isinstance(text, str) else 0
+        return await aside(length, lambda: self.prepare(prompt, params, **options))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt that the chat template makes; see `ChatTemplate.render`. Prepare it without special tokens.
@@ -103,6 +81,8 @@ class Frontend:
             InvalidRequestError: there is no template, or it can't render these messages.
         """
         if self.chat is None:
+            if not self.tokenizer.present:
+                raise needs_tokenizer()
             raise no_template_error() if "generate" in self.info.tasks else not_generating(self.info)
         return self.chat.render(messages, **options)
 

@@ -89,14 +89,14 @@ def _rules(file: GGUFFile) -> PreTokenizer:
     name = file.metadata.get("tokenizer.ggml.pre")
     if name is None:
         _log.warning(
-            "%s does not say how it cuts text into words (tokenizer.ggml.pre); GPT-2's rules are used. "
-            "If answers look odd, convert the model anew, or give --tokenizer FOLDER.",
+            "%s does not say how it splits text into words (tokenizer.ggml.pre); GPT-2's rules are used. "
+            "If answers look odd, convert the model again, or give --tokenizer FOLDER.",
             file.path,
         )
         name = "default"
     if name not in PRE_TOKENIZERS:
         raise ModelFileError(
-            f"{file.path} cuts text into words by the rules {name!r} (tokenizer.ggml.pre); known are: "
+            f"{file.path} splits text into words by the rules {name!r} (tokenizer.ggml.pre); known are: "
             f"{', '.join(PRE_TOKENIZERS)}. {_REMEDY}"
         )
     return PRE_TOKENIZERS[name]

@@ -9,10 +9,10 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], *, parts: bool = False) -> list[dict[str, Any]]:
     """The messages with each content as one string, and the arguments of tool calls as objects.
 
-    Text parts of one message are joined by newlines.
+    Text parts of one message are joined by newlines; or else, with `parts`, each content is a list of them.
 
     Raises:
         InvalidRequestError: empty, or not of OpenAI's form; the message says which one and why. `param` is "messages".
@@ -22,10 +22,10 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         raise _invalid("messages must be a list of objects with role and content", messages)
     if not messages:
         raise _invalid("messages must hold at least one message", messages)
-    return [_plain(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    return [_plain(message, f"messages[{number}]", parts) for number, message in enumerate(messages)]
 
 
-def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any], where: str, parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} must be an object with role and content", message)
     role = message.get("role")
@@ -38,18 +38,19 @@ def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and not calls:
         raise _invalid(f"{where}.content is missing", content)
-    plain["content"] = _text(content, f"{where}.content")
+    texts = _texts(content, f"{where}.content")
+    plain["content"] = [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
     return plain
 
 
-def _text(content: Any, where: str) -> str:
+def _texts(content: Any, where: str) -> list[str]:
     if content is None:
-        return ""
+        return []
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, Sequence):
         raise _invalid(f"{where} must be a string or a list of text parts", content)
-    return "\n".join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
+    return [_part(part, f"{where}[{number}]") for number, part in enumerate(content)]
 
 
 def _part(part: Any, where: str) -> str:
@@ -82,8 +83,8 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as exc:
-            raise _invalid(f"{where}.function.arguments is not valid JSON", arguments) from exc
+        except (ValueError, RecursionError) as exc:
+            raise _invalid(f"{where}.function.arguments is not valid JSON: {exc}", arguments) from exc
     return {**call, "function": {**function, "arguments": arguments}}
 
 

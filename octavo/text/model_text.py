@@ -11,9 +11,11 @@ from octavo.config import ModelConfig
 from octavo.core.errors import ConfigError
 from octavo.hub.files import ModelFiles
 from octavo.hub.json_file import read_json
-from octavo.hub.resolve import resolve
 from octavo.text.chat import ChatTemplate, chat_template_of
-from octavo.text.prepare import SAMPLING_DEFAULTS
+from octavo.text.content_format import ContentFormat
+from octavo.text.no_tokenizer import NoTokenizer
+from octavo.text.prepare import SAMPLING_DEFAULTS, sampling_defaults
+from octavo.text.sources import tokenizer_files
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -22,28 +24,42 @@ class ModelText:
     """Attributes:
     chat: None for a model without a chat template.
     defaults: the sampling parameters that the model's authors recommend.
+    max_tokens: to which a server cuts longer answers.
     """
 
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     defaults: Mapping[str, Any]
+    max_tokens: int | None = None
 
 
-def load_text(files: ModelFiles, config: ModelConfig | None = None, *, chat_template: str | None = None) -> ModelText:
+def load_text(
+    files: ModelFiles,
+    config: ModelConfig | None = None,
+    *,
+    chat_template: str | None = None,
+    content_format: ContentFormat = "auto",
+) -> ModelText:
     """Load the tokenizer and compile the chat template.
 
     Args:
         config: may name another model to take the tokenizer (and so the template) from, and other sampling defaults.
         chat_template: a Jinja template, or a file with one, instead of the model's own.
+        content_format: how it gets the contents of messages.
 
     Raises:
-        ModelNotFoundError, ModelFileError, ConfigError: a file is missing or wrong; the text names it.
+        ModelNotFoundError, ModelFileError, ConfigError: a file is missing or wrong; the text names it. Or a template is
+            given where there is no tokenizer.
     """
     config = config or ModelConfig()
-    source = files if config.tokenizer is None else resolve(config.tokenizer, tokenizer_only=True)
-    loaded = load_tokenizer(source)
     defaults = _generation_config(config.generation_config, files) | _overrides(config)
-    return ModelText(loaded, chat_template_of(loaded, chat_template), defaults)
+    most = _max_tokens(config, defaults)
+    if config.skip_tokenizer_init:
+        if chat_template is not None:
+            raise ConfigError("--chat-template needs a tokenizer; leave out one of it and --skip-tokenizer-init.")
+        return ModelText(NoTokenizer(int(files.config.get("vocab_size") or 0)), None, defaults, most)
+    loaded = load_tokenizer(tokenizer_files(config, files))
+    return ModelText(loaded, chat_template_of(loaded, chat_template, content_format), defaults, most)
 
 
 def _generation_config(where: str, files: ModelFiles) -> dict[str, Any]:
@@ -59,10 +75,18 @@ def _generation_config(where: str, files: ModelFiles) -> dict[str, Any]:
     return read_json(path)
 
 
+def _max_tokens(config: ModelConfig, defaults: Mapping[str, Any]) -> int | None:
+    """What the operator says of the length of answers binds every request; a model's own word is a default only."""
+    told = defaults if config.generation_config not in ("auto", "none", "vllm") else config.override_generation_config
+    given: int | None = sampling_defaults(told).get("max_tokens")
+    return given
+
+
 def _overrides(config: ModelConfig) -> dict[str, Any]:
     unknown = next((name for name in config.override_generation_config if name not in SAMPLING_DEFAULTS), None)
     if unknown is not None:
         raise ConfigError(
-            f"override_generation_config: {unknown!r} is no sampling default; they are {', '.join(SAMPLING_DEFAULTS)}."
+            f"override_generation_config: {unknown!r} is not a sampling default; those are "
+            f"{', '.join(SAMPLING_DEFAULTS)}."
         )
     return config.override_generation_config

@@ -18,7 +18,12 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
 
 
-_ALPHABET = _byte_alphabet()
+_BYTES: dict[int, str | int] = {
+    **dict.fromkeys(range(256), "\N{REPLACEMENT CHARACTER}"),
+    **{ord(char): byte for char, byte in _byte_alphabet().items()},
+}
+"""For `str.translate`: each character of the alphabet becomes its byte's number, what is in Latin-1 but not in the
+alphabet something that Latin-1 lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,10 @@ def decoding_of(backend: tokenizers.Tokenizer) -> Decoding:
 def token_bytes(token: str, kind: str) -> bytes:
     """The bytes of one token of the vocabulary."""
     if kind == "bytes":
-        numbers = [_ALPHABET.get(char) for char in token]
-        # A token that was added as it stands, not in the alphabet, is text.
-        return token.encode() if None in numbers else bytes(number for number in numbers if number is not None)
+        try:
+            return token.translate(_BYTES).encode("latin-1")
+        except UnicodeEncodeError:  # a token that was added as it stands, not in the alphabet, is text
+            return token.encode()
     if kind == "pieces":
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             try:

@@ -31,7 +31,7 @@ class PoolingFailedError(OctavoError):
 
 
 class PoolingPreparer:
-    """Tokenises and checks what is to become vectors. Pure: it may be used from any thread."""
+    """Tokenizes and checks what is to become vectors. Pure: it may be used from any thread."""
 
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo) -> None:
         self.info = info
@@ -107,7 +107,9 @@ class PoolingPreparer:
                 self._check_ids(given, param)
                 tokens = given if limit is None or len(given) <= limit else cut(given, limit, side)
         if not tokens:
-            raise InvalidRequestError(f"The {param} cannot be empty; give it a token.", param=param, value=prompt)
+            raise InvalidRequestError(
+                f"The {param} cannot be empty; it needs at least one token.", param=param, value=prompt
+            )
         if len(tokens) > self.info.max_model_len:
             error = self._checks.too_long(str(len(tokens)), param, len(tokens))
             error.message += " Or let the server cut it: truncate_prompt_tokens=-1."

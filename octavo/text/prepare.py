@@ -7,15 +7,18 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 
+from octavo.core.embeds import OPTION as EMBEDS
+from octavo.core.embeds import PLACEHOLDER
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError, context_error
 from octavo.core.info import ModelInfo
 from octavo.core.params import PROCESSORS, SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.core.thinking import ThinkingBudget
+from octavo.text.no_tokenizer import without_text
 from octavo.text.reasoning import ReasoningFormat
 from octavo.text.tokenizer import Tokenizer
 
@@ -30,17 +33,31 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """As `TextPrompt`, for a prompt that is tokenised already; `prompt` is its text, if the caller knows it."""
+    """As `TextPrompt`, for a prompt that is tokenized already; `prompt` is its text, if the caller knows it."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
 
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    """A prompt of embeddings: a torch tensor [tokens, hidden size], or one of `torch.save` in base64.
+
+    With `prompt_token_ids` and `prompt_is_token_ids`, all of one length, the latter says for each position whether its
+    token counts, or else its embedding. `prompt` is the text, if the caller knows it.
+    """
+
+    prompt_embeds: Any
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_is_token_ids: NotRequired[list[bool]]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Side = Literal["left", "right"]
 
-# A normaliser may make one character of several, and a token may swallow spaces beside it: no prompt is refused by its
+# A normalizer may make one character of several, and a token may swallow spaces beside it: no prompt is refused by its
 # length alone unless it is over the bound by this factor.
 _SLACK = 4
 # generation_config.json's name -> ours
@@ -70,16 +87,25 @@ class Prepared:
 
 
 class Preparer:
-    """Tokenises prompts and checks requests against one model. Pure: it may be used from any thread.
+    """Tokenizes prompts and checks requests against one model. Pure: it may be used from any thread.
 
     Args:
         reasoning: how the model marks it, if it does.
+        max_tokens: to which longer answers are cut, whatever a request says.
     """
 
-    def __init__(self, tokenizer: Tokenizer, info: ModelInfo, *, reasoning: ReasoningFormat | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        info: ModelInfo,
+        *,
+        reasoning: ReasoningFormat | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.info = info
         self.reasoning = reasoning
+        self.max_tokens = max_tokens
 
     def prepare(
         self,
@@ -111,7 +137,18 @@ class Preparer:
         arrival = time.monotonic()
         if "generate" not in self.info.tasks:
             raise not_generating(self.info)
+        params = self._limited(params)
+        keys: list[int | bytes] = []
+        embeds: msgspec.Raw | None = None
+        if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+            from octavo.text.embeds import lay_out  # with numpy, without which others do
+
+            self.check_chars(prompt.get("prompt") or "", param)
+            plain, keys, embeds = lay_out(prompt, self.tokenizer, self.info, params, truncated=truncate is not None)
+            prompt = cast("TokensPrompt", plain)
         text, tokens, salt = parts_of(prompt, param)
+        if not self.tokenizer.present:
+            params = without_text(params)
         room = min(params.max_tokens or 1, self.info.max_model_len - 1)
         limit = truncation(truncate, self.info.max_model_len, keep=self.info.max_model_len - room)
         if tokens is None:
@@ -122,11 +159,11 @@ class Preparer:
                 text, limit=limit, side=side, add_special_tokens=add_special_tokens
             )
         else:
-            self.check_ids(tokens, param)
+            self.check_ids(tokens, param, placeholders=embeds is not None)
             tokens = tokens if limit is None or len(tokens) <= limit else cut(tokens, limit, side)
         if not tokens:
             raise InvalidRequestError(
-                f"The {param} cannot be empty; give it a token.",
+                f"The {param} cannot be empty; it needs at least one token.",
                 param=param,
                 value=[] if text is None else text,
             )
@@ -134,9 +171,12 @@ class Preparer:
         if self.info.stream_interval > (params.stream_interval or 1):
             params = params.replace(stream_interval=self.info.stream_interval)
         params, options = self._split_options(self._with_bad_tokens(params), text, tokens)
+        if embeds is not None:
+            options[EMBEDS] = embeds
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
             tokens=tokens,
+            keys=keys,
             params=self._with_max_tokens(params, len(tokens), param, fit=fit),
             namespace=f"{namespace}\x1f{salt}" if salt else namespace,
             priority=priority,
@@ -171,7 +211,11 @@ class Preparer:
             found[PROCESSORS] = _json_values(params.extra_args)
         if not found:
             return params, {}
-        options = {name: msgspec.Raw(msgspec.msgpack.encode(option)) for name, option in found.items()}
+        try:
+            options = {name: msgspec.Raw(msgspec.msgpack.encode(option)) for name, option in found.items()}
+        except OverflowError:
+            param = form.param if form is not None else "thinking_token_budget"
+            raise InvalidRequestError(f"{param} has a whole number of more than 64 bits.", param=param) from None
         return params.replace(structured_outputs=None, thinking_token_budget=None, extra_args=None), options
 
     def _require_feature(self, name: str, what: str, param: str) -> None:
@@ -179,7 +223,7 @@ class Preparer:
             raise UnsupportedError(f"This engine has no {what}; leave it out.", param=param)
 
     def check_chars(self, text: str, param: str) -> None:
-        """Refuses a text that can't fit, before time is spent on tokenising it."""
+        """Refuses a text that can't fit, before time is spent on tokenizing it."""
         per_token = self.tokenizer.max_token_chars if len(text) > self.info.max_model_len else 0
         if len(text) > _SLACK * per_token * self.info.max_model_len > 0:
             raise self.too_long(f"at least {len(text) // per_token}", param, len(text))
@@ -187,6 +231,12 @@ class Preparer:
     def too_long(self, count: str, param: str, value: int) -> InvalidRequestError:
         sentence = context_error(self.info.max_model_len, count, field=_field(param))
         return InvalidRequestError(sentence, param=param, value=value)
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
+        most = self.max_tokens
+        if most is None or (params.max_tokens is not None and params.max_tokens <= most):
+            return params
+        return params.replace(max_tokens=most, min_tokens=min(params.min_tokens, most))
 
     def _with_max_tokens(self, params: SamplingParams, num_prompt: int, param: str, *, fit: bool) -> SamplingParams:
         room = self.info.max_model_len - num_prompt
@@ -201,14 +251,14 @@ class Preparer:
             raise InvalidRequestError(sentence, param="max_tokens", value=params.max_tokens)
         return params
 
-    def check_ids(self, tokens: list[int], param: str) -> None:
+    def check_ids(self, tokens: list[int], param: str, *, placeholders: bool = False) -> None:
         size = self.info.vocab_size
         for place, token in enumerate(tokens):
             if type(token) is not int:
                 raise InvalidRequestError(
                     f"Token ids must be integers; at position {place} there is {token!r}.", param=param, value=token
                 )
-            if not 0 <= token < size:
+            if not 0 <= token < size and not (placeholders and token == PLACEHOLDER):
                 raise InvalidRequestError(
                     f"Token id {token} at position {place} is out of vocabulary: ids go from 0 to {size - 1}.",
                     param=param,
@@ -309,7 +359,8 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
         SamplingParams(**defaults)
     except (InvalidRequestError, TypeError) as exc:
         raise ConfigError(
-            f"The model's generation_config.json sets a sampling default that can't be used: {exc} Correct the file."
+            f"A sampling default can't be used: {exc} It comes from the model's generation_config.json or from "
+            "--override-generation-config; correct it there."
         ) from exc
     return defaults
 

@@ -28,7 +28,7 @@ class PreTokenizer:
 
     Attributes:
         build: makes the splitter.
-        normalizer: makes the normaliser of the text, if there is one.
+        normalizer: makes the normalizer of the text, if there is one.
         ignore_merges: a word that is a token as a whole is taken as that token, merges or not.
         add_bos: whether prompts begin with the beginning-of-sequence token, unless the file says otherwise.
     """

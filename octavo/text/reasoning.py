@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.core.errors import ConfigError
 
@@ -18,8 +20,10 @@ class ReasoningFormat:
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
 MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
-FORMATS = {one.name: one for one in (THINK, MISTRAL_THINK)}
-_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "glm45": "think", "granite": "think"}
+GRANITE = ReasoningFormat("granite", "Here is my thought process:", "Here is my response:")
+FORMATS = {one.name: one for one in (THINK, MISTRAL_THINK, GRANITE)}
+_MARKS = ("reasoning_start_str", "reasoning_end_str")
+_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "glm45": "think"}
 
 
 def reasoning_format(name: str) -> ReasoningFormat | None:
@@ -36,6 +40,23 @@ def reasoning_format(name: str) -> ReasoningFormat | None:
             f"--reasoning-parser {name!r} is not known; choose auto, none or one of: {', '.join(FORMATS)}."
         )
     return known
+
+
+def own_marks(config: Mapping[str, Any]) -> ReasoningFormat | None:
+    """The marks that a setting names with `reasoning_start_str` and `reasoning_end_str`; None if it names none.
+
+    Raises:
+        ConfigError: another field, or marks that are no two texts.
+    """
+    unknown = next((name for name in config if name not in _MARKS), None)
+    if unknown is not None:
+        raise ConfigError(f"--reasoning-config {unknown}: there is no such field; those are {', '.join(_MARKS)}.")
+    given = [config.get(name) or None for name in _MARKS]
+    if given == [None, None]:
+        return None
+    if not all(isinstance(mark, str) for mark in given):
+        raise ConfigError(f"--reasoning-config: {' and '.join(_MARKS)} must both be texts.")
+    return ReasoningFormat("own", *map(str, given))
 
 
 def detect_reasoning(template: str) -> ReasoningFormat | None:

@@ -45,16 +45,24 @@ def check_scores(info: ModelInfo) -> None:
     if "classify" in info.tasks and not is_cross_encoder(info):
         labels = len(info.pooler.labels) if info.pooler else 0
         raise UnsupportedError(
-            f"This server's model {info.name} has a head with {labels} labels, and a score takes exactly one. Use "
+            f"This server's model {info.name} has a head with {labels} labels, and scores need exactly one. Use "
             "/classify, or serve an embedding model or a cross-encoder."
         )
 
 
-def plan_scores(pairs: Sequence[Pair], preparer: PoolingPreparer, prepare: Callable[..., GenerateRequest]) -> ScorePlan:
+def plan_scores(
+    pairs: Sequence[Pair],
+    preparer: PoolingPreparer,
+    prepare: Callable[..., GenerateRequest],
+    *,
+    activate: bool | None = None,
+) -> ScorePlan:
     """One request a pair for a cross-encoder, else one for each text that occurs.
 
     Args:
         prepare: `preparer.prepare` with options of its own; called with the text or the pair, and the params.
+        activate: whether a cross-encoder's activation is applied to its head's outputs, which it is unless this is
+            False. Without it scores have no bounds.
 
     Raises:
         InvalidRequestError: a text can't be served.
@@ -62,7 +70,7 @@ def plan_scores(pairs: Sequence[Pair], preparer: PoolingPreparer, prepare: Calla
     """
     check_scores(preparer.info)
     if is_cross_encoder(preparer.info):
-        params = preparer.params("classify")
+        params = preparer.params("classify", normalize=activate)
         requests = [prepare(pair, params) for pair in pairs]
         return ScorePlan(requests, [(place,) for place in range(len(pairs))], lambda found: found[0].values()[0])
     params = preparer.params("embed", normalize=True)

@@ -28,7 +28,10 @@ class Tokenizer:
         special_ids: tokens that are marks, not text; `decode` leaves them out unless told otherwise.
         named_tokens: "bos_token", "eos_token" and the like -> the token's text, as chat templates use them.
         chat_templates: name -> Jinja source; the main one is "default".
+        present: False for one that stands where there is none.
     """
+
+    present = True
 
     def __init__(
         self,
@@ -84,6 +87,29 @@ class Tokenizer:
             raise _not_text(text) from exc
         return ids
 
+    def encode_with_offsets(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode`, and where in the text the characters of each token begin and end."""
+        try:
+            part = self._encoding(text, add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise _not_text(text) from exc
+        return part.ids, part.offsets
+
+    def encode_after(self, text: str) -> list[int]:
+        """Token ids of a text that something else precedes: as after a special token, without a text's first space.
+
+        Raises:
+            InvalidRequestError: as `encode`.
+        """
+        for token, added in self.backend.get_added_tokens_decoder().items():
+            if added.special and not added.rstrip:
+                ids = self.encode(added.content + text, add_special_tokens=False)
+                if ids[:1] == [token]:
+                    return ids[1:]
+        return self.encode(text, add_special_tokens=False)
+
     def encode_within(
         self,
         text: str,
@@ -112,7 +138,8 @@ class Tokenizer:
             marks = self.backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
             if limit <= marks:
                 raise InvalidRequestError(
-                    f"truncate_prompt_tokens must be more than the {marks} marks of the tokenizer, got {limit}.",
+                    f"truncate_prompt_tokens must be more than the {marks} special tokens that the tokenizer adds, "
+                    f"got {limit}.",
                     param="truncate_prompt_tokens",
                     value=limit,
                 )
@@ -120,6 +147,18 @@ class Tokenizer:
                 part.truncate(room, direction=side)
         whole = self.backend.post_process(parts[0], parts[1] if pair is not None else None, add_special_tokens)
         return whole.ids, whole.type_ids
+
+    def shorten(self, text: str, limit: int) -> str:
+        """The beginning of a text, as far as its first `limit` tokens reach.
+
+        Raises:
+            InvalidRequestError: as `encode`.
+        """
+        try:
+            part = self._encoding(text, False)
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise _not_text(text) from exc
+        return text if len(part) <= limit else text[: part.offsets[limit - 1][1]]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
@@ -194,13 +233,13 @@ def _from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelFileError(
-            f"{folder} has no tokenizer.json. If it has an older form of tokenizer, convert it with "
+            f"{folder} has no tokenizer.json. If it has a tokenizer in an older format, convert it with "
             "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or give --tokenizer FOLDER."
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises bare Exception for whatever is wrong
-        raise ModelFileError(f"{path} is corrupt or of an unknown form: {exc}. Download the file again.") from exc
+        raise ModelFileError(f"{path} is corrupt or in an unknown format: {exc}. Download the file again.") from exc
     config = read_json_if_there(folder / "tokenizer_config.json")
     return Tokenizer(backend, named_tokens=_named_tokens(folder, config), chat_templates=_templates(folder, config))
 
@@ -257,7 +296,7 @@ def _not_text(text: Any) -> InvalidRequestError:
     place = next((n for n, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
     return InvalidRequestError(
         f"The text can't be encoded: at character {place} it holds U+{ord(text[place]):04X}, half of a surrogate pair. "
-        "Send whole characters.",
+        "Send complete characters.",
         param="prompt",
         value=ascii(text[max(place - 10, 0) : place + 10]),
     )

@@ -58,4 +58,6 @@ class Choosing:
             None if allowed is None else allowed.addresses(len(slots)),
         )
         bad, chosen = bad_rows(peaks), torch.from_numpy(tokens)
-        return SampleResult(chosen, logprobs_of(logits, asking, set(bad), chosen), bad)
+        asking = {i: report for i, report in asking.items() if i not in bad}
+        told = logprobs_of(logits, asking, chosen, lambda some: table.sample_rows([slots[i] for i in some]))
+        return SampleResult(chosen, told, bad)

@@ -70,13 +70,15 @@ class Decoding:
         )
         self._results: tuple[Tensor, Ints] = torch.empty(0), self._chosen
         self._laid_out: list[int] | None = None
+        self._adoptions = 0
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the plan is such a step; the slots have been told of it.
 
         A plan that repeats the one before brings its very list of slots.
         """
-        if plan.slots is self._laid_out and not plan.new and not plan.needs_feedback:
+        same = plan.slots is self._laid_out and self._adoptions == self._model.adoptions
+        if same and not plan.new and not plan.needs_feedback:
             return True
         self._laid_out = None
         count = len(plan.slots)
@@ -90,7 +92,7 @@ class Decoding:
         self._rows[:count] = plan.slots
         self._batch.count = count
         self._results = self._model.lay_out(self._batch), self._chosen[:count]
-        self._laid_out = plan.slots
+        self._laid_out, self._adoptions = plan.slots, self._model.adoptions
         return True
 
     def forward(self, plan: StepPlan, allowed: Allowed | None) -> DecodeStep:

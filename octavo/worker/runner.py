@@ -15,23 +15,15 @@ from torch import Tensor
 
 from octavo.core.output import BAD_LOGITS, StepOutput
 from octavo.core.plan import StepPlan
-from octavo.models.model import Model
+from octavo.core.spans import Spans, Watched
+from octavo.models.model import Model, watch_model
+from octavo.models.native import NativeDecoder
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.prompt_logprobs import prompt_logprobs
 from octavo.worker.choosing import Choosing
 from octavo.worker.decoding import DecodeStep, Decoding
-from octavo.worker.hooks import (
-    Findings,
-    WorkerHook,
-    apply_hooks,
-    changes_logits,
-    find,
-    follows_steps,
-    gather,
-    reads_hidden,
-    what_is_allowed,
-)
+from octavo.worker.hooks import Findings, Hooks, WorkerHook, gather
 from octavo.worker.inputs import build_input
 from octavo.worker.slots import Slots
 
@@ -85,24 +77,22 @@ class Runner:
         self._slots = slots
         self._choosing = choosing
         self._block_size = block_size
-        self._hooks = hooks
-        self._decoding = None if any(map(follows_steps, hooks)) else decoding
-        for hook in hooks:
-            hook.attach(model)
+        self._hooks = Hooks(hooks)
+        self._decoding = None if self._hooks.follow_steps else decoding
+        self._hooks.attach(model)
 
     def forward(self, plan: StepPlan) -> RunnerStep | DecodeStep:
         self._slots.apply(plan)
-        for row in plan.new:
-            for hook in self._hooks:
-                hook.add(row.slot, row.options.get(hook.name))
+        self._hooks.add(plan.new)
         self._copy_blocks(plan.copies)
         if self._decoding is not None and self._decoding.takes(plan) and self._only_forbids(plan.payload):
-            return self._decoding.forward(plan, what_is_allowed(self._hooks, plan.slots, plan.payload))
+            return self._decoding.forward(plan, self._hooks.allowed(plan.slots, plan.payload))
         return self._forward(plan)
 
     def _only_forbids(self, payload: dict[str, Any]) -> bool:
         """Whether a step with this payload is as any other, but for the tokens that are possible."""
-        return not payload or not (changes_logits(self._hooks, payload) or reads_hidden(self._hooks, payload))
+        hooks = self._hooks
+        return not payload or not (hooks.change_logits(payload) or hooks.read_hidden(payload) or hooks.feed(payload))
 
     def sample(self, step: RunnerStep | DecodeStep, payload: dict[str, Any]) -> None:
         known = step.plan.payload
@@ -121,12 +111,11 @@ class Runner:
         step = build_input(plan, rows, counts, self._slots, self._block_size)
         step.attn = self._attention.prepare(step, self._block_size)
         prompts = self._prompt_rows(plan)
-        if len(step.logit_rows) < step.num_tokens and not prompts and not reads_hidden(self._hooks, plan.payload):
+        if len(step.logit_rows) < step.num_tokens and not prompts and not self._hooks.read_hidden(plan.payload):
             step.hidden_rows = step.logit_rows
-        for hook in self._hooks:
-            hook.before_forward(step, plan.payload.get(hook.name))
-        hidden = self._model.forward(self._model.embed(step), step)
-        findings = find(self._hooks, hidden, plan.payload)
+        self._hooks.before_forward(step, plan.payload)
+        hidden = self._model.forward(self._hooks.embed(self._model, step, plan.payload), step)
+        findings = self._hooks.after_forward(hidden, plan.payload)
         self._slots.advance(rows, counts)
         return RunnerStep(plan, step, hidden, prompts, findings)
 
@@ -147,8 +136,7 @@ class Runner:
         }
         found, unfound = gather(step.findings)
         step.output = StepOutput(output.tokens, output.logprobs, output.errors | unfound, prompted, found)
-        for hook in self._hooks:
-            hook.after_sample(step.input, step.output)
+        self._hooks.after_sample(step.input, step.output)
 
     @torch.inference_mode()
     def _sample_again(self, step: DecodeStep, payload: dict[str, Any]) -> None:
@@ -159,8 +147,8 @@ class Runner:
     def _choose(self, plan: StepPlan, rows: list[int], logits: Tensor, payload: dict[str, Any]) -> StepOutput:
         """A token for each of the rows, from logits [len(rows), vocab]; appended to their slots."""
         slots = [plan.slots[row] for row in rows]
-        failed = apply_hooks(self._hooks, logits, slots, payload)
-        allowed = what_is_allowed(self._hooks, slots, payload)
+        failed = self._hooks.apply(logits, slots, payload)
+        allowed = self._hooks.allowed(slots, payload)
         failed |= {} if allowed is None else allowed.errors
         sampled = self._choosing.choose(logits, slots, allowed)
         self._slots.append(slots, sampled.tokens.numpy())
@@ -179,10 +167,22 @@ class Runner:
             found.append(PromptRow(row, sum(plan.num_tokens[:row]), count, tokens))
         return found
 
+    def watch(self, spans: Spans) -> None:
+        """Have a profile see what a step consists of; of a native program also its kernels."""
+        watch_model(spans, self._model)
+        spans.watch(Watched(self._slots, "apply", "slots"))
+        spans.watch(Watched(self._choosing, "choose", "choose"))
+        if self._decoding is not None:
+            spans.watch(Watched(self._decoding, "forward", "decode"))
+        if isinstance(self._model, NativeDecoder):
+            self._model.watch(spans)
+
     def close(self) -> None:
         """Drop the KV cache; the model goes with the runner."""
         for layer in self._model.attention_layers:
             layer.cache = torch.empty(0)
+        if isinstance(self._model, NativeDecoder):
+            self._model.forget_caches()
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for source, destination in copies:

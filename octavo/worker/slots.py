@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, StepPlan
 from octavo.native.sampling import SAMPLING
 from octavo.sampling.state import PreparedParams, SampleRow
@@ -28,13 +29,21 @@ class Slots:
     only as rows fill.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, max_blocks: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        max_blocks: int,
+        vocab_size: int,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
         self.tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.length = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.sampling = np.zeros(num_slots, dtype=SAMPLING)
         self._vocab_size = vocab_size
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._sampling: list[_Sampling | None] = [None] * num_slots
         self._reporting: set[int] = set()
 
@@ -105,7 +114,7 @@ class Slots:
         self.length[slot] = len(row.tokens)
         self.computed[slot] = row.num_computed
         self.block_tables[slot, : len(row.blocks)] = row.blocks
-        params = PreparedParams.make(row.params, row.seed, row.stop_ids, self._vocab_size)
+        params = PreparedParams.of(row, self._vocab_size, self._logprobs_mode)
         self._sampling[slot] = _Sampling(params, row.num_prompt)
         self.sampling[slot] = params.packed(row.num_prompt)
         self._reporting.discard(slot)

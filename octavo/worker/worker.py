@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,21 +17,26 @@ from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
+from octavo.models.hf_config import Config
 from octavo.models.load import open_checkpoint
+from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.renamed import with_root
-from octavo.models.load.weights import load_weights, wanted_bytes
+from octavo.models.load.weights import LoadReport, load_weights, replace_weights, wanted_bytes
 from octavo.models.model import Model, compiled
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.registry import build_model, spec_of
 from octavo.models.spec import DecoderSpec
+from octavo.native.needs import needed_libraries
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest, FusedBackend
 from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.select import select
 from octavo.nn.linear import Linear
-from octavo.nn.quant.blocks import BlockQuantised
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.pages import LargePages
+from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
+from octavo.nn.weights import fused
 from octavo.sampling.sampler import Sampler
 from octavo.worker.choosing import Choosing
 from octavo.worker.decoding import Decoding
@@ -47,6 +53,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model with weights.
+
+    Attributes:
+        source: the layers that it was made of.
+        scales: those of an FP8 cache, where the checkpoint has them.
+    """
+
+    model: Model
+    source: CausalLM
+    report: LoadReport
+    scales: dict[str, Tensor]
+
+
 class Worker:
     """Built in the order in which memory is taken: nothing, weights, KV cache and slots. Sizes in bytes.
 
@@ -58,7 +79,9 @@ class Worker:
     def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles, cache: CacheConfig) -> None:
         self.device: Device = select_device(device.device)
         self.device.setup(device.threads, device.cpu_bind)
-        self.spec: DecoderSpec = spec_of(files.config)
+        self.config = config
+        self.files, self.load_format = files, config.load_format
+        self.spec = spec = self.spec_of(files.config)
         self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
         self.kv_dtype = kv_dtype(cache.kv_cache_dtype, self.dtype)
         if is_fp8(self.kv_dtype) and not self.device.resident:
@@ -73,7 +96,6 @@ class Worker:
             )
         self.kv_form = name_of(self.kv_dtype)
         self._stored_scales: dict[str, Tensor] = {}
-        spec = self.spec
         self._layer = AttentionSpec(
             spec.num_heads,
             spec.num_kv_heads,
@@ -81,20 +103,27 @@ class Worker:
             scale=spec.head_dim**-0.5,
             window=next((window for window in spec.windows if window is not None), None),
         )
-        self._config = config
-        self._files = files
         self._settings = device
-        self._block_size = cache.block_size
+        self._block_size, self._kv_cache_dtype = cache.block_size, cache.kv_cache_dtype
         self._utilization = cache.memory_utilization
         self.model: Model | None = None
         self._ahead: Ahead | None = None
         self.weight_bytes = 0
         self.step_parameters = 0
+        self.files_version = self.weight_version = "default"
+
+    def spec_of(self, config: Config) -> DecoderSpec:
+        """What a checkpoint's configuration means under the worker's settings. Raises as `registry.spec_of`."""
+        stated = spec_of(config)
+        return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def prepare_kernels(self) -> None:
         """Choose what computes; on a CPU this compiles the kernels if this machine never did."""
         device, isa = self.device.torch_device, self._settings.cpu_isa
-        request = BackendRequest(device, self.dtype, self._layer, self._block_size, isa, self.kv_dtype)
+        libraries: Sequence[str] = ()
+        if device.type == "cpu":
+            libraries = needed_libraries(self.files, self.config.dtype, self.load_format, self._kv_cache_dtype)
+        request = BackendRequest(device, self.dtype, self._layer, self._block_size, isa, self.kv_dtype, libraries)
         self.attention: AttentionBackend = select(self._settings.attention_backend, request)
         if isa != "auto" and not isinstance(self.attention, NativeAttention):
             raise ConfigError(
@@ -104,22 +133,11 @@ class Worker:
 
     def load(self) -> None:
         """Build the model and pull its weights."""
-        model = build_model(
-            self._files.config,
-            dtype=self.dtype,
-            device=self.device.torch_device,
-            attention=self.attention,
-            scheme=self._scheme(),
-        )
-        self.device.check_fits(wanted_bytes(model), self._utilization)
-        self._compile_ahead(model)
-        kind = self.device.torch_device.type
-        checkpoint = open_checkpoint(self._files, self._config.load_format, self._config.seed, kind)
-        rooted = with_root(checkpoint, "model")
-        report = load_weights(model, rooted)
-        if is_fp8(self.kv_dtype):
-            self._stored_scales = stored_scales(model.attention_layers, rooted)
-        self.model = compiled(model, self.attention, 1 if self._config.activation_dtype == "int8" else 2)
+        device = self.device.torch_device
+        checkpoint = open_checkpoint(self.files, self.load_format, self.config.seed, device.type)
+        loaded = self.read(checkpoint, device, self._before_weights)
+        self.model, self._stored_scales, self.weight_version = loaded.model, loaded.scales, self.files_version
+        model, report = loaded.source, loaded.report
         self.weight_bytes = report.nbytes
         self.step_parameters = (
             sum(
@@ -134,11 +152,66 @@ class Worker:
             self.weight_bytes = self.model.nbytes
             # What is left to torch is small, and its threads would fight the program's for the cores.
             torch.set_num_threads(1)
-        if self._config.activation_dtype == "int8" and not self._multiplies_integers:
+        if self.config.activation_dtype == "int8" and not self._multiplies_integers:
             raise ConfigError(
-                "--activation-dtype int8 is for weights that stay integers (a quantised GGUF on a CPU, without "
+                "--activation-dtype int8 is for weights that stay integers (a quantized GGUF file on a CPU, without "
                 f"--dtype); these are {self.weight_form}. Leave it out."
             )
+
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        before: Callable[[CausalLM], None] = lambda model: None,
+    ) -> Loaded:
+        """A model like the worker's with a checkpoint's weights, beside it. Any thread may call it.
+
+        Args:
+            before: called with the model before it has weights.
+        """
+        model = build_model(
+            self.spec,
+            dtype=self.dtype,
+            device=device,
+            attention=self.attention,
+            scheme=self._scheme(),
+            keep=LargePages().keep if self._takes_native else fused,
+        )
+        before(model)
+        rooted = with_root(checkpoint, "model")
+        report = load_weights(model, rooted)
+        scales = stored_scales(model.attention_layers, rooted) if is_fp8(self.kv_dtype) else {}
+        planes = 1 if self.config.activation_dtype == "int8" else 2
+        return Loaded(compiled(model, self.attention, planes), model, report, scales)
+
+    def _before_weights(self, model: CausalLM) -> None:
+        self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)
+        self._compile_ahead(model)
+
+    def adopt(self, loaded: Loaded, *, rescale: bool) -> None:
+        """Give the model other weights, of its own make. Nothing is being computed.
+
+        Args:
+            rescale: an FP8 cache, in which nothing is kept, gets the scales of these weights.
+        """
+        model = self.model
+        assert model is not None, "the weights are asleep"
+        if isinstance(model, NativeDecoder) and isinstance(loaded.model, NativeDecoder):
+            model.adopt(loaded.model)
+            return
+        replace_weights(model, loaded.source, in_place=self.device.resident)
+        self._stored_scales = loaded.scales
+        if rescale and is_fp8(self.kv_dtype) and model.attention_layers[0].cache.numel():
+            kept = [layer.scales for layer in model.attention_layers]
+            self._set_scales(model)
+            for layer, scales in zip(model.attention_layers, kept, strict=True):
+                if scales is not None and layer.scales is not None:
+                    layer.scales = scales.copy_(layer.scales)  # where recorded graphs read them
+
+    def _set_scales(self, model: Model) -> None:
+        assert isinstance(self.attention, FusedBackend)
+        origin = set_scales(model, self.dtype, self.attention, self._block_size, self._stored_scales)
+        self.kv_form = f"{name_of(self.kv_dtype)}, {origin}"
 
     @property
     def step_weight_bytes(self) -> int:
@@ -151,22 +224,29 @@ class Worker:
     def _multiplies_integers(self) -> bool:
         return isinstance(self.model, NativeDecoder) and self.model.has_integers
 
-    def _scheme(self) -> type[Unquantised]:
-        """How linear layers keep their weights. Quantised ones stay so where that is fast and no dtype is asked for."""
-        if isinstance(self.attention, NativeAttention) and reason_against(self.spec) is None:
-            return BlockQuantised if self._config.dtype == "auto" else Unquantised
+    @property
+    def _takes_native(self) -> bool:
+        """Whether the model will run as a native program."""
+        return isinstance(self.attention, NativeAttention) and reason_against(self.spec) is None
+
+    def _scheme(self) -> type[Unquantized]:
+        """How linear layers keep their weights. Quantized ones stay so where that is fast and no dtype is asked for."""
+        if self._takes_native:
+            return BlockQuantized if self.config.dtype == "auto" else Unquantized
         if self.device.resident:
             from octavo.nn.quant.gpu import OnGpu  # a machine without a GPU need not have triton
 
             return OnGpu
-        return OneDNN if packing_works(self.dtype) else Unquantised
+        return OneDNN if packing_works(self.dtype) else Unquantized
 
     @property
     def weight_form(self) -> str:
         """The form in which the weights are kept, in words."""
-        if isinstance(self.model, NativeDecoder):
-            return self.model.weight_form
-        return str(self.dtype).removeprefix("torch.")
+        return self.form_of(self.model)
+
+    def form_of(self, model: Model | None) -> str:
+        """The same of any model like it."""
+        return model.weight_form if isinstance(model, NativeDecoder) else str(self.dtype).removeprefix("torch.")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -195,12 +275,11 @@ class Worker:
             shape = self.attention.cache_shape(layer.spec, num_blocks, self._block_size)
             layer.cache = torch.empty(shape, dtype=self.kv_dtype, device=device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
-            origin = set_scales(self.model, self.dtype, self.attention, self._block_size, self._stored_scales)
-            self.kv_form = f"{name_of(self.kv_dtype)}, {origin}"
+            self._set_scales(self.model)
         max_blocks = math.ceil(max_model_len / self._block_size)
         if self.device.resident:
             return self._make_resident(num_slots, max_model_len, max_blocks, max_step_tokens, hooks)
-        slots = Slots(num_slots, max_model_len, max_blocks, self.spec.vocab_size)
+        slots = Slots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, self.config.logprobs_mode)
         pool = self.attention.pool if isinstance(self.attention, NativeAttention) else None
         choosing = Choosing(slots, Sampler(), pool)
         decoding = Decoding(self.model, slots, self._block_size) if isinstance(self.model, NativeDecoder) else None
@@ -212,16 +291,15 @@ class Worker:
         if self.device.resident and device.type == "cuda":
             from octavo.worker.resident.ahead import compile_ahead
 
-            length = self._config.max_model_len or self.spec.max_position
-            where = (self.attention, device)
             self._ahead = compile_ahead(
                 self.spec,
                 self.dtype,
                 self.kv_dtype,
                 model.residual_dtype,
-                *where,
+                self.attention,
+                device,
                 block_size=self._block_size,
-                max_model_len=length,
+                max_model_len=self.config.max_model_len or self.spec.max_position,
             )
 
     def _make_resident(
@@ -239,15 +317,17 @@ class Worker:
 
         assert self.model is not None
         device = self.device.torch_device
-        slots = ResidentSlots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, device)
+        mode = self.config.logprobs_mode
+        slots = ResidentSlots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, device, mode)
         runner = ResidentRunner(self.model, self.attention, slots, self._block_size, hooks)
         if device.type == "cuda":
-            recorded = [] if self._settings.enforce_eager else sizes(num_slots)
-            chosen = choose_products(self.model, recorded)
+            eager = self._settings.enforce_eager or not isinstance(self.attention, FusedBackend)
+            recorded = [] if eager else sizes(num_slots)
             if self._ahead is not None:
                 began = time.perf_counter()
-                count = self._ahead.wait()
+                count = self._ahead.wait()  # first of all: what is compiled meanwhile would spoil what is measured
                 log.info("%d kernels compiled or loaded; waited %.1f s", count, time.perf_counter() - began)
+            chosen = choose_products(self.model, recorded)
             if recorded:
                 runner.capture(num_slots, chosen)
             runner.warm_up(max_step_tokens)

@@ -9,13 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 START_S = 120
 POLL_S = 0.05
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 def free_port() -> int:
@@ -35,6 +40,12 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 60)
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {deadline_s} s"
         time.sleep(POLL_S)
+
+
+def together(ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
+    """Ask for all items at once, so that they share the steps of the engine; the answers in the items' order."""
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(ask, items))
 
 
 class Server:

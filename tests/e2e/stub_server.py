@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from octavo.cli.args import add_settings, server_from, values
-from octavo.cli.flags import SERVER_GROUPS
-from octavo.cli.parser import OctavoParser
+from octavo.cli.flags.args import add_settings, server_from, values
+from octavo.cli.flags.parser import OctavoParser
+from octavo.cli.flags.table import SERVER_GROUPS
 from octavo.cli.serve import announce
 from octavo.engine.client import CoreClient
 from octavo.engine.fake import fake_info
 from octavo.engine.process import CoreProcess
 from octavo.engine.protocol import EngineClient
 from octavo.engine.stub import Stub
-from octavo.server.run import run_server
+from octavo.server.process.run import run_server
 from octavo.text.chat import ChatTemplate
 from octavo.text.frontend import Frontend
 from octavo.text.tokenizer import Tokenizer

@@ -145,11 +145,11 @@ def test_streams_that_break_off_leave_nothing_behind(server: Server) -> None:
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=240
         ) as client:
-            return await asyncio.gather(*(one(client, number) for number in range(64)))
+            return await asyncio.gather(*(one(client, number) for number in range(32)))
 
     results = asyncio.run(crowd())
     finished = [text for done, text in results if done]
-    assert 5 < len(finished) < 60
+    assert 3 < len(finished) < 30
     assert all(finished)
     server.wait_idle()
     assert server.http.get("/health").status_code == 200

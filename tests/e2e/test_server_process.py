@@ -85,9 +85,32 @@ def test_a_dead_engine_is_told_to_all(start_server: Callable[..., Server]) -> No
     error = json.loads(said[-2])["error"]
     assert error["code"] == 503
     assert "SIGKILL" in error["message"]
-    health = server.http.get("/health")
-    assert health.status_code == 503
-    assert "SIGKILL" in health.json()["error"]["message"]
-    refused = server.http.post("/v1/completions", json={"prompt": "a"})
-    assert refused.status_code == 503
-    assert server.stop() == 0, server.output()
+    assert server.process.wait(60) == 1, server.output()
+    assert "octavo: error: The engine core was killed by SIGKILL." in server.output()
+    assert "Traceback" not in server.output()
+
+
+def test_a_start_that_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> None:
+    """As by Ctrl-C, which reaches the whole group, while compilers run: the kernels' cache is empty."""
+    command = serve_command("smollm2", "--port", str(free_port()))
+    env = {**os.environ, "OCTAVO_KERNEL_CACHE": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True) as process:
+
+        def descendants(pid: int) -> list[int]:
+            found = [
+                int(child)
+                for task in Path(f"/proc/{pid}/task").glob("*/children")
+                for child in task.read_text().split()
+            ]
+            return [*found, *(below for child in found for below in descendants(child))]
+
+        wait_until(lambda: any(tmp_path.rglob("*.cpp")), "the compilers' start")
+        started = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        output = "".join(process.communicate(timeout=60))
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert "octavo: stopped before the server was ready." in output
+    assert "Traceback" not in output
+    assert len(started) > 1
+    wait_until(lambda: all(map(gone, started)), "the end of all that was started")

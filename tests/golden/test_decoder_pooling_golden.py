@@ -102,7 +102,7 @@ def test_preemption_changes_no_vector(checkpoint: tuple[Path, Any]) -> None:
             core.add(request)
         core.step()
         core.step()
-        urgent = [llm._open([9, 8, 7, n], SamplingParams(max_tokens=3, temperature=0)).request for n in range(4)]
+        urgent = [llm._engine.open([9, 8, 7, n], SamplingParams(max_tokens=3, temperature=0)).request for n in range(4)]
         for request in urgent:
             core.add(request)
         news = {delta.id: delta for _ in range(200) if core.busy for delta in core.step() if delta.finish}

@@ -122,7 +122,7 @@ DENSE: list[dict[str, Any]] = [
 
 
 def add_modules(folder: Path, dense: list[dict[str, Any]], size: int) -> list[dict[str, torch.Tensor]]:
-    """modules.json with a mean, these dense layers and a normalisation; the layers' weights."""
+    """modules.json with a mean, these dense layers and a normalization; the layers' weights."""
     kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), "Normalize"]
     paths = ["", *(f"{place}_{kind}" for place, kind in enumerate(kinds) if place)]
     listed = [
@@ -154,7 +154,7 @@ def through(vector: np.ndarray, weights: list[dict[str, torch.Tensor]]) -> np.nd
     return (x / x.norm()).numpy()
 
 
-def test_dense_layers_stand_between_pooling_and_normalisation(tmp_path: Path) -> None:
+def test_dense_layers_stand_between_pooling_and_normalization(tmp_path: Path) -> None:
     """As sentence-transformers computes them; vectors of tokens go without."""
     model = make("bert", tmp_path, is_matryoshka=True)
     weights = add_modules(tmp_path, DENSE, 48)

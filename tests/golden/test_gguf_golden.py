@@ -24,8 +24,8 @@ from octavo.native.build import NativeBuildError
 from octavo.native.program import Pool
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.reference import ReferenceAttention
-from octavo.nn.quant.blocks import BlockQuantised
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.none import Unquantized
 
 PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95]
 
@@ -36,7 +36,7 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
 
 
 def write_gguf(path: Path, model: Any, arch: str, kinds: list[Kind] | None = None) -> None:
-    """With `kinds`, matrices are quantised with these in turn, as far as their rows divide into blocks."""
+    """With `kinds`, matrices are quantized with these in turn, as far as their rows divide into blocks."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -107,7 +107,7 @@ def test_a_converted_model_gives_the_same_logits(family: str, arch: str, tmp_pat
     ids=lambda kinds: "+".join(kind.name for kind in kinds),
 )
 @pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("smollm", "llama"), ("qwen3-biases", "qwen3")])
-def test_packed_weights_give_the_logits_of_dequantised_ones(
+def test_packed_weights_give_the_logits_of_dequantized_ones(
     kinds: list[Kind], family: str, arch: str, tmp_path: Path
 ) -> None:
     """Some of a layer's matrices, whose rows are no whole blocks, stay float32 beside packed ones."""
@@ -117,11 +117,11 @@ def test_packed_weights_give_the_logits_of_dequantised_ones(
     files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
     attention = NativeAttention(native_pool())
     logits = {}
-    for scheme in (Unquantised, BlockQuantised):
+    for scheme in (Unquantized, BlockQuantized):
         model = NativeDecoder(load_model(files, attention, scheme=scheme), attention.pool)
         runner = PagedRunner(model, num_blocks=20, block_size=16)
         logits[scheme] = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
-    torch.testing.assert_close(logits[BlockQuantised], logits[Unquantised], rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(logits[BlockQuantized], logits[Unquantized], rtol=1e-3, atol=2e-3)
 
 
 def native_pool() -> Pool:
@@ -144,7 +144,7 @@ def test_a_native_model_follows_when_its_caches_are_bound_anew(tmp_path: Path) -
     assert torch.equal(*logits)
 
 
-def test_quantised_weights_are_converted_where_the_program_can_not_run(
+def test_quantized_weights_are_converted_where_the_program_can_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine computes its first request while it is built."""

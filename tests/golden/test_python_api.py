@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import toy_tokenizers
-import transformers
+import toy_models
 
 from octavo import (
     LLM,
@@ -26,32 +27,20 @@ from octavo import (
     RequestOutputKind,
     SamplingParams,
 )
-from octavo.core.errors import EngineDeadError, InvalidRequestError, UnsupportedError
+from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, UnsupportedError
+from octavo.nn.weights import tensor_bytes
 from octavo.python.metrics import Counter, Gauge, Histogram
+from octavo.worker.sleep import tensors_of
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mood }}{{ tools | tojson if tools }}"
 USER = [{"role": "user", "content": "Hello"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+FINAL = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("decoder")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=400,
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        initializer_range=0.15,
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    toy_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
-    return folder
+    return toy_models.save_decoder(tmp_path_factory.mktemp("decoder"), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +69,13 @@ class Bar:
 
     def close(self) -> None:
         self.closed = True
+
+
+def test_an_operators_limit_of_answers_binds_requests(folder: Path) -> None:
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 2 << 20, "threads": 1}
+    with LLM(str(folder), override_generation_config={"max_new_tokens": 3}, **settings) as llm:
+        outputs = llm.generate(["Hello", "you"], GREEDY)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
 
 
 def test_progress_is_told_to_the_callers_bar_and_shown_when_asked_for(llm: LLM, capsys: Any) -> None:
@@ -120,7 +116,6 @@ def test_parameters_that_a_script_changes_are_checked_when_they_are_used(llm: LL
         (lambda llm: llm.embed("a", lora_request=object()), "merge the adapter"),
         (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}), "'multi_modal_data' is not"),
         (lambda llm: llm.generate("a", tokenization_kwargs={"padding": True}), "leave 'padding' out"),
-        (lambda llm: llm.chat(USER, chat_template_content_format="openai"), "must be one of auto, string"),
         (lambda llm: SamplingParams(flat_logprobs=True), "flat_logprobs is not supported; leave it out"),
     ],
 )
@@ -140,7 +135,7 @@ def test_a_chat_has_its_keywords(llm: LLM) -> None:
         llm.chat(USER, tools=["f"])  # type: ignore[list-item]
 
 
-def test_a_prompt_is_cut_and_tokenised_as_told(llm: LLM) -> None:
+def test_a_prompt_is_cut_and_tokenized_as_told(llm: LLM) -> None:
     cut = {"truncate_prompt_tokens": 2, "truncation_side": "right"}
     whole = llm.generate("abcdefgh", GREEDY)[0].prompt_token_ids
     assert llm.generate("abcdefgh", GREEDY, tokenization_kwargs=cut)[0].prompt_token_ids == whole[:2]
@@ -182,7 +177,9 @@ def test_the_cache_may_be_left_unread(llm: LLM) -> None:
 def test_an_engine_from_arguments_starts_at_its_first_use_and_is_shut_down_from_plain_code(folder: Path) -> None:
     async def script() -> None:
         settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 2 << 20, "threads": 1}
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), enforce_eager=True, **settings))
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=str(folder), enforce_eager=True, enable_sleep_mode=True, **settings)
+        )
         assert not engine.is_running
         outputs = [one async for one in engine.generate(prompt="abc", sampling_params=GREEDY, request_id="r")]
         assert (outputs[-1].request_id, outputs[-1].finished) == ("r", True)
@@ -202,6 +199,21 @@ def test_an_engine_from_arguments_starts_at_its_first_use_and_is_shut_down_from_
         with pytest.raises(UnsupportedError, match="keep their KV cache"):
             await engine.reset_prefix_cache(reset_running_requests=True)
         assert (await engine.get_tokenizer()).encode("a")
+        await engine.pause_generation(mode="keep")
+        assert await engine.is_paused()
+        late = asyncio.create_task(anext(engine.generate("abc", GREEDY)))
+        await engine.resume_generation()
+        await late
+        assert not await engine.is_paused()
+        with pytest.raises(InvalidRequestError, match="mode must be one of abort, wait, keep"):
+            await engine.pause_generation(mode="never")
+        await engine.sleep(level=2)
+        assert await engine.is_sleeping()
+        asleep = asyncio.create_task(anext(engine.generate("abc", FINAL)))
+        assert not await engine.wake_up(["kv_cache"])
+        assert not asleep.done()
+        assert await engine.wake_up()
+        assert (await asleep).outputs[0].token_ids == outputs[-1].outputs[0].token_ids
         engine.shutdown()
         assert (engine.is_running, isinstance(engine.dead_error, EngineDeadError)) == (False, True)
         with pytest.raises(EngineDeadError, match="was shut down"):
@@ -339,7 +351,54 @@ def test_vectors_are_made_as_an_object_says(llm: LLM) -> None:
     assert len(llm.encode(prompts, PoolingParams(), pooling_task="embed")) == 2
     with pytest.raises(InvalidRequestError, match="entries for 2 prompts"):
         llm.encode(prompts, pooling_params=[PoolingParams()])
-    with pytest.raises(InvalidRequestError, match="exclude each other"):
+    with pytest.raises(InvalidRequestError, match="can't be combined with"):
         llm.embed("abc", normalize=True, pooling_params=PoolingParams())
     with pytest.raises(TypeError, match="must be PoolingParams"):
         llm.embed("abc", pooling_params=object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_an_llm_that_has_slept_says_the_same(folder: Path, backend: str, level: int) -> None:
+    settings = {"kv_cache_memory_bytes": 1 << 20, "threads": 1, "attention_backend": backend}
+    with LLM(str(folder), enable_sleep_mode=True, **settings) as llm:
+        expected = llm.generate(["abc", "xyz"], GREEDY)
+        stream = llm.stream("abc", GREEDY)
+        begun = next(stream).outputs[0].token_ids
+        llm.sleep(level, mode="keep")
+        assert llm.stats().sleep_level == level
+        with pytest.raises(EngineStateError, match="wake_up"):
+            llm.generate("abc", GREEDY)
+        assert llm.wake_up(["weights"]) is False
+        assert llm.wake_up() is True
+        *_, last = stream
+        assert last.outputs[0].token_ids == expected[0].outputs[0].token_ids
+        assert begun == last.outputs[0].token_ids[: len(begun)]
+        llm.sleep(level)
+        llm.wake_up()
+        again = llm.generate(["abc", "xyz"], GREEDY)
+        assert [one.outputs[0].token_ids for one in again] == [one.outputs[0].token_ids for one in expected]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_memory_is_given_back_in_a_sleep(folder: Path, backend: str) -> None:
+    settings = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 1024, "attention_backend": backend}
+    with LLM(str(folder), enable_sleep_mode=True, **settings) as llm:
+        model: Any = llm._core.loop._executor._model  # type: ignore[attr-defined]
+        for layer in model.attention_layers:
+            layer.cache.fill_(0)
+        weights = sum(tensor_bytes(one) for one in {id(one): one for one in tensors_of(model)}.values())
+        assert weights - llm.info.memory["kv_cache"] >= llm.info.memory["weights"] > 0
+        alive = weakref.ref(model)
+        del model, layer
+        before = _resident()
+        llm.sleep(1)
+        assert before - _resident() > 50 << 20
+        assert alive() is not None
+        llm.sleep(2)
+        assert alive() is None
+
+
+def _resident() -> int:
+    """Bytes of memory that this process occupies."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

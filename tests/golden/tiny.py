@@ -14,9 +14,9 @@ from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint
 from octavo.models.load.weights import load_weights
-from octavo.models.registry import build_model
+from octavo.models.registry import build_model, spec_of
 from octavo.nn.attention.base import AttentionBackend
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.none import Unquantized
 
 _COMMON = {
     "vocab_size": 199,
@@ -95,10 +95,12 @@ def load_model(
     files: ModelFiles,
     attention: AttentionBackend,
     dtype: torch.dtype = torch.float32,
-    scheme: type[Unquantised] = Unquantised,
+    scheme: type[Unquantized] = Unquantized,
 ) -> CausalLM:
     """Built and filled; every tensor of the checkpoint must have been used."""
-    model = build_model(files.config, dtype=dtype, device=torch.device("cpu"), attention=attention, scheme=scheme)
+    model = build_model(
+        spec_of(files.config), dtype=dtype, device=torch.device("cpu"), attention=attention, scheme=scheme
+    )
     report = load_weights(model, open_checkpoint(files))
     assert report.unread == ()
     return model

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from torch import Tensor
+from toy_engine import drive, tiny_config, tokens_of
+from toy_models import LLAMA, VOCAB, model_files
 
 from octavo.build import build_core
-from octavo.config import EngineConfig
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
-from octavo.hub.files import ModelFiles
 from octavo.native.build import NativeBuildError, load_library
 from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
-from octavo.worker.hooks import WorkerHook
+from octavo.worker.hooks import Hooks, WorkerHook
 from octavo.worker.runner import Runner
-
-VOCAB = 131
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "eos_token_id": 3,
-}
 
 
 class Moody(EngineHook):
@@ -90,10 +72,7 @@ def kernels():
 
 
 def engine(**settings: object) -> EngineLoop:
-    given = {"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 22, "seed": 11, "threads": 2}
-    config = EngineConfig.of(**given | settings)
-    files = ModelFiles(name="tiny", path=Path("tiny"), format="safetensors", weights=(), config=CONFIG)
-    return build_core(config, files)[0]
+    return build_core(tiny_config(**{"threads": 2, **settings}), model_files(LLAMA | {"tie_word_embeddings": True}))[0]
 
 
 def requests(seed: int) -> list[GenerateRequest]:
@@ -109,18 +88,6 @@ def requests(seed: int) -> list[GenerateRequest]:
     return made
 
 
-def tokens_of(loop: EngineLoop, asked: list[GenerateRequest]) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {}
-    waiting = list(asked)
-    while waiting or loop.busy:
-        if waiting:
-            loop.add(waiting.pop(0))
-        for delta in loop.step():
-            assert delta.error is None
-            tokens.setdefault(delta.id, []).extend(delta.tokens)
-    return tokens
-
-
 def runner_of(loop: EngineLoop) -> Runner:
     assert isinstance(loop._executor, Runner)
     return loop._executor
@@ -131,13 +98,13 @@ def runner_of(loop: EngineLoop) -> Runner:
 def test_one_call_a_step_changes_no_token(overlap, hooked, monkeypatch):
     taken = 0
 
-    def results(quick: bool) -> dict[str, list[int]]:
+    def results(quick: bool) -> dict[tuple[str, int], list[int]]:
         nonlocal taken
         loop = engine(async_scheduling=overlap)
         runner = runner_of(loop)
         assert runner._decoding is not None
-        loop._scheduler._hooks = [*loop._scheduler._hooks, *(one() for one, _ in HOOKS[hooked])]
-        runner._hooks = [*runner._hooks, *(other() for _, other in HOOKS[hooked])]
+        loop._scheduler._hooks.extend(one() for one, _ in HOOKS[hooked])
+        runner._hooks = Hooks([*runner._hooks._hooks, *(other() for _, other in HOOKS[hooked])])
         if quick:
             forward = runner._decoding.forward
 
@@ -149,7 +116,7 @@ def test_one_call_a_step_changes_no_token(overlap, hooked, monkeypatch):
             monkeypatch.setattr(runner._decoding, "forward", counted)
         else:
             runner._decoding = None
-        return tokens_of(loop, requests(seed))
+        return tokens_of(drive(loop, requests(seed), at_once=1))
 
     seed = random.randrange(2**32)
     print("seed", seed)
@@ -164,8 +131,9 @@ def test_a_row_without_usable_logits_ends_alone():
         loop.add(GenerateRequest(id=f"r{i}", tokens=[5, 6 + i], params=params))
     loop.step()
     for layer in runner_of(loop)._model.attention_layers:
-        layer.cache[loop._scheduler._running[1].table.blocks[0]] = float("nan")
+        layer.cache[loop._scheduler._roster.running[1].table.blocks[0]] = float("nan")
     errors = {delta.id: delta.error for delta in loop.step() if delta.error}
     assert list(errors) == ["r1"]
     assert "no usable logits" in errors["r1"]
-    assert {name: len(tokens) for name, tokens in tokens_of(loop, []).items()} == {"r0": 7, "r2": 7}
+    left = tokens_of(drive(loop, []))
+    assert {name: len(tokens) for (name, _), tokens in left.items()} == {"r0": 7, "r2": 7}

@@ -6,7 +6,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_invariance import FEATURES, files, requests, run
+from test_invariance import FEATURES, requests, run
+from toy_models import model_files
 
 from octavo.build import build_core
 from octavo.config import EngineConfig
@@ -50,7 +51,7 @@ def test_without_kernels_it_works_too(backend: str) -> None:
 @pytest.mark.parametrize("name", ["int8", "int8_per_token_head"])
 def test_its_capacity_counts_the_scales(name: str) -> None:
     settings = {"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 18, "max_model_len": 160, "threads": 1}
-    _, info = build_core(EngineConfig.of(**settings, kv_cache_dtype=name), files())
+    _, info = build_core(EngineConfig.of(**settings, kv_cache_dtype=name), model_files())
     assert info.kv_bytes_per_token == BYTES_PER_TOKEN
     assert info.num_blocks == (1 << 18) // (16 * BYTES_PER_TOKEN)
     assert info.kv_form == "int8"

@@ -8,43 +8,23 @@ from __future__ import annotations
 import itertools
 import random
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_engine import drive, tiny_config, tokens_of
+from toy_models import LLAMA_KV_BYTES_PER_TOKEN, VOCAB, model_files
 
 from octavo.build import build_core
-from octavo.config import EngineConfig
 from octavo.core.params import SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.executor import Executor, Step
-from octavo.hub.files import ModelFiles
-
-VOCAB = 131
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "eos_token_id": 3,
-}
-KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 FEATURES: dict[str, dict[str, Any]] = {
     "overlap": {"async_scheduling": True},
     "chunked prefill": {"max_num_batched_tokens": 8, "max_num_seqs": 8},
-    "preemption": {"memory_bytes": 192 * KV_BYTES_PER_TOKEN, "max_model_len": 160},
+    "preemption": {"memory_bytes": 192 * LLAMA_KV_BYTES_PER_TOKEN, "max_model_len": 160},
     "no prefix cache": {"enable_prefix_caching": False},
     "small batches": {"max_num_seqs": 3},
     "large blocks": {"block_size": 32},
@@ -73,10 +53,6 @@ def requests() -> list[GenerateRequest]:
     return made
 
 
-def files() -> ModelFiles:
-    return ModelFiles(name="tiny", path=Path("tiny"), format="safetensors", weights=(), config=CONFIG)
-
-
 class Faulty:
     """An executor whose step raises once, when it has been computed and has left its traces on the worker."""
 
@@ -99,23 +75,10 @@ class Faulty:
 def run(
     asked: list[GenerateRequest], *, fault_at: int | None = None, **settings: Any
 ) -> tuple[dict[tuple[str, int], list[int]], EngineStats]:
-    config = EngineConfig.of(
-        **{"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 22, "seed": 11, "threads": 1, **settings}
-    )
-    loop, _ = build_core(config, files())
+    loop, _ = build_core(tiny_config(**settings), model_files())
     if fault_at is not None:
         loop._executor = Faulty(loop._executor, fault_at)
-    tokens: dict[tuple[str, int], list[int]] = {}
-    waiting = list(asked)
-    while waiting or loop.busy:
-        for request in waiting[:2]:
-            loop.add(request)
-        del waiting[:2]
-        for delta in loop.step():
-            assert delta.error is None
-            tokens.setdefault((delta.id, delta.index), []).extend(delta.tokens)
-    loop.check_idle()
-    return tokens, loop.stats()
+    return tokens_of(drive(loop, asked)), loop.stats()
 
 
 @cache

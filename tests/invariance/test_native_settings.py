@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from test_invariance import CONFIG, files
+from toy_models import LLAMA, model_files
 
 from octavo.build import build_core
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.hub.files import ModelFiles
 
 SMALL = {"load_format": "dummy", "memory_bytes": 1 << 22, "threads": 1}
-
-
-def shaped(**changes: int) -> ModelFiles:
-    made = files()
-    return ModelFiles(name="tiny", path=made.path, format=made.format, weights=(), config={**CONFIG, **changes})
 
 
 @pytest.mark.parametrize(
@@ -30,10 +24,10 @@ def shaped(**changes: int) -> ModelFiles:
 )
 def test_a_setting_that_would_do_nothing_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        build_core(EngineConfig.of(**SMALL, **settings), files())
+        build_core(EngineConfig.of(**SMALL, **settings), model_files())
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 72, "head_dim": 16}, {"intermediate_size": 100}], ids=str)
 def test_a_shape_that_the_program_does_not_take_runs_layer_by_layer(changes, caplog):
-    build_core(EngineConfig.of(**SMALL), shaped(**changes))
+    build_core(EngineConfig.of(**SMALL), model_files(LLAMA | changes))
     assert "layer by layer in torch" in caplog.text

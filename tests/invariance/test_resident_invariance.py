@@ -6,9 +6,8 @@ Without a GPU the kernels run in Triton's interpreter, on few and short requests
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,42 +17,20 @@ import torch
 pytest.importorskip("triton")
 
 from torch import Tensor
+from toy_engine import drive, tiny_config
+from toy_graphs import unrecorded_graphs
+from toy_models import QWEN3, VOCAB, Behind, model_files
 
 from octavo.build import build_core
-from octavo.config import EngineConfig
 from octavo.core.output import TokenDelta, TokenLogprobs
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest, Request
-from octavo.device.cpu import CpuDevice
 from octavo.features import Feature
-from octavo.hub.files import ModelFiles
 from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import WorkerHook
-from octavo.worker.resident import graphs
-from octavo.worker.resident.graphs import DecodeGraphs
-from octavo.worker.resident.runner import ResidentRunner
-from octavo.worker.worker import Worker
 
 GPU = torch.cuda.is_available()
-VOCAB = 131
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "eos_token_id": 3,
-}
 COUNT = 40 if GPU else 4
 HEAD, TAIL = (33, 30) if GPU else (17, 12)
 """Tokens of the prompts' common beginning, and one more than they have of their own at most."""
@@ -66,15 +43,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "small batches": {"max_num_seqs": 2},
     "preemption": {"policy": "priority", "max_num_seqs": 2},
 } | ({"eager": {"enforce_eager": True}} if GPU else {})
-
-
-class Behind(CpuDevice):
-    """A CPU that is driven as if it ran behind its host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.resident = True
-        self.default_depth = 1
 
 
 def requests() -> list[GenerateRequest]:
@@ -121,19 +89,8 @@ def tokens_of(news: list[TokenDelta]) -> dict[str, list[int]]:
 
 
 def deltas(asked: list[GenerateRequest], **settings: Any) -> list[TokenDelta]:
-    files = ModelFiles(name="tiny", path=Path("tiny"), format="safetensors", weights=(), config=CONFIG)
-    config = EngineConfig.of(
-        **{"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 21, "seed": 11, "threads": 1, **settings}
-    )
-    loop, _ = build_core(config, files)
-    news: list[TokenDelta] = []
-    waiting = list(asked)
-    while waiting or loop.busy:
-        for request in waiting[:2]:
-            loop.add(request)
-        del waiting[:2]
-        news += loop.step()
-    loop.check_idle()
+    loop, _ = build_core(tiny_config(**{"memory_bytes": 1 << 21, **settings}), model_files(QWEN3))
+    news = list(drive(loop, asked))
     loop.close()
     return news
 
@@ -161,6 +118,23 @@ def test_greedy_tokens_are_those_of_the_cpu(name, monkeypatch):
     news = deltas(requests(), **behind(monkeypatch), **FEATURES[name])
     assert tokens_of(news) == expected
     assert any(delta.num_preemptions for delta in news) == (name == "preemption")
+
+
+def test_products_in_halves_are_added_by_the_norm_that_follows(monkeypatch):
+    """Some are, some go to the stream themselves, so that each follows each."""
+    came = []
+
+    def halves(x: Tensor, weight: Tensor) -> Tensor | None:
+        came.append(len(came) % 3 != 0)
+        middle = x.shape[1] // 2
+        parts = ((x[:, :middle], weight[:, :middle]), (x[:, middle:], weight[:, middle:]))
+        return torch.stack([part @ matrix.t() for part, matrix in parts]) if came[-1] else None
+
+    monkeypatch.setattr("octavo.nn.ops.products.halves", halves)
+    asked = requests()[:4]
+    expected = {request.id: truth()[request.id] for request in asked}
+    assert resident(asked, monkeypatch, enforce_eager=True) == expected
+    assert {True, False} == set(came)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
@@ -319,39 +293,10 @@ def test_bans_features_and_reports_are_those_of_the_cpu(name, worker, monkeypatc
         check_close(found[key][3], expected[key][3])
 
 
-class Unrecorded(DecodeGraphs):
-    """Graphs that compute anew what they would replay, and count how often."""
-
-    replayed: dict[str, int]
-
-    def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
-        self._reserve(max_rows)
-        for size in self._sizes:
-            self._graphs[size] = graphs._Size(Again(self, "forward", size), Again(self, "sample", size))
-
-
-class Again:
-    def __init__(self, owner: Unrecorded, what: str, size: int) -> None:
-        self._owner, self._what, self._size = owner, what, size
-
-    def replay(self) -> None:
-        Unrecorded.replayed[self._what] += 1
-        getattr(self._owner, f"_{self._what}")(self._size)
-
-
 @pytest.mark.skipif(GPU, reason="on a GPU all other tests replay graphs")
 @pytest.mark.parametrize("worker", [OddWorker(), Following(), Forbidding()], ids=lambda worker: type(worker).__name__)
 def test_a_feature_that_only_changes_logits_leaves_the_graphs(worker, monkeypatch):
     """Its own steps replay the forward pass, all others the sampling too; its own as well if it only forbids tokens."""
-    make = Worker.make_runner
-
-    def recorded(self: Worker, **settings: Any) -> Any:
-        runner = make(self, **settings)
-        if isinstance(runner, ResidentRunner):
-            runner.capture(settings["num_slots"])
-        return runner
-
-    Unrecorded.replayed = {"forward": 0, "sample": 0}
     Following.told = 0
     with_feature(monkeypatch, worker)
     lengths = {"plain": 14, "odd": 5, "fail": 5}
@@ -360,14 +305,13 @@ def test_a_feature_that_only_changes_logits_leaves_the_graphs(worker, monkeypatc
         for name, length in lengths.items()
     ]
     expected = summary(deltas(asked, device="cpu", attention_backend="torch", max_num_seqs=4))
-    monkeypatch.setattr(Worker, "make_runner", recorded)
-    monkeypatch.setattr("octavo.worker.resident.runner.DecodeGraphs", Unrecorded)
+    replayed = unrecorded_graphs(monkeypatch)
     found = summary(deltas(asked, **behind(monkeypatch), max_num_seqs=4))
     assert {key: each[:2] for key, each in found.items()} == {key: each[:2] for key, each in expected.items()}
     if isinstance(worker, Following):
-        assert Unrecorded.replayed == {"forward": 0, "sample": 0}
+        assert replayed == {"forward": 0, "sample": 0}
         assert Following.told > 10
     elif isinstance(worker, Forbidding):
-        assert Unrecorded.replayed["forward"] == Unrecorded.replayed["sample"] > 10
+        assert replayed["forward"] == replayed["sample"] > 10
     else:
-        assert Unrecorded.replayed["forward"] > Unrecorded.replayed["sample"] > 3
+        assert replayed["forward"] > replayed["sample"] > 3

@@ -13,8 +13,20 @@ from octavo.nn.attention.kv_int8 import pack, unpack
 from octavo.nn.attention.reference import attend_dense
 from octavo.nn.step import StepInput
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Absolute, and relative to the expected value on top: outputs are of order 1."""
+TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Absolute, and relative to the expected value on top: outputs are of order 1.
+
+In float32 the worst of a case is typically 0.2 of it; heads of 256, with more to sum, come to 0.4 once in some hundred.
+"""
+
+
+def tolerance(dtype: torch.dtype, backend: AttentionBackend) -> float:
+    """As `TOLERANCE`, for what a backend makes of its cache. Each is twice the worst of a thousand cases or more."""
+    if not getattr(backend, "int8", False):
+        return TOLERANCE[dtype]
+    if backend.name == "torch":
+        return 5 * TOLERANCE[dtype]  # integers times their scales are rounded once more on their way to torch's kernel
+    return max(TOLERANCE[dtype], 2e-3)  # queries and weights are integers of 16 bits
 
 
 @dataclass
@@ -102,15 +114,21 @@ def _sequences(
     for (length, queries), blocks in zip(rows, tables, strict=True):
         shape = (length, spec.num_kv_heads, spec.head_dim)
         k, v = (_randn(shape, rng.random(), 1.5).to(dtype) for _ in range(2))
+        taker = Sequence(k, v, blocks, queries)
         if sequences and rng.random() < 0.5:
             donor = rng.choice(sequences)
-            shared = min(donor.length - donor.queries, length - queries) // block_size
-            shared = rng.randint(0, shared)
-            blocks = donor.blocks[:shared] + blocks[shared:]
-            k[: shared * block_size] = donor.k[: shared * block_size]
-            v[: shared * block_size] = donor.v[: shared * block_size]
-        sequences.append(Sequence(k, v, blocks, queries))
+            share(taker, donor, rng.random(), block_size)
+        sequences.append(taker)
     return sequences
+
+
+def share(taker: Sequence, donor: Sequence, part: float, block_size: int) -> None:
+    """Let `taker` begin with `part` of the whole blocks that both could have in common."""
+    most = min(one.length - one.queries for one in (taker, donor)) // block_size
+    count = round(part * most)
+    taker.blocks[:count] = donor.blocks[:count]
+    taker.k[: count * block_size] = donor.k[: count * block_size]
+    taker.v[: count * block_size] = donor.v[: count * block_size]
 
 
 def _randn(shape: tuple[int, ...], seed: float, scale: float) -> Tensor:

@@ -86,7 +86,7 @@ def test_a_poisoned_neighbour_stays_alone(window):
         case.sequences[1].k[:] = torch.nan
         q = case.q(1)
         got, expected = ragged.run(case, backend, q), case.expected(q, int8=backend.int8)
-        limit = 1e-3 if backend.int8 else 2e-5
+        limit = ragged.tolerance(torch.float32, backend)
         for mine in (slice(0, 1), slice(31, 32)):
             torch.testing.assert_close(got[mine].double(), expected[mine], atol=limit, rtol=limit, msg=case.label)
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,10 @@ def fresh(monkeypatch, tmp_path):
     sources.mkdir()
     for source in native_build.SOURCES.glob("*.cpp"):
         (sources / source.name).write_text("")
-    (sources / "linear.cpp").write_text('extern "C" int octavo_self_test() { return 0; }\n')
+    (sources / "program.cpp").write_text('extern "C" int octavo_self_test() { return 0; }\n')
     monkeypatch.setattr(native_build, "SOURCES", sources)
-    kept = (native_build._load, native_build._load_separate, select._advise)
+    monkeypatch.setattr(native_build, "_built", {})
+    kept = (native_build._load_separate, select._advise)
     for cached in kept:
         cached.cache_clear()
     yield tmp_path
@@ -133,28 +135,67 @@ def test_the_next_compiler_is_tried(fresh, monkeypatch):
 @has_compiler
 def test_a_second_load_compiles_nothing(fresh, monkeypatch):
     native_build.load_library()
-    native_build._load.cache_clear()
-    monkeypatch.setattr(native_build, "_compile", lambda *_: pytest.fail("compiled again"))
+    native_build._built.clear()
+    monkeypatch.setattr(native_build, "_compile_unit", lambda *_: pytest.fail("compiled again"))
     native_build.load_library()
 
 
+@pytest.fixture
+def separate(fresh):
+    """Sources of three libraries of their own, each with a function of its number."""
+    for number, name in enumerate(native_build.SEPARATE):
+        (fresh / "sources" / f"{name}.cpp").write_text(f'extern "C" int number() {{ return {number}; }}\n')
+    return fresh
+
+
+def compiled_libraries(folder: Path) -> set[str]:
+    """The separate ones among them."""
+    return {path.stem.rpartition("-")[2] for path in (folder / "cache").rglob("*.so")} & {*native_build.SEPARATE}
+
+
 @has_compiler
-def test_what_few_need_is_compiled_once_it_is_wanted(fresh, monkeypatch):
-    source = fresh / "sources" / "attention_int8.cpp"
-    source.write_text('extern "C" int octavo_attend_int8() { return 7; }\n')
-    assert not hasattr(native_build.load_library(), "octavo_attend_int8")
-    assert native_build.load_separate("attention_int8").octavo_attend_int8() == 7
+def test_only_what_is_needed_is_compiled_and_once(separate, monkeypatch):
+    assert not hasattr(native_build.load_library("auto", ["words"]), "number")
+    assert compiled_libraries(separate) == {"words"}
+    numbers = [native_build.load_separate(name).number() for name in ("words", "blocks")]
+    assert numbers == [native_build.SEPARATE.index(name) for name in ("words", "blocks")]
+    assert compiled_libraries(separate) == {"words", "blocks"}
+    native_build._built.clear()
     native_build._load_separate.cache_clear()
-    monkeypatch.setattr(native_build, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert native_build.load_separate("attention_int8").octavo_attend_int8() == 7
+    monkeypatch.setattr(native_build, "_compile_unit", lambda *_: pytest.fail("compiled again"))
+    native_build.load_library("auto", ["blocks", "words"])
+    assert native_build.load_separate("blocks").number() == numbers[1]
+
+
+@has_compiler
+def test_a_folder_that_cannot_be_written_any_more_keeps_what_it_has(separate, monkeypatch):
+    """What lacks lies elsewhere, and only that is compiled again."""
+    native_build.load_library("auto", ["words"])
+    native_build._built.clear()
+    native_build._load_separate.cache_clear()
+    elsewhere = separate / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr(native_build, "_writable", lambda _: elsewhere)
+    native_build.load_library("auto", ["words", "blocks"])
+    assert compiled_libraries(separate) == {"words"}
+    (library,) = elsewhere.rglob("*.so")
+    assert library.stem.endswith("-blocks")
+
+
+@has_compiler
+def test_a_library_that_cannot_be_compiled_is_told(separate):
+    (separate / "sources" / "blocks.cpp").write_text("#error no such thing\n")
+    native_build.load_library("auto", ["words"])
+    with pytest.raises(NativeBuildError, match="no such thing"):
+        native_build.load_separate("blocks")
 
 
 @has_compiler
 def test_changed_sources_get_a_library_of_their_own(fresh):
     native_build.load_library()
-    with (fresh / "sources" / "linear.cpp").open("a") as source:
+    with (fresh / "sources" / "program.cpp").open("a") as source:
         source.write("// changed\n")
-    native_build._load.cache_clear()
+    native_build._built.clear()
     native_build.load_library()
     assert len(list((fresh / "cache").rglob("*.so"))) == 2
 
@@ -178,11 +219,36 @@ def test_a_cache_folder_that_cannot_be_made_is_no_obstacle(fresh, monkeypatch):
     monkeypatch.setenv("OCTAVO_CACHE", str(fresh / "file" / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(fresh))
     assert native_build.load_library().octavo_self_test() == 0
+    (library,) = fresh.rglob("*.so")
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    native_build._built.clear()
+    monkeypatch.setattr(native_build, "_compile_unit", lambda *_: pytest.fail("compiled again"))
+    native_build.load_library()
+
+
+def test_what_another_user_may_have_put_there_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usual = native_build._own_temporary()
+    assert native_build._own_temporary() == usual
+    usual.chmod(0o777)
+    assert native_build._own_temporary() != usual
+    usual.rmdir()
+    usual.symlink_to(tmp_path)
+    assert native_build._own_temporary() != usual
+
+
+@has_compiler
+def test_what_killed_compilations_left_is_removed_once_it_is_old(fresh):
+    folder = fresh / "cache" / "native"
+    for name, age_s in (("build-old", 3600), ("build-now", 0)):
+        (folder / name).mkdir(parents=True)
+        os.utime(folder / name, (time.time() - age_s,) * 2)
+    native_build.load_library()
+    assert {path.name for path in folder.glob("build-*")} == {"build-now"}
 
 
 def test_an_instruction_set_that_cannot_be_had_is_refused(monkeypatch):
     monkeypatch.setattr(native_build, "usable", lambda: [isa.LEVELS[-1]])
-    native_build._load.cache_clear()
+    monkeypatch.setattr(native_build, "_built", {})
     with pytest.raises(ConfigError, match=r"--cpu-isa avx512: .*this processor has portable"):
         select.select(None, request(torch.float32, isa="avx512"))
-    native_build._load.cache_clear()

@@ -15,7 +15,7 @@ from octavo.native.build import NativeBuildError, load_library
 from octavo.native.isa import LEVELS, usable
 from octavo.native.program import BLOCK, Pool, Program, ProgramBuilder, row_bytes
 from octavo.nn.ops.rope import apply_rope
-from octavo.nn.quant.blocks import alike, dequantised
+from octavo.nn.quant.blocks import alike, dequantized
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
 from octavo.nn.weights import Blocks
 
@@ -113,12 +113,12 @@ def test_linear(pool, generator, dtype, epilogue, tokens, rows, columns):
     torch.testing.assert_close(got.double(), expected, atol=limit, rtol=limit)
 
 
-def quantised(pool: Pool, x: Tensor, planes: int, zero_point: int) -> Tensor:
+def quantized(pool: Pool, x: Tensor, planes: int, zero_point: int) -> Tensor:
     """The rows as the kernels keep them, [T, bytes]."""
     tokens, columns = x.shape
     width = row_bytes(Dtype.INT8, columns, planes)
     b = ProgramBuilder.make(columns * 4, width, planes)
-    b.quantise(0, 1, Dtype.FLOAT, columns, zero_point=zero_point)
+    b.quantize(0, 1, Dtype.FLOAT, columns, zero_point=zero_point)
     return run(pool, b, x, torch.zeros(tokens, width, dtype=torch.uint8))
 
 
@@ -141,9 +141,9 @@ def read(rows: Tensor, columns: int, planes: int, zero_point: int) -> tuple[Tens
 
 @pytest.mark.parametrize("planes", [1, 2])
 @pytest.mark.parametrize("columns", [32, 96, 576])
-def test_quantise(pool, generator, planes, columns):
+def test_quantize(pool, generator, planes, columns):
     x = torch.randn(9, columns, generator=generator) * torch.rand(9, 1, generator=generator) * 100
-    integers, scales, scaled_sums = read(quantised(pool, x, planes, 8), columns, planes, 8)
+    integers, scales, scaled_sums = read(quantized(pool, x, planes, 8), columns, planes, 8)
     blocks = integers.unflatten(1, (-1, 32))
     most = blocks.abs().amax(-1)
     assert most.max() <= (127 if planes == 1 else 32639)
@@ -163,11 +163,11 @@ def test_quantise(pool, generator, planes, columns):
 def test_integer_linear(pool, generator, kind, planes, epilogue, tokens, rows, columns):
     halves = epilogue is Epilogue.GATE
     parts = [random_blocks(generator, rows // (2 if halves else 1), columns, kind) for _ in range(2 if halves else 1)]
-    weight = torch.cat([dequantised(replace(part, minima=None), torch.float32) for part in parts])
+    weight = torch.cat([dequantized(replace(part, minima=None), torch.float32) for part in parts])
     panels = interleave(*map(pack_blocks, parts)) if halves else pack_blocks(parts[0])
     before = torch.randn(tokens, rows // (2 if halves else 1), generator=generator)
     zero_point, has_minima = parts[0].zero_point, parts[0].minima is not None
-    x = quantised(pool, torch.randn(tokens, columns, generator=generator), planes, zero_point)
+    x = quantized(pool, torch.randn(tokens, columns, generator=generator), planes, zero_point)
     result = before.clone()
     b = ProgramBuilder.make(x.shape[1], result.shape[1] * 4, planes)
     dtype = Dtype.INT4 if parts[0].bits == 4 else Dtype.INT8
@@ -194,7 +194,7 @@ def test_rows_of_zeros_and_flawed_rows(pool, planes):
     panels = pack_blocks(blocks)
     b = ProgramBuilder.make(256, 64, planes)
     integers = b.buffer(row_bytes(Dtype.INT8, 64, planes))
-    b.quantise(0, integers, Dtype.FLOAT, 64, zero_point=128)
+    b.quantize(0, integers, Dtype.FLOAT, 64, zero_point=128)
     b.linear(integers, 1, Dtype.INT8, 16, 64, panels.data_ptr(), zero_point=128)
     got = run(pool, b, x, torch.ones(3, 16))
     assert torch.equal(got[0], torch.zeros(16))
@@ -257,7 +257,7 @@ def test_embedding_of_integers(pool, generator, kind):
     zero_point, has_minima = blocks.zero_point, blocks.minima is not None
     b.embed(panels.data_ptr(), dtype, 64, 1, packed=True, zero_point=zero_point, minima=has_minima)
     run(pool, b, ids, result, input_ids=ids.data_ptr())
-    torch.testing.assert_close(result, dequantised(blocks, torch.float32)[ids], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(result, dequantized(blocks, torch.float32)[ids], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("planes", [1, 2])
@@ -274,7 +274,7 @@ def test_a_row_gives_the_same_bits_in_any_batch(pool, generator, kind, planes):
         panels, zero_point, has_minima = pack_blocks(blocks), blocks.zero_point, blocks.minima is not None
         dtype = Dtype.INT4 if blocks.bits == 4 else Dtype.INT8
         integers = b.buffer(row_bytes(Dtype.INT8, columns, planes))
-        b.quantise(0, integers, Dtype.FLOAT, columns, zero_point=zero_point)
+        b.quantize(0, integers, Dtype.FLOAT, columns, zero_point=zero_point)
         b.linear(integers, 1, dtype, rows, columns, panels.data_ptr(), zero_point=zero_point, minima=has_minima)
     whole = run(pool, b, x, torch.empty(40, rows))
     for first, count in ((0, 1), (3, 5), (11, 12), (20, 13)):
@@ -287,4 +287,4 @@ def test_parts_in_different_formats_meet_in_one_that_holds_both(generator):
     same = alike(parts)
     assert {(part.bits, part.zero_point) for part in same} == {(8, 128)}
     for part, before in zip(same, parts, strict=True):
-        torch.testing.assert_close(dequantised(part, torch.float32), dequantised(before, torch.float32))
+        torch.testing.assert_close(dequantized(part, torch.float32), dequantized(before, torch.float32))

@@ -22,7 +22,7 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import EOS, VOCAB, ToyDevice, toy_generate
 from octavo.schedule.hooks import EngineHook
-from octavo.schedule.policy import make_policy
+from octavo.schedule.policy import POLICIES, make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 
 BLOCK = 4
@@ -66,6 +66,7 @@ class World:
     policy: str
     share: bool
     poison: int | None = None
+    watermark: float = 0.0
     asked: dict[str, GenerateRequest] = field(default_factory=dict)
     outputs: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: Counter = field(default_factory=Counter)
@@ -82,6 +83,8 @@ class World:
             max_ahead=1 if self.depth > 1 and self.rng.random() < 0.5 else self.depth + 1,
             num_drafts=self.num_drafts,
             share_prefixes=self.share,
+            watermark=self.watermark,
+            paced_tokens=self.rng.choice([0, 1, 4, 12]),
         )
         self.scheduler = Scheduler(self.cache, limits, make_policy(self.policy), eos_token_ids=[EOS], hooks=[self.hook])
         self.device = ToyDevice(
@@ -133,8 +136,8 @@ class World:
     def check(self) -> None:
         assert self.cache.num_free == self.num_blocks, "leak"
         assert not self.hook.alive, "a feature was not told of an end"
-        assert not self.scheduler._alive
-        assert sorted(self.scheduler._free_slots) == list(range(6))
+        assert len(self.scheduler._roster) == 0
+        assert sorted(self.scheduler._roster._free_slots) == list(range(6))
         for request in self.asked.values():
             for index in range(request.params.n):
                 self.check_choice(request, index)
@@ -170,8 +173,9 @@ def worlds(draw):
         num_drafts=draw(st.sampled_from([0, 0, 1, 3])),
         num_blocks=draw(st.sampled_from([9, 14, 20, 80])),
         budget=draw(st.sampled_from([6, 9, 16, 64])),
-        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        policy=draw(st.sampled_from(sorted(POLICIES))),
         share=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
     )
 
 
@@ -251,9 +255,9 @@ def test_the_urgent_go_first_and_each_displaces_one(seed, depth, slots):
             outputs[delta.id] += delta.tokens
             if delta.finish is not None:
                 preemptions[next(r.priority for r in requests if r.id == delta.id)] += delta.num_preemptions
-        first = scheduler._waiting.peek()
-        if depth == 0 and first is not None and scheduler._running and len(scheduler._running) == slots:
-            assert first.spec.priority >= scheduler._running[-1].spec.priority
+        first = scheduler._roster.waiting.peek()
+        if depth == 0 and first is not None and scheduler._roster.running and len(scheduler._roster.running) == slots:
+            assert first.spec.priority >= scheduler._roster.running[-1].spec.priority
     for r in requests:
         stops = set(r.params.stop_token_ids or ()) | (set() if r.params.ignore_eos else {EOS})
         assert outputs[r.id] == toy_generate(r.tokens, r.params.max_tokens, stop_ids=stops, seed=r.params.seed)

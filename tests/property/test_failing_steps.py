@@ -13,6 +13,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import VOCAB, ToyDevice, toy_generate
+from octavo.schedule.beam import BeamSearch
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
@@ -112,6 +113,25 @@ def test_a_search_that_can_not_be_computed_ends_whole_and_alone(depth):
         assert ends["search", index].finish is FinishReason.ERROR
         assert "can't compute token 99" in ends["search", index].error
     assert engine.outputs("other") == {0: toy_generate(PROMPTS["other"], 8, stop_ids=())}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_search_whose_arithmetic_fails_ends_whole_and_keeps_nobody_waiting(depth, monkeypatch, caplog):
+    rounds = iter(range(100))
+
+    def step(search, outputs, found, step=BeamSearch.step):
+        if next(rounds) == 2:
+            raise OverflowError("a power beyond all floats")
+        return step(search, outputs, found)
+
+    monkeypatch.setattr(BeamSearch, "step", step)
+    engine = searched(Reporting(64, BLOCK), depth)
+    ends = engine.ends()
+    assert sorted(ends) == [("other", 0), ("search", 0), ("search", 1)]
+    for index in (0, 1):
+        assert ends["search", index].error == "Internal error: OverflowError: a power beyond all floats"
+    assert engine.outputs("other") == {0: toy_generate(PROMPTS["other"], 8, stop_ids=())}
+    assert "the beam search of request search failed" in caplog.text
 
 
 class Broken(EngineHook):

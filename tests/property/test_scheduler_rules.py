@@ -13,17 +13,33 @@ from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
 from octavo.schedule.hooks import EngineHook
-from octavo.schedule.policy import make_policy
+from octavo.schedule.policy import POLICIES, make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 
 BLOCK = 4
 
 
 class Engine:
-    def __init__(self, num_blocks=64, budget=64, depth=0, policy="fcfs", seqs=64, fail_at=(), poison=None):
+    def __init__(
+        self,
+        num_blocks=64,
+        budget=64,
+        depth=0,
+        policy="fcfs",
+        seqs=64,
+        fail_at=(),
+        poison=None,
+        watermark=0.0,
+        paced_tokens=0,
+    ):
         self.cache = KVCache(num_blocks, BLOCK)
         limits = Limits(
-            max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=num_blocks * BLOCK, max_ahead=depth + 1
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=num_blocks * BLOCK,
+            max_ahead=depth + 1,
+            watermark=watermark,
+            paced_tokens=paced_tokens,
         )
         self.scheduler = Scheduler(self.cache, limits, make_policy(policy))
         self.device = ToyDevice(num_blocks, BLOCK, fail_at=fail_at, poison=poison)
@@ -80,6 +96,39 @@ def test_a_choice_waits_until_its_copy_of_the_shared_block_has_room():
     ]
 
 
+@pytest.mark.parametrize(
+    ("lacks", "limits"),
+    [
+        ("seats", {"seqs": 2}),
+        ("step_tokens", {"budget": 13}),
+        ("kv_blocks", {"num_blocks": 10}),
+        ("", {}),
+    ],
+)
+def test_it_is_told_what_those_who_wait_lack(lacks, limits):
+    """Prompts of 10 tokens, which take 3 blocks of 4 and a little for growth."""
+    engine = Engine(**limits)
+    for name in range(4):
+        engine.ask(str(name), [name, *range(1, 10)])
+    engine.deltas += engine.loop.step()
+    assert engine.scheduler.stats().waits_for == lacks
+    assert bool(engine.scheduler.stats().num_waiting) == bool(lacks)
+    assert engine.run().scheduler.stats().waits_for == ""
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_prompt_tokens_are_counted_as_they_are_computed(budget):
+    engine = Engine(budget=budget)
+    engine.ask("r", range(1, 31))
+    engine.deltas += engine.loop.step()
+    assert engine.scheduler.stats().step_prompt_tokens == min(budget, 30)
+    stats = engine.run().scheduler.stats()
+    assert (stats.step_prompt_tokens, stats.step_tokens) == (30, 33)
+    assert stats.handled_tokens == 30 + 4  # the step that ended the prompt sampled a token besides
+    assert stats.steps_by_tokens[0] == 3
+    assert sum(stats.steps_by_tokens) == stats.num_steps
+
+
 def test_a_long_prompt_never_holds_up_a_decode():
     engine = Engine(budget=8)
     engine.ask("short", [1, 2, 3], max_tokens=12, ignore_eos=True)
@@ -91,6 +140,25 @@ def test_a_long_prompt_never_holds_up_a_decode():
         assert len(engine.output("short")) == before + 1
     engine.run()
     assert engine.output("long") == toy_generate(list(range(1, 41)), 1)
+
+
+@pytest.mark.parametrize(("watermark", "preemptions"), [(0.0, 1), (0.3, 0)])
+def test_a_reserve_lets_running_requests_grow_instead_of_being_preempted(watermark, preemptions):
+    engine = Engine(num_blocks=10, watermark=watermark)
+    for name, token in (("first", 1), ("second", 2)):
+        engine.ask(name, [token] * 16, max_tokens=12, ignore_eos=True)
+    engine.run()
+    assert sum(d.num_preemptions for d in engine.deltas if d.finish) == preemptions
+    assert engine.output("second") == toy_generate([2] * 16, 12, stop_ids=())
+
+
+def test_no_reserve_is_held_against_a_request_that_runs_alone_or_waits_for_its_beams():
+    engine = Engine(num_blocks=10, watermark=1.0)
+    engine.ask("whole", range(1, 37), max_tokens=4, ignore_eos=True)
+    engine.ask("beams", [1, 2, 3], max_tokens=6, beam_width=3)
+    engine.run()
+    assert len(engine.output("whole")) == 4
+    assert len(engine.output("beams")) > 0
 
 
 def test_priority_runs_the_urgent_first_and_preempts_the_rest():
@@ -338,7 +406,7 @@ def test_waste_is_counted():
     assert stats.kv_slots_allocated == 0
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("depth", [0, 1])
 def test_background_work_makes_way_under_every_policy(policy, depth):
     engine = Engine(depth=depth, policy=policy, seqs=2)

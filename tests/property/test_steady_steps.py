@@ -121,3 +121,40 @@ def test_a_repeated_step_is_the_one_that_would_have_been_decided_on(depth, monke
         assert quick[0] == slow[0], f"seed {seed}: other plans"
         assert quick[1] == slow[1], f"seed {seed}: other news or counters"
     assert repeated > 100
+
+
+class Witness(Reader):
+    """Counts what it is asked and told."""
+
+    admits_for_good = True
+
+    def __init__(self) -> None:
+        super().__init__(opt_in=True)
+        self.asked = 0
+
+    def admit(self, request, num_tokens):
+        self.asked += 1
+        return num_tokens
+
+    def on_commit(self, request, tokens):
+        assert self.name in request.spec.options, "told of a request that does not concern it"
+        super().on_commit(request, tokens)
+        return False
+
+
+def test_who_admits_for_good_is_asked_once_and_told_of_each_token():
+    witness = Witness()
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60, max_ahead=1)
+    scheduler = Scheduler(KVCache(60, BLOCK), limits, make_policy("fcfs"), eos_token_ids=[EOS], hooks=[witness])
+    loop = EngineLoop(scheduler, ToyDevice(60, BLOCK))
+    for name, options in (
+        ("with", {"reader": msgspec.Raw(b"\xc0")}),
+        ("other", {"else": msgspec.Raw(b"\xc0")}),
+        ("bare", {}),
+    ):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        loop.add(GenerateRequest(id=name, tokens=[5, 6], params=params, options=options))
+    while loop.busy:
+        loop.step()
+    assert len(witness.read["with", 0]) == 20
+    assert witness.asked <= 6  # at its prompt and at the first step that can be repeated

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from octavo.config import SchedulerConfig
+import pytest
+from toy_models import LLAMA_KV_BYTES_PER_TOKEN, model_files
+
+from octavo.build import build_core
+from octavo.config import EngineConfig, SchedulerConfig
+from octavo.core.errors import ConfigError
+from octavo.core.info import ModelInfo
 
 
 @pytest.mark.parametrize(
@@ -19,3 +25,32 @@ from octavo.config import SchedulerConfig
 )
 def test_limits(seqs, tokens, expected):
     assert SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens).limits(1024, 8192) == expected
+
+
+def sized(**settings: Any) -> ModelInfo:
+    given = {"load_format": "dummy", "dtype": "float32", "threads": 1, "max_num_seqs": 4}
+    loop, info = build_core(EngineConfig.of(**given | settings), model_files())
+    loop.close()
+    return info
+
+
+def test_a_number_of_blocks_is_the_size_of_the_cache():
+    info = sized(num_gpu_blocks_override=9)
+    assert (info.num_blocks, info.max_model_len) == (9, 9 * 16)
+    assert info.memory["kv_cache"] == 9 * 16 * LLAMA_KV_BYTES_PER_TOKEN
+    assert sized(num_gpu_blocks_override=100).num_blocks == 100  # more than 4 requests of 256 tokens could use
+    assert sized(num_gpu_blocks_override=9, kv_cache_memory_bytes=1 << 30).num_blocks == 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kv_cache_memory_bytes": 16 * 8 * LLAMA_KV_BYTES_PER_TOKEN}, "Lower the first to 8, or leave one of them"),
+        ({"max_model_len": 200}, "raise --num-gpu-blocks-override to 13"),
+        ({"num_gpu_blocks_override": 1}, "raise --num-gpu-blocks-override to 2"),
+        ({"num_gpu_blocks_override": 1 << 40}, "bytes"),
+    ],
+)
+def test_a_number_of_blocks_that_can_not_be(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        sized(**{"num_gpu_blocks_override": 9} | settings)

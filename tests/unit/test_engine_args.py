@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import octavo
 from octavo import AsyncEngineArgs, EngineArgs
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
@@ -49,3 +50,9 @@ def test_a_wrong_value_is_an_error_of_the_parser(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert "--max-num-seqs" in shown
     assert "--tensor-parallel-size" not in shown
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    for name in octavo.__all__:
+        assert getattr(octavo, name) is not None
+    assert octavo.AsyncLLMEngine is octavo.AsyncLLM

@@ -79,3 +79,14 @@ def test_one_that_can_not_fit_keeps_all_from_running(loop: EngineLoop) -> None:
     with pytest.raises(InvalidRequestError, match="maximum context length"):
         next(shared.run([request("a", A, 5), request("b", B, 500)]))
     assert shared.stats().generation_tokens == 0
+
+
+def test_milestones_come_with_the_first_token_and_with_the_end(loop: EngineLoop) -> None:
+    news = list(SharedLoop(loop).run([request("a", A, 6)]))
+    first, *between, last = news
+    assert first.times is not None
+    assert 0 < first.times.first_scheduled <= first.times.first_token
+    assert first.times.finished == 0.0
+    assert all(delta.times is None for delta in between)
+    assert last.times is not None
+    assert last.times.first_token == first.times.first_token <= last.times.finished

@@ -16,5 +16,5 @@ NAME = "grammar"
 
 def build(context: FeatureContext) -> Feature:
     """Costs nothing until the first request with a grammar."""
-    compiler = Compiler(context.load_tokenizer, context.vocab_size, context.eos_token_ids)
-    return Feature(name=NAME, engine=GrammarEngine(NAME, compiler), worker=GrammarWorker(NAME))
+    compiler = Compiler(context.load_tokenizer, context.vocab_size, context.eos_token_ids, context.structured_outputs)
+    return Feature(name=NAME, engine=GrammarEngine(NAME, compiler, context.device), worker=GrammarWorker(NAME))

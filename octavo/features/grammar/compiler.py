@@ -6,13 +6,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured import StructuredOutputsParams
+from octavo.core.structured import NO_DEFAULTS, StructuredDefaults, StructuredOutputsParams
 from octavo.features.grammar.lower import lower
 
 if TYPE_CHECKING:
@@ -24,6 +27,19 @@ _THREADS = 2
 _MAX_REASON = 500
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar at its beginning.
+
+    Attributes:
+        matcher: to be copied before use.
+        first: [words] int32, the bits of the tokens that an output may begin with.
+    """
+
+    matcher: LLMatcher
+    first: NDArray[np.int32]
+
+
 class Compiler:
     """Compiled grammars by the option they come from. `open` may be called from one thread only.
 
@@ -32,19 +48,24 @@ class Compiler:
     """
 
     def __init__(
-        self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        load_tokenizer: Callable[[], Tokenizer],
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        defaults: StructuredDefaults = NO_DEFAULTS,
     ) -> None:
         self.vocab_size = vocab_size
         self._load_tokenizer = load_tokenizer
+        self._defaults = defaults
         self._eos = list(eos_token_ids)
-        self._kept: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
+        self._kept: OrderedDict[bytes, Future[Compiled]] = OrderedDict()
         self._kept_bytes = 0
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-compile")
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()
 
-    def open(self, option: msgspec.Raw) -> Future[LLMatcher]:
-        """The grammar at its beginning: copy it before use. The future fails with InvalidRequestError."""
+    def open(self, option: msgspec.Raw) -> Future[Compiled]:
+        """The grammar, soon. The future fails with InvalidRequestError."""
         key = bytes(option)
         future = self._kept.get(key)
         if future is None:
@@ -58,12 +79,15 @@ class Compiler:
             self._kept.move_to_end(key)
         return future
 
-    def _compile(self, key: bytes) -> LLMatcher:
-        params = msgspec.msgpack.decode(key, type=StructuredOutputsParams)
+    def _compile(self, key: bytes) -> Compiled:
+        params = self._defaults.applied(msgspec.msgpack.decode(key, type=StructuredOutputsParams))
         matcher = LLMatcher(self._with_tokenizer(), lower(params), log_level=0, limits=_limits())
+        first = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
         if matcher.is_error():
             raise InvalidRequestError(_reason(params, matcher.get_error()), param=params.param)
-        return matcher
+        return Compiled(matcher, first)
 
     def _with_tokenizer(self) -> LLTokenizer:
         """The tokenizer as llguidance wants it, made once, by whichever thread comes first."""

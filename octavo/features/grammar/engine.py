@@ -1,12 +1,13 @@
 """`GrammarEngine`: the engine half. It follows each request through its grammar and makes the masks.
 
 One request's round: a token is committed and its matcher advances; before the next token is sampled its mask is
-computed. The masks of a step are computed together, many of them on threads that know nothing of Python: before the
-step's forward pass where all earlier tokens are known by then, else during it.
+computed. The masks of a step are computed together, during its forward pass; on a CPU, which launches nothing before it
+is done, ahead of it where all earlier tokens are known by then.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,17 +15,21 @@ from typing import Any
 import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
+from octavo.core.structured import UNFOLLOWED
 from octavo.device.host import physical_cores
-from octavo.features.grammar.compiler import Compiler
+from octavo.features.grammar.compiler import Compiled, Compiler
 from octavo.schedule.hooks import EngineHook
 
-_MAX_THREADS = 8
-_FEW = 24
-"""So many masks are computed before other threads, which the compute threads of a CPU compete with, are awake."""
+_MAX_THREADS = 4
+"""A step waits for the slowest of them, and the more there are the sooner one of them is not let run at once."""
+_LONG_S = 0.004
+"""Other threads only help with masks that take longer than this. Most are made in 3 us: for 64 of them one thread took
+0.9 ms, four threads 1.6 ms; and on a CPU these compete with those that compute."""
 
 
 class Masks(msgspec.Struct):
@@ -42,27 +47,56 @@ class Masks(msgspec.Struct):
     errors: dict[int, str]
 
 
+class _Guided:
+    """The rows of one step that sample by a grammar, in the step's order.
+
+    Attributes:
+        rows, samples: the step's own lists, by which it is known again when it is repeated.
+        work: each guide's matcher and its place, as the executor takes them.
+    """
+
+    __slots__ = ("guides", "requests", "rows", "samples", "slots", "work")
+
+    def __init__(self, step: PlanDraft | StepPlan, rows: Sequence[Request], guides: dict[Request, _Guide]) -> None:
+        self.rows, self.samples = rows, step.samples
+        chosen = [
+            (slot, request, guide)
+            for slot, samples, request in zip(step.slots, step.samples, rows, strict=True)
+            if samples and request.finish is None and (guide := guides.get(request)) is not None
+        ]
+        self.slots = [slot for slot, _, _ in chosen]
+        self.requests = [request for _, request, _ in chosen]
+        self.guides = [guide for _, _, guide in chosen]
+        self.work = [(guide.matcher, place) for place, guide in enumerate(self.guides) if guide.matcher is not None]
+
+
 class _Guide:
-    """One request's way through its grammar."""
+    """One request's way through its grammar. It has `begun` with its first token, before which its mask is known."""
 
-    __slots__ = ("compiled", "error", "matcher")
+    __slots__ = ("begun", "compiled", "error", "matcher")
 
-    def __init__(self, compiled: Future[LLMatcher]) -> None:
+    def __init__(self, compiled: Future[Compiled]) -> None:
         self.compiled = compiled
+        self.begun = False
         self.matcher: LLMatcher | None = None
         self.error = ""
 
 
 class GrammarEngine(EngineHook):
-    """Requests without a grammar cost it one dictionary look-up a step."""
+    """Requests without a grammar cost it one dictionary look-up a step. `device` is where the forward pass runs."""
 
     opt_in = True
+    admits_for_good = True
 
-    def __init__(self, name: str, compiler: Compiler) -> None:
+    def __init__(self, name: str, compiler: Compiler, device: str = "cpu") -> None:
         self.name = name
         self._compiler = compiler
         self._guides: dict[Request, _Guide] = {}
-        self._executor = LLExecutor(min(_MAX_THREADS, physical_cores()))
+        self._guided: _Guided | None = None
+        threads = min(_MAX_THREADS, physical_cores() // 2)
+        self._executor = LLExecutor(threads) if threads > 1 else None
+        self._together = False
+        self._computes_at_launch = device == "cpu"
         self._bits = np.zeros((1, -(-compiler.vocab_size // 32)), dtype=np.int32)
 
     def admit(self, request: Request, num_tokens: int) -> int:
@@ -78,67 +112,80 @@ class GrammarEngine(EngineHook):
         if guide.matcher is None:
             if not guide.compiled.done():
                 return 0
-            guide.matcher = guide.compiled.result().deep_copy()
+            guide.matcher = guide.compiled.result().matcher.deep_copy()
         return num_tokens
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
-        guided = self._guided(draft, rows)
-        if not guided:
+        guided = self._of(draft, rows)
+        if guided is None:
             return
-        if all(request.inflight == 1 for request, _ in guided.values()):  # nothing but this step
-            draft.payload[self.name] = self._masks(guided)
-        else:
+        if any(request.inflight > 1 for request in guided.requests):  # something before this step
             draft.needs_feedback = True
+        elif self._computes_at_launch:
+            draft.payload[self.name] = self._masks(guided)
 
     def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Any:
         if self.name in plan.payload:
             return None
-        guided = self._guided(plan, rows)
-        return self._masks(guided) if guided else None
+        guided = self._of(plan, rows)
+        return None if guided is None else self._masks(guided)
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         """Whether the grammar is fulfilled and nothing can follow."""
         guide = self._guides.get(request)
         if guide is None or guide.matcher is None:
             return False
+        guide.begun = True
         taken = guide.matcher.try_consume_tokens(list(tokens))
         if taken == len(tokens) and not guide.matcher.is_stopped():  # as it also is in error
             return False
         if taken < len(tokens) or guide.matcher.is_error():
-            guide.error = f"The grammar could not go on: {guide.matcher.get_error() or 'a token does not fit it'}"
+            guide.error = f"{UNFOLLOWED}{guide.matcher.get_error() or 'a token does not fit it'}"
             return False
         return True
 
     def on_release(self, request: Request) -> None:
         self._guides.pop(request, None)
+        if not self._guides:
+            self._guided = None
 
-    def _guided(self, step: PlanDraft | StepPlan, rows: Sequence[Request]) -> dict[int, tuple[Request, _Guide]]:
-        """Slot -> request and guide, of rows that sample by a grammar."""
-        guides = self._guides
-        if not guides:
-            return {}
-        return {
-            slot: (request, guides[request])
-            for slot, samples, request in zip(step.slots, step.samples, rows, strict=True)
-            if samples and request in guides and request.finish is None
-        }
+    def _of(self, step: PlanDraft | StepPlan, rows: Sequence[Request]) -> _Guided | None:
+        """Who is guided in a step; None if nobody is. A repeated step has the very lists of the one before.
 
-    def _masks(self, guided: dict[int, tuple[Request, _Guide]]) -> Masks:
-        count, words = len(guided), self._bits.shape[1]
+        Among those of a repeated step may be one that has ended since: its mask is made for nothing.
+        """
+        if not self._guides:
+            return None
+        guided = self._guided
+        if guided is None or guided.rows is not rows or guided.samples is not step.samples:
+            self._guided = guided = _Guided(step, rows, self._guides)
+        return guided if guided.guides else None
+
+    def _masks(self, guided: _Guided) -> Masks:
+        count, words = len(guided.guides), self._bits.shape[1]
         if count > len(self._bits):
             self._bits = np.zeros((2 * count, words), dtype=np.int32)
         bits = self._bits[:count]
-        first, stride = bits.ctypes.data, bits.strides[0]
-        matchers = [(guide.matcher, row) for row, (_, guide) in enumerate(guided.values()) if guide.matcher is not None]
-        if count <= _FEW:
-            for matcher, row in matchers:
-                matcher.unsafe_compute_mask_ptr(first + row * stride, stride)
-        else:
-            self._executor.unsafe_compute_mask_ptr(matchers, first, stride, count)
+        self._fill(bits, guided)
         errors: dict[int, str] = {}
-        for slot, (_, guide) in guided.items():
+        for slot, guide in zip(guided.slots, guided.guides, strict=True):
             if guide.matcher is not None and guide.matcher.is_error() and not guide.error:
-                guide.error = f"The grammar became too complex for this output: {guide.matcher.get_error()}"
+                guide.error = f"{UNFOLLOWED}the grammar became too complex. {guide.matcher.get_error()}"
             if guide.error:
                 errors[slot] = guide.error
-        return Masks(list(guided), bits.data.cast("B"), errors)
+        return Masks(guided.slots, bits.data.cast("B"), errors)
+
+    def _fill(self, bits: NDArray[np.int32], guided: _Guided) -> None:
+        """One after the other, or on threads that know nothing of Python after a step that took long."""
+        new = {place: guide for place, guide in enumerate(guided.guides) if not guide.begun}
+        for place, guide in new.items():
+            bits[place] = guide.compiled.result().first
+        work = [one for one in guided.work if one[1] not in new] if new else guided.work
+        began = time.perf_counter()
+        first, stride = bits.ctypes.data, bits.strides[0]
+        if self._executor is not None and self._together:
+            self._executor.unsafe_compute_mask_ptr(work, first, stride, len(bits))
+        else:
+            for matcher, place in work:
+                matcher.unsafe_compute_mask_ptr(first + place * stride, stride)
+        self._together = time.perf_counter() - began > (_LONG_S / 2 if self._together else _LONG_S)

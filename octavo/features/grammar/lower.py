@@ -7,14 +7,23 @@ expressions and special tokens as terminals.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured import JSON_WHITESPACE, StructuredOutputsParams
+from octavo.features.grammar.closing import closed
 from octavo.features.grammar.tags import tags_to_lark
+
+_DEFINITION = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_QUOTED = re.compile(r"""'((?:[^'\\]|\\.)*)('?)|"(?:[^"\\]|\\.)*"?|\[(?:[^]\\]|\\.)*]?|#[^\r\n]*""", re.DOTALL)
+"""What stands in single quotes in EBNF; or one of the other parts in which a single quote is nothing but itself.
+
+What has no end goes to the end of the text: so each character is looked at once."""
+_INNER = re.compile(r"""\\.|\"""", re.DOTALL)
 
 
 def lower(params: StructuredOutputsParams) -> str:
@@ -56,8 +65,7 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
-    if params.disable_additional_properties:
-        schema = _closed(schema)
+    schema = closed(schema, everywhere=params.disable_additional_properties)
     return str(LLMatcher.grammar_from_json_schema(schema, defaults=json_options(params)))
 
 
@@ -69,28 +77,25 @@ def _object(value: str | dict[str, Any] | None, what: str, param: str) -> dict[s
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise InvalidRequestError(f"{what} of {param} is not valid JSON: {exc}.", param=param) from None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{what} of {param} must be a JSON object.", param=param, value=value)
     return value
 
 
-def _closed(schema: Any) -> Any:
-    """The schema, in which objects hold only what it names."""
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: value if key in ("enum", "const") else _closed(value) for key, value in schema.items()}
-    if isinstance(closed.get("properties"), dict) and "additionalProperties" not in closed:
-        closed["additionalProperties"] = False
-    return closed
-
-
 def _any_notation(source: str, param: str) -> str:
     """Lark as it is; EBNF, which defines with `::=`, made into Lark."""
+    if not _DEFINITION.search(source):
+        return source
     try:
-        return str(any_to_lark(source))
+        return str(gbnf_to_lark(_QUOTED.sub(_double_quoted, source)))
     except Exception as exc:  # the converter raises whatever its parser meets
         raise InvalidRequestError(f"The grammar can't be read as EBNF: {exc}", param=param) from None
+
+
+def _double_quoted(part: re.Match[str]) -> str:
+    """A string in single quotes in the double ones that the converter knows; other parts as they are."""
+    if not part[2]:
+        return part[0]
+    return '"' + _INNER.sub(lambda one: {"\\'": "'", '"': '\\"'}.get(one[0], one[0]), part[1]) + '"'

@@ -54,6 +54,7 @@ class ProcessorsEngine(EngineHook):
     """Requests in which no processor takes part cost it one dictionary look-up a step."""
 
     opt_in = True
+    admits_for_good = True
 
     def __init__(self, name: str, loaded: Sequence[Loaded]) -> None:
         self.name = name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 from octavo.core.errors import ConfigError
+from octavo.core.importing import imported
 from octavo.core.params import SamplingParams
 from octavo.features import FeatureContext
 from octavo.features.logits_processors.interface import LogitsProcessor, PerRequest, ProcessorContext, arity
@@ -80,20 +79,7 @@ def _named(name: str) -> Any:
     module_name, _, path = name.partition(":")
     if not module_name or not path:
         raise ConfigError(f"{_FLAG} {name!r} must have the form module:Class, such as my_package.processors:Mine.")
-    try:
-        found = importlib.import_module(module_name)
-    except Exception as exc:  # whatever the module raises
-        raise ConfigError(
-            f"{_FLAG} {name}: the module {module_name} can't be imported: {_words(exc)}. Install it, or put its folder "
-            "into PYTHONPATH."
-        ) from exc
-    for part in path.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{_FLAG} {name}: {module_name} has no {path}.{hint}")
-        found = getattr(found, part)
-    return found
+    return imported(module_name, path, f"{_FLAG} {name}")
 
 
 def _made(found: Any, name: str, context: FeatureContext) -> Loaded:
@@ -112,7 +98,8 @@ def _adapted(made: Any, name: str) -> LogitsProcessor:
     if callable(made) and arity(made) is not None:
         return PerRequest(lambda params: made)
     raise ConfigError(
-        f"{name} is no logits processor: it must be a subclass of octavo.features.logits_processors.LogitsProcessor or "
+        f"{name} is not a logits processor: it must be a subclass of "
+        "octavo.features.logits_processors.LogitsProcessor or "
         "AdapterLogitsProcessor, have vLLM's methods update_state and apply, or be a function (prompt_ids, output_ids, "
         "logits) -> logits."
     )
@@ -136,7 +123,7 @@ def _construct(kind: type, name: str, context: FeatureContext) -> Any:
     try:
         return kind(*arguments)
     except Exception as exc:  # whatever its constructor raises
-        raise ConfigError(f"{name} can't be made: {_words(exc)}. Correct it, or leave it out.") from exc
+        raise ConfigError(f"{name} can't be created: {_words(exc)}. Correct it, or leave it out.") from exc
 
 
 def _takes(kind: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:

@@ -85,5 +85,5 @@ def _apply(loaded: Loaded, logits: Tensor, places: Sequence[int], rows: Sequence
         changed = part
     if not isinstance(changed, Tensor) or changed.shape != part.shape:
         shape = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-        raise TypeError(f"it must give logits of shape {list(part.shape)}, not {shape}")
+        raise TypeError(f"it must return logits of shape {list(part.shape)}, not {shape}")
     logits.index_copy_(0, index, changed.to(logits.dtype))

@@ -13,7 +13,7 @@ from octavo.core.pooling import DenseActivation, DenseLayer
 from octavo.models.load.safetensors import SafetensorsCheckpoint
 from octavo.models.load.weights import load_weights
 from octavo.nn.build import Build
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.none import Unquantized
 from octavo.nn.shard import NONE
 
 _ACTIVATIONS: Mapping[DenseActivation, Callable[[Tensor], Tensor]] = {
@@ -35,7 +35,7 @@ class Dense(nn.Module):
 
     def __init__(self, layer: DenseLayer, device: torch.device) -> None:
         super().__init__()
-        build = Build(torch.float32, device, None, Unquantised)
+        build = Build(torch.float32, device, None, Unquantized)
         sizes = {"inputs": layer.inputs, "outputs": layer.outputs}
         self.linear = build.linear("linear", **sizes, shard=NONE, bias=layer.bias)
         self._activation = _ACTIVATIONS[layer.activation]

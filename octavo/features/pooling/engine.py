@@ -33,6 +33,7 @@ class PoolingEngine(EngineHook):
     """Steps without such requests cost it nothing."""
 
     opt_in = True
+    admits_for_good = True
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from octavo.core.pooling import Activation, Pooled, PoolingParams
 from octavo.device.transfer import Download, upload
 from octavo.features.pooling.dense import Dense
 from octavo.features.pooling.engine import Span
-from octavo.models.model import Encoding, Model
+from octavo.models.model import EncoderModel, Model
 from octavo.nn.step import StepInput
 from octavo.worker.hooks import Findings, WorkerHook
 
@@ -41,8 +42,14 @@ class PoolingWorker(WorkerHook):
         self._prompts: dict[int, _Prompt] = {}
         self._decode = msgspec.msgpack.Decoder(PoolingParams).decode
 
-    def attach(self, model: Model | Encoding) -> None:
-        self._model = model
+    def attach(self, model: Model | EncoderModel) -> None:
+        self._attached = weakref.ref(model)
+
+    @property
+    def _model(self) -> Model | EncoderModel:
+        model = self._attached()
+        assert model is not None, "whoever runs the model holds it"
+        return model
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:
         """A prompt begins in this slot, anew if it was preempted."""

@@ -94,6 +94,7 @@ class ThinkingEngine(EngineHook):
     """Requests without a budget cost it one dictionary look-up a step."""
 
     opt_in = True
+    admits_for_good = True
 
     def __init__(self, name: str, load_tokenizer: Callable[[], Tokenizer]) -> None:
         self.name = name
@@ -120,7 +121,7 @@ class ThinkingEngine(EngineHook):
             loaded.set_result(self._load_tokenizer())
         except Exception as exc:
             loaded.set_exception(
-                InvalidRequestError(f"The engine can't bound reasoning, for it has no tokenizer: {exc}")
+                InvalidRequestError(f"The engine can't limit reasoning, because it has no tokenizer: {exc}")
             )
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:

@@ -95,7 +95,7 @@ class Encoder(nn.Module):
         self.head = ClassificationHead(b, spec.head, spec.hidden_size, spec.num_labels) if spec.head else None
 
     def embed(self, step: StepInput) -> Tensor:
-        """[T, hidden_size]: the sum of words', positions' and token types' embeddings, normalised."""
+        """[T, hidden_size]: the sum of words', positions' and token types' embeddings, normalized."""
         x = self.words(step.input_ids) + self.positions(step.positions + self.spec.position_offset)
         if self.types is not None:
             types = step.token_types

@@ -104,7 +104,7 @@ def _theta(config: Config, kind: str) -> float:
 
 
 class ModernLayer(nn.Module):
-    """Attention and gated feed-forward, each behind a norm; the first layer's states are normalised already."""
+    """Attention and gated feed-forward, each behind a norm; the first layer's states are normalized already."""
 
     def __init__(self, b: Build, spec: ModernSpec, layer: int, rope: Rope) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class ModernHead(nn.Module):
 
 
 class ModernEncoder(nn.Module):
-    """The steps of `Encoding`.
+    """The steps of `EncoderModel`.
 
     Attributes:
         attention_layers: none: nothing is cached.
@@ -180,7 +180,7 @@ class ModernEncoder(nn.Module):
         self.head = ModernHead(b, spec) if spec.num_labels else None
 
     def embed(self, step: StepInput) -> Tensor:
-        """[T, hidden_size]: the words' embeddings, normalised."""
+        """[T, hidden_size]: the words' embeddings, normalized."""
         return self.norm(self.words(step.input_ids))
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:

@@ -13,7 +13,7 @@ from octavo.models.encoders.modernbert import ModernEncoder, ModernSpec, modernb
 from octavo.models.encoders.spec import EncoderSpec
 from octavo.models.hf_config import Config
 from octavo.nn.build import Build
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.none import Unquantized
 
 Spec = EncoderSpec | ModernSpec
 
@@ -48,7 +48,7 @@ def encoder_spec(config: Config) -> Spec:
 
 
 def build_encoder(
-    config: Config, *, dtype: torch.dtype, device: torch.device, scheme: type[Unquantised], stored: Set[str]
+    config: Config, *, dtype: torch.dtype, device: torch.device, scheme: type[Unquantized], stored: Set[str]
 ) -> Encoder | ModernEncoder:
     """The encoder that a configuration describes, without weights.
 

@@ -10,10 +10,12 @@ from octavo.hub.files import ModelFiles
 if TYPE_CHECKING:
     from octavo.models.load.checkpoint import Checkpoint
 
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
 
 def open_checkpoint(
     files: ModelFiles,
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto",
+    load_format: LoadFormat = "auto",
     seed: int = 0,
     device: str = "cpu",
 ) -> Checkpoint:
@@ -40,6 +42,10 @@ def open_checkpoint(
         from octavo.models.load.safetensors import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint(files.weights)
+    if files.format != "gguf":
+        raise ModelFileError(
+            f"Model {files.name} is not stored as GGUF; use --load-format {files.format}, or leave it out."
+        )
     if len(files.weights) > 1:
         names = ", ".join(path.name for path in files.weights)
         raise ModelFileError(

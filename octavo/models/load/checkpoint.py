@@ -33,7 +33,7 @@ class Checkpoint(Protocol):
         ...
 
     def blocks(self, name: str) -> Blocks | None:
-        """A quantised matrix as it is stored, if the format is one that `Blocks` can hold; else None."""
+        """A quantized matrix as it is stored, if the format is one that `Blocks` can hold; else None."""
         ...
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

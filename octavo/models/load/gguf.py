@@ -1,4 +1,4 @@
-"""Weights from a GGUF file, dequantised when read."""
+"""Weights from a GGUF file, dequantized when read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
 from octavo.models.load.checkpoint import Index
-from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks, dequantise
+from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks, dequantize
 from octavo.nn.weights import Blocks, TensorSpec
 
 _ROOT = {
@@ -82,7 +82,7 @@ class GGUFCheckpoint:
             # Rows can be left out before decoding, columns only after it.
             rows = rows[index[0]].contiguous()
             shape = (rows.shape[0], *shape[1:])
-        values = dequantise(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
+        values = dequantize(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
         return values[(slice(None), *index[1:])] if index else values
 
     def blocks(self, name: str) -> Blocks | None:

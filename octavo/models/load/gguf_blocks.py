@@ -1,4 +1,4 @@
-"""Dequantising ggml's block formats (layouts: `ggml-common.h` and `ggml-quants.c` of llama.cpp).
+"""Dequantizing ggml's block formats (layouts: `ggml-common.h` and `ggml-quants.c` of llama.cpp).
 
 The common formats are decoded here with torch, in pieces that stay in the processor's cache; the rest by the `gguf`
 library. The arithmetic is float32 throughout, in the library's order, so both agree exactly.
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor
 
 from octavo.nn.weights import Blocks
@@ -24,7 +23,7 @@ _PLAIN = {
 }
 
 
-def dequantise(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype) -> Tensor:
+def dequantize(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype) -> Tensor:
     """A tensor's values.
 
     Args:
@@ -67,7 +66,7 @@ def as_blocks(raw: Tensor, kind: GGMLQuantizationType) -> Blocks | None:
 
 
 def _by_library(kind: GGMLQuantizationType) -> Callable[[Tensor], Tensor]:
-    return lambda blocks: torch.from_numpy(dequantize(blocks.numpy(), kind))
+    return lambda blocks: torch.from_numpy(quants.dequantize(blocks.numpy(), kind))
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

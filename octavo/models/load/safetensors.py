@@ -52,6 +52,8 @@ class SafetensorsCheckpoint:
 
 
 def _open(path: Path) -> Any:
+    if path.suffix == ".gguf":
+        raise ModelFileError(f"{path} is a GGUF file, not safetensors; use --load-format gguf, or leave it out.")
     try:
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError as error:

@@ -101,6 +101,28 @@ def weight_layers(model: nn.Module) -> Iterator[WeightLayer]:
     return (module for module in model.modules() if isinstance(module, WeightLayer))
 
 
+def replace_weights(model: nn.Module, other: nn.Module, *, in_place: bool) -> None:
+    """Give a model the weights of another of its make.
+
+    Args:
+        in_place: they are copied to where the old ones are, so that graphs that were recorded read them there. Else
+            they are the other model's own, which must not be used any more.
+    """
+    for mine, its in zip(weight_layers(model), weight_layers(other), strict=True):
+        _replace(mine, its, in_place=in_place)
+        if hasattr(mine, "scheme"):
+            _replace(mine.scheme, its.scheme, in_place=in_place)
+
+
+def _replace(mine: object, its: object, *, in_place: bool) -> None:
+    for name, tensor in vars(its).items():
+        if isinstance(tensor, Tensor):
+            if in_place:
+                getattr(mine, name).copy_(tensor)
+            else:
+                setattr(mine, name, tensor)
+
+
 def wanted_bytes(model: nn.Module) -> int:
     """Bytes of all tensors that the model will ask for, before any is loaded."""
     specs = (want.spec for layer in weight_layers(model) for want in layer.wanted() if not want.optional)

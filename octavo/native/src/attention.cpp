@@ -1,20 +1,16 @@
 // Paged attention: reads keys and values through block tables, in one pass with the softmax on the fly (Milakov and
 // Gimelshein 2018, https://arxiv.org/abs/1805.02867), in tiles of queries so that a key is read once for many of them
-// (Dao et al. 2022, https://arxiv.org/abs/2205.14135). Here are the tasks, and the products over a cache in floating
-// point.
+// (Dao et al. 2022, https://arxiv.org/abs/2205.14135). Here are the products over a cache in floating point.
 //
 // Every query's sums run in an order that depends on its own position alone: kTile keys at a time, kPart keys to a
 // part, parts merged front to back. So the same bits come out whatever else is in the batch, however a prompt was cut
-// into chunks, and however the work was dealt out to threads.
+// into chunks, however the work was dealt out to threads, and whoever shares a part.
 
 #include "attention.h"
 
 namespace octavo {
 
 namespace {
-
-constexpr int kQueryRows = 48;    // rows of a task (queries x heads that share a kv head), about
-constexpr int kSplitQueries = 8;  // rows with at most so many queries are split over their context
 
 template <class T>
 struct FloatReader : Reader<T, FloatReader<T>> {
@@ -96,10 +92,10 @@ struct FloatReader : Reader<T, FloatReader<T>> {
     };
 };
 
-int64_t attend_tasks(Program& program, const OctavoOp&) { return (int64_t)program.attention_tasks().size(); }
+int64_t attend_tasks(Program& program, const OctavoOp&) { return (int64_t)program.attention().tasks.size(); }
 
 void run_attend(Program& program, const OctavoOp& op, int64_t task, int thread) {
-    const std::vector<AttentionTask>& tasks = program.attention_tasks();
+    const std::vector<AttentionTask>& tasks = program.attention().tasks;
     const AttentionTask &what = tasks[task], &after = tasks[std::min<int64_t>(task + 1, (int64_t)tasks.size() - 1)];
     if (op.cache_dtype == kInt8)
         reinterpret_cast<AttendInt8>(const_cast<void*>(op.kernel))(program, op, what, after, thread);
@@ -109,39 +105,13 @@ void run_attend(Program& program, const OctavoOp& op, int64_t task, int thread) 
         FloatReader<float>(program, op, what, after, thread).run();
 }
 
-int64_t merge_tasks(Program& program, const OctavoOp&) { return (int64_t)program.merges().size(); }
+int64_t merge_tasks(Program& program, const OctavoOp&) { return (int64_t)program.attention().merges.size(); }
 
 void run_merge(Program& program, const OctavoOp& op, int64_t task, int thread) {
-    Work(program, op, program.merges()[task], thread).merge_parts();
+    Work(program, op, program.attention().merges[task], thread).merge_parts();
 }
 
 }  // namespace
-
-void plan_attention(const OctavoStep& step, const OctavoOp& op, std::vector<AttentionTask>& tasks,
-                    std::vector<AttentionTask>& merges, int64_t& partial_heads) {
-    const int group = op.heads / op.kv_heads, most = std::max(1, kQueryRows / group);
-    for (int row = 0; row < step.rows; row++) {
-        const int count = queries_of(step, row), length = step.seq_lens[row];
-        if (count <= kSplitQueries && length > kPart) {
-            const int parts = (length + kPart - 1) / kPart;
-            for (int head = 0; head < op.kv_heads; head++) {
-                for (int part = 0; part < parts; part++)
-                    tasks.push_back({row, head, 0, count, part, partial_heads});
-                merges.push_back({row, head, 0, count, -1, partial_heads});
-                partial_heads += (int64_t)parts * count * group;
-            }
-            continue;
-        }
-        for (int end = count; end > 0; end -= most)
-            for (int head = 0; head < op.kv_heads; head++)
-                tasks.push_back({row, head, std::max(0, end - most), std::min(end, most), -1, -1});
-    }
-    const auto cost = [&](const AttentionTask& t) {
-        const int64_t context = step.seq_lens[t.row] - queries_of(step, t.row);
-        return (t.part >= 0 ? kPart : context + t.begin + t.count) * t.count;
-    };
-    std::stable_sort(tasks.begin(), tasks.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });
-}
 
 OpCode attend_code() { return {attend_tasks, run_attend}; }
 

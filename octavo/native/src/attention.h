@@ -43,14 +43,23 @@ struct Running {
 
 inline int queries_of(const OctavoStep& step, int row) { return step.query_start[row + 1] - step.query_start[row]; }
 
+inline int parts_of(const OctavoStep& step, int row) { return (step.seq_lens[row] + kPart - 1) / kPart; }
+
+// How far a task's queries see, or the part that they share goes.
+inline int end_of(const OctavoStep& step, const AttentionTask& task) {
+    if (task.sharers >= 0) return (task.part + 1) * kPart;
+    return step.seq_lens[task.row] - queries_of(step, task.row) + task.begin + task.count;
+}
+
 // A task's rows, which are its queries times the heads that share the key-value head, and what is summed up for them.
 struct Work {
     Program& program;
     const OctavoOp& op;
     const OctavoStep& step;
     const AttentionTask& task;
+    const Sharer* const sharers;  // [count], the queries' rows; null if all are of one
     const int dim, group, rows;
-    const int end, position;  // of the context, and of the first query
+    const int end;                // of the context
 
     // Scratch of the thread.
     float* free;
@@ -64,11 +73,11 @@ struct Work {
           op(op),
           step(program.step()),
           task(task),
+          sharers(task.sharers < 0 ? nullptr : &program.attention().sharers[task.sharers]),
           dim(op.head_dim),
           group(op.heads / op.kv_heads),
           rows(task.count * group),
-          end(step.seq_lens[task.row] - queries_of(step, task.row) + task.begin + task.count),
-          position(end - task.count) {
+          end(end_of(step, task)) {
         constexpr int kPieces = 12;
         const int64_t floats = (int64_t)rows * (2 * dim + kTile + W + 4 + more) + kPieces * kPanel;
         free = static_cast<float*>(program.scratch(thread, floats * sizeof(float)));
@@ -86,9 +95,28 @@ struct Work {
         return piece;
     }
 
-    int64_t token(int query) const { return step.query_start[task.row] + task.begin + query; }
-    int visible_end(int m) const { return position + m / group + 1; }
+    int64_t token(int query) const {
+        return sharers ? step.query_start[sharers[query].row] : step.query_start[task.row] + task.begin + query;
+    }
+    int visible_end(int m) const {
+        return sharers ? step.seq_lens[sharers[m / group].row] : end - task.count + m / group + 1;
+    }
     int visible_begin(int m) const { return op.window > 0 ? std::max(0, visible_end(m) - op.window) : 0; }
+
+    // The first key that any row sees.
+    int first_visible() const {
+        int first = visible_begin(0);
+        for (int m = group; m < rows; m += group) first = std::min(first, visible_begin(m));
+        return first;
+    }
+
+    // Row m's result for a part: its peak score, its sum of weights, its weighted sum of values.
+    float* partial(int part, int m) const {
+        const int row = sharers ? sharers[m / group].row : task.row, count = sharers ? group : rows;
+        const int64_t first = sharers ? sharers[m / group].result : task.result;
+        const int64_t before = (int64_t)task.kv_head * parts_of(step, row) + part;
+        return program.partials() + (first + before * count + (sharers ? m % group : m)) * (dim + 2);
+    }
 
     template <class T>
     const T* query(int m) const {
@@ -161,7 +189,7 @@ struct Work {
 
     void keep_part() const {
         for (int m = 0; m < rows; m++) {
-            float* to = program.partials() + (task.result + (int64_t)task.part * rows + m) * (dim + 2);
+            float* to = partial(task.part, m);
             to[0] = part.peaks[m];
             to[1] = part.totals[m];
             std::copy_n(part.sums + (int64_t)m * dim, dim, to + 2);
@@ -170,10 +198,9 @@ struct Work {
 
     void merge_parts() {
         whole.clear(rows, dim);
-        const int parts = (end + kPart - 1) / kPart;
-        for (int i = 0; i < parts; i++)
+        for (int i = 0; i < parts_of(step, task.row); i++)
             for (int m = 0; m < rows; m++) {
-                const float* kept = program.partials() + (task.result + (int64_t)i * rows + m) * (dim + 2);
+                const float* kept = partial(i, m);
                 whole.merge(m, dim, kept[0], kept[1], kept + 2);
             }
         finish(whole);
@@ -209,7 +236,7 @@ struct Context {
           half((int64_t)work.step.block_size * work.dim * sizeof(T)),
           dim(work.dim),
           block_size(work.step.block_size),
-          end(work.step.seq_lens[task.row] - queries_of(work.step, task.row) + task.begin + task.count) {
+          end(end_of(work.step, task)) {
         const int64_t head = 2 * (half + (sizeof(T) == 1 ? block_size * sizeof(float) : 0));
         block_stride = work.op.kv_heads * head;
         cache = static_cast<const char*>(work.op.cache) + task.kv_head * head;
@@ -269,7 +296,7 @@ struct Reader : Work {
         part.clear(rows, dim);
         std::fill_n(totals, rows, Vec{});
         last = std::min(last, end);
-        if (op.window > 0) first = std::max(first, visible_begin(0) / kTile * kTile);
+        if (op.window > 0) first = std::max(first, first_visible() / kTile * kTile);
         context.find(first, soon);
         for (int begin = first; begin < last; begin += kTile) {
             const int stop = std::min(begin + kTile, last);
@@ -285,7 +312,10 @@ struct Reader : Work {
     __attribute__((always_inline)) void fetch_rows(int buffer, const AttentionTask& task) const {
         const int64_t size = (int64_t)group * dim * (op.dtype == kBfloat ? 2 : 4);
         for (int query = task.begin; query < task.begin + task.count; query++) {
-            const char* row = program.at<char>(buffer, step.query_start[task.row] + query) + task.kv_head * size;
+            const int64_t token = task.sharers < 0
+                                      ? step.query_start[task.row] + query
+                                      : step.query_start[program.attention().sharers[task.sharers + query].row];
+            const char* row = program.at<char>(buffer, token) + task.kv_head * size;
             for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(row + line, Write, 2);
         }
     }

@@ -1,4 +1,4 @@
-// Integers in blocks of 32 with a scale each: the form of quantised weights and of the activations that meet them.
+// Integers in blocks of 32 with a scale each: the form of quantized weights and of the activations that meet them.
 //
 // Weights: scale * (value - zero point) + minimum. A panel is a sequence of blocks of the inner dimension, each a record
 // of 16 columns: the values (unsigned, 8 bits: [word][column][4]; 4 bits: two words to a word's place, the first in the
@@ -48,7 +48,7 @@ inline int64_t activation_bytes(const OctavoOp& op) {
     return op.columns / kBlock * (int64_t)(op.planes == 2 ? sizeof(ActivationBlock<2>) : sizeof(ActivationBlock<1>));
 }
 
-// One row of float32, quantised for weights with this zero point: each block by its largest magnitude.
-void quantise_row(const float* x, int columns, int planes, int zero_point, void* row);
+// One row of float32, quantized for weights with this zero point: each block by its largest magnitude.
+void quantize_row(const float* x, int columns, int planes, int zero_point, void* row);
 
 }  // namespace octavo

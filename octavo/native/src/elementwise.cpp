@@ -1,4 +1,4 @@
-// Embedding, normalisation, and rotary positions with the write to the KV cache: everything between two products.
+// Embedding, normalization, and rotary positions with the write to the KV cache: everything between two products.
 
 #include <algorithm>
 #include <cmath>
@@ -96,7 +96,7 @@ void run_norm(Program& program, const OctavoOp& op, int64_t task, int thread) {
         else if (op.dtype == kInt8) {
             float* normed = static_cast<float*>(program.scratch(thread, op.columns * sizeof(float)));
             norm_row(x, weight, op.columns, op.eps, normed);
-            quantise_row(normed, op.columns, op.planes, op.zero_point, program.at<char>(op.output, row));
+            quantize_row(normed, op.columns, op.planes, op.zero_point, program.at<char>(op.output, row));
         } else
             norm_row(x, weight, op.columns, op.eps, program.at<float>(op.output, row));
     });
@@ -104,7 +104,7 @@ void run_norm(Program& program, const OctavoOp& op, int64_t task, int thread) {
 
 // --- activations to integers ---------------------------------------------------------------------------------------
 
-void run_quantise(Program& program, const OctavoOp& op, int64_t task, int thread) {
+void run_quantize(Program& program, const OctavoOp& op, int64_t task, int thread) {
     for_rows(program, task, [&](int row) {
         const float* x = program.at<float>(op.input, row);
         if (op.dtype == kBfloat) {
@@ -113,7 +113,7 @@ void run_quantise(Program& program, const OctavoOp& op, int64_t task, int thread
             for (int c = 0; c < op.columns; c += W) store(wide + c, load(narrow + c));
             x = wide;
         }
-        quantise_row(x, op.columns, op.planes, op.zero_point, program.at<char>(op.output, row));
+        quantize_row(x, op.columns, op.planes, op.zero_point, program.at<char>(op.output, row));
     });
 }
 
@@ -244,7 +244,7 @@ void run_rope(Program& program, const OctavoOp& op, int64_t task, int thread) {
 
 OpCode embed_code() { return {tasks_by_rows, run_embed}; }
 
-OpCode quantise_code() { return {tasks_by_rows, run_quantise}; }
+OpCode quantize_code() { return {tasks_by_rows, run_quantize}; }
 
 OpCode norm_code() { return {tasks_by_rows, run_norm}; }
 

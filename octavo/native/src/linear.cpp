@@ -1,4 +1,5 @@
-// y = x W^T + b for float32 and bfloat16 weights in panels, with what follows a projection done on the way out.
+// y = x W^T + b, in tasks of a pair of panels and a chunk of rows. What multiplies them is compiled for models that need
+// it: words.cpp or blocks.cpp.
 
 #include "linear.h"
 
@@ -8,80 +9,20 @@
 
 namespace octavo {
 
-namespace {
-
-constexpr int kMaxRows = 2 * kWideRows;  // rows of a tile over a pair of panels
-constexpr int kMaxOddRows = 4;           // over the last panel of an odd number: less to compile
-
-// P panels from `panel` on, over some rows of the batch.
-template <class T, int P>
-struct Columns {
-    const Program& program;
-    const OctavoOp& op;
-    const uint32_t* weights[P];
-    int words, panel, begin, count;  // rows [begin, begin + count) of the batch, tile by tile
-
-    Columns(const Program& program, const OctavoOp& op, int panel, int begin, int count)
-        : program(program), op(op), words(op.columns / kPerWord<T>), panel(panel), begin(begin), count(count) {
-        for (int p = 0; p < P; p++)
-            weights[p] = static_cast<const uint32_t*>(op.weight) + (int64_t)(panel + p) * words * kPanel;
-    }
-
-    // The panels that this thread most likely takes next come after these. Every tile fetches its part of them, so
-    // that memory is busy all the time, not only while the first tile waits for it.
-    Ahead<P> ahead(int row) const {
-        const int tiles = (count + kMaxRows - 1) / kMaxRows;
-        const int64_t panel_bytes = (int64_t)words * kPanel * 4;
-        Ahead<P> ahead;
-        ahead.step = std::max(kPanel * 4 / tiles, 1);
-        for (int p = 0; p < P; p++)
-            ahead.from[p] = reinterpret_cast<const char*>(weights[p]) + P * panel_bytes +
-                            (int64_t)row * tiles / count * ahead.step * words;
-        return ahead;
-    }
-
-    template <int M>
-    void run(int row) const {
-        const int first = begin + row;
-        const uint32_t* a = program.at<const uint32_t>(op.input, first);
-        const int64_t stride = program.at<const uint32_t>(op.input, first + 1) - a;
-        fetch_results<M, P>(program, op, panel, first);
-        Tile<M, P> tile;
-        tile.clear();
-        multiply<T>(tile, Rowwise<M>(a, stride), weights, words, ahead(row));
-        finish(program, op, tile, panel, first);
-    }
-};
-
-template <class T>
-void multiply_chunk(const Program& program, const OctavoOp& op, int panel, int first, int count) {
-    if (panel + kPair <= panels_of(op)) {
-        for_row_tiles<kMaxRows>(count, Columns<T, kPair>(program, op, panel, first, count));
-    } else {
-        for_row_tiles<kMaxOddRows>(count, Columns<T, 1>(program, op, panel, first, count));
-    }
-}
-
-}  // namespace
-
 int64_t panel_bytes(const OctavoOp& op) {
     if (op.dtype == kInt8 || op.dtype == kInt4) return (int64_t)(op.columns / kBlock) * Record(op).size;
     return (int64_t)op.columns * kPanel * (op.dtype == kBfloat ? 2 : 4);
 }
 
-void multiply_words(Program& program, const OctavoOp& op, int panel, int first, int count) {
-    if (op.dtype == kBfloat)
-        multiply_chunk<bf16>(program, op, panel, first, count);
-    else
-        multiply_chunk<float>(program, op, panel, first, count);
-}
-
 namespace {
+
+constexpr int64_t kChunkBytes = 384 << 10;  // of inputs that a task goes over: they stay in the second-level cache
+constexpr int kChunkRows = 2 * kWideRows;   // a chunk is a multiple of it: the rows of the largest tile
 
 int64_t chunk_rows(const OctavoOp& op) {
     const bool words = op.dtype == kFloat || op.dtype == kBfloat;
     const int64_t row = words ? (int64_t)op.columns * (op.dtype == kFloat ? 4 : 2) : activation_bytes(op);
-    return std::max<int64_t>(4 * kMaxRows, kChunkBytes / row / kMaxRows * kMaxRows);
+    return std::max<int64_t>(4 * kChunkRows, kChunkBytes / row / kChunkRows * kChunkRows);
 }
 
 int64_t tasks(Program& program, const OctavoOp& op) {
@@ -93,10 +34,7 @@ void run(Program& program, const OctavoOp& op, int64_t task, int thread) {
     const int64_t chunk = chunk_rows(op), first = task / pairs_of(op) * chunk;
     const int panel = (int)(task % pairs_of(op)) * kPair;
     const int count = (int)std::min<int64_t>(chunk, program.step().tokens - first);
-    if (op.dtype == kInt8 || op.dtype == kInt4)
-        multiply_blocks(program, op, panel, (int)first, count, thread);
-    else
-        multiply_words(program, op, panel, (int)first, count);
+    reinterpret_cast<Multiply>(const_cast<void*>(op.kernel))(program, op, panel, (int)first, count, thread);
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 namespace octavo {
 
 constexpr int kPair = 2;                    // panels of a task, and of a tile
-constexpr int64_t kChunkBytes = 384 << 10;  // of inputs that a task goes over: they stay in the second-level cache
 
 inline int panels_of(const OctavoOp& op) { return (op.rows + kPanel - 1) / kPanel; }
 
@@ -55,8 +54,8 @@ inline void finish(const Program& program, const OctavoOp& op, Tile<M, P>& tile,
     }
 }
 
-// The rows [first, first + count) times the panels from `panel` on.
-void multiply_words(Program& program, const OctavoOp& op, int panel, int first, int count);
-void multiply_blocks(Program& program, const OctavoOp& op, int panel, int first, int count, int thread);
+// A task: the rows [first, first + count) times the pair of panels from `panel` on, or the last one of an odd number.
+// `octavo_multiply_words` and `octavo_multiply_blocks`, by the form of the weights.
+using Multiply = void (*)(Program& program, const OctavoOp& op, int panel, int first, int count, int thread);
 
 }  // namespace octavo

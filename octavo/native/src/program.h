@@ -26,7 +26,7 @@ struct OctavoOp {
     float eps, scale, soft_cap;
     const void *weight, *second, *third;
     void* cache;
-    const void* kernel;  // to attend over a cache of 8-bit numbers: `octavo_attend_int8`, which has a library of its own
+    const void* kernel;  // what computes it, where that is in a library of its own: see octavo/native/bindings.py
 };
 
 // One step's batch: pointers to what octavo/nn/step.py describes. `external` are the buffers that the caller owns.
@@ -57,7 +57,7 @@ struct OctavoDecode {
 
 namespace octavo {
 
-enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantise, kKinds };
+enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kKinds };
 enum Dtype { kFloat, kBfloat, kInt8, kInt4 };
 enum Epilogue { kStore, kAdd, kGate };
 constexpr int kExternals = 3;
@@ -85,11 +85,33 @@ private:
     size_t size_ = 0;
 };
 
-// What one thread attends to at a time: queries of one row that share a key-value head, over all keys or a part.
+// What one thread attends to at a time: queries of one row that share a key-value head, over all keys or a part. Or a
+// part that several rows of one query have in common: its keys are read once for all of them.
 struct AttentionTask {
     int32_t row, kv_head, begin, count;
     int32_t part;        // -1: all parts, one after the other
     int64_t result;      // where this row's partial results begin, counted in query heads; -1 without parts
+    int32_t sharers;     // where its `count` rows begin among the plan's; -1: it is `row` alone
+};
+
+// A row of one query that shares a part with others, and where its partial results begin.
+struct Sharer {
+    int32_t row;
+    int64_t result;
+};
+
+// How a step's attention is divided.
+struct AttentionPlan {
+    std::vector<AttentionTask> tasks, merges;
+    std::vector<Sharer> sharers;
+    int64_t partial_heads = 0;  // query heads that have partial results, once for each part
+
+    void clear() {
+        tasks.clear();
+        merges.clear();
+        sharers.clear();
+        partial_heads = 0;
+    }
 };
 
 // A thread's own part of an operation's tasks: it takes them in order, so that it reads memory in order, and when they
@@ -109,6 +131,10 @@ public:
     // Runs the operations [first, last).
     void run(int first, int last, const OctavoStep& step);
 
+    // Where each operation's end is noted from now on, and behind those when the first began; null for nowhere.
+    // Nanoseconds of the first thread's clock.
+    void time_to(int64_t* ends) { ends_ = ends; }
+
     const OctavoStep& step() const { return *step_; }
     Pool& pool() const { return pool_; }
     int threads() const { return pool_.threads(); }
@@ -121,8 +147,7 @@ public:
 
     void* scratch(int thread, size_t bytes) { return thread_scratch_[thread].need(bytes); }
 
-    const std::vector<AttentionTask>& attention_tasks() const { return tasks_; }
-    const std::vector<AttentionTask>& merges() const { return merges_; }
+    const AttentionPlan& attention() const { return attention_; }
     float* partials(int64_t floats) { return static_cast<float*>(partials_.need(floats * sizeof(float))); }
     float* partials() const { return static_cast<float*>(partials_.get()); }
 
@@ -138,10 +163,11 @@ private:
     std::vector<Scratch> buffers_, thread_scratch_;
     std::unique_ptr<Share[]> shares_;  // [operation][thread]
     std::unique_ptr<Progress[]> progress_;  // [operation]
-    std::vector<AttentionTask> tasks_, merges_;
+    AttentionPlan attention_;
     Scratch partials_;
     const OctavoStep* step_ = nullptr;
     int first_ = 0, last_ = 0;
+    int64_t* ends_ = nullptr;
 };
 
 // How many tasks an operation has in this step, and one of them.
@@ -150,10 +176,9 @@ struct OpCode {
     void (*run)(Program&, const OctavoOp&, int64_t task, int thread);
 };
 
-OpCode embed_code(), norm_code(), linear_code(), rope_code(), attend_code(), merge_code(), quantise_code();
+OpCode embed_code(), norm_code(), linear_code(), rope_code(), attend_code(), merge_code(), quantize_code();
 
 // Divides the step's attention into tasks; called once a step, before any of its operations run.
-void plan_attention(const OctavoStep& step, const OctavoOp& op, std::vector<AttentionTask>& tasks,
-                    std::vector<AttentionTask>& merges, int64_t& partial_heads);
+void plan_attention(const OctavoStep& step, const OctavoOp& op, AttentionPlan& plan);
 
 }  // namespace octavo

@@ -109,11 +109,12 @@ public:
         if (how_.repetition != 1) {
             const float penalty = (float)how_.repetition;
             for (int64_t i = 0; i < length; i++)
-                if (!counts[tokens[i]]++) {
+                if (tokens[i] >= 0 && !counts[tokens[i]]++) {  // an embedding's place is below 0
                     const float x = x_[tokens[i]];
                     set(tokens[i], x > 0 ? x / penalty : x * penalty);
                 }
-            for (int64_t i = 0; i < length; i++) counts[tokens[i]] = 0;
+            for (int64_t i = 0; i < length; i++)
+                if (tokens[i] >= 0) counts[tokens[i]] = 0;
         }
         if (how_.frequency != 0 || how_.presence != 0) {
             for (int64_t i = how_.num_prompt; i < length; i++) counts[tokens[i]]++;

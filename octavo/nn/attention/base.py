@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,9 +35,15 @@ Norms = tuple[Tensor, Tensor, float]
 
 
 class AttentionBackend(Protocol):
-    """Reads and writes one layer's KV cache through block tables. Stateless: state is the cache and `step.attn`."""
+    """Reads and writes one layer's KV cache through block tables. Stateless: state is the cache and `step.attn`.
+
+    Attributes:
+        follows_table_rows: a row's block table is found by `step.table_rows`, where that is set. Requests that live on
+            the device need such a backend.
+    """
 
     name: str
+    follows_table_rows: bool
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor; dimension 0 is the block, so that a block can be copied as cache[b]."""
@@ -57,7 +64,10 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class FusedBackend(AttentionBackend, Protocol):
-    """A backend that does all there is between a layer's two projections, and knows caches in FP8."""
+    """A backend that does all there is between a layer's two projections, and knows caches in FP8.
+
+    It reads nothing of the device's on the host, so on a GPU its work can be recorded in a graph; that of others can't.
+    """
 
     def rotate_and_attend(
         self,
@@ -69,7 +79,7 @@ class FusedBackend(AttentionBackend, Protocol):
         step: StepInput,
         spec: AttentionSpec,
     ) -> Tensor:
-        """Normalises (if asked to) and turns queries and keys, stores keys and values, and attends.
+        """Normalizes (if asked to) and turns queries and keys, stores keys and values, and attends.
 
         Args:
             qkv: [T, num_heads + 2 num_kv_heads, head_dim], the last two dimensions contiguous. What it holds
@@ -96,6 +106,7 @@ class BackendRequest:
         kv_dtype: what keys and values are stored in; None is `dtype`.
         block_size: tokens of a KV block.
         isa: the instruction set that kernels compiled for a CPU may use; "auto" is the best there is.
+        libraries: what the model needs of them beside what every model does; see `native/needs.py`.
     """
 
     device: torch.device
@@ -104,6 +115,7 @@ class BackendRequest:
     block_size: int = 16
     isa: str = "auto"
     kv_dtype: torch.dtype | None = None
+    libraries: Sequence[str] = ()
 
 
 class BackendFactory(Protocol):

@@ -37,6 +37,7 @@ class TorchAttention:
     """
 
     name = "torch"
+    follows_table_rows = False
 
     def __init__(self, *, int8: bool = False) -> None:
         self.int8 = int8

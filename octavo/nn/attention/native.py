@@ -30,6 +30,7 @@ class NativeAttention:
     """
 
     name = "native"
+    follows_table_rows = False
 
     def __init__(self, pool: Pool, *, int8: bool = False) -> None:
         self.pool = pool

@@ -20,6 +20,7 @@ class ReferenceAttention:
     """
 
     name = "reference"
+    follows_table_rows = True
 
     def __init__(self, *, int8: bool = False) -> None:
         self.int8 = int8
@@ -44,9 +45,10 @@ class ReferenceAttention:
     def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
         block_size = cache.shape[2]
         starts = step.query_start.tolist()
+        tables = step.block_tables if step.table_rows is None else step.block_tables[step.table_rows]
         out = torch.empty_like(q)
         for row, seq_len in enumerate(step.seq_lens.tolist()):
-            blocks = step.block_tables[row, : -(-seq_len // block_size)].long()
+            blocks = tables[row, : -(-seq_len // block_size)].long()
             context = cache[blocks].transpose(1, 2).flatten(0, 1)[:seq_len]
             if self.int8:
                 context = unpack(context, torch.float64)

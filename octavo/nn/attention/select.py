@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.core.errors import ConfigError
-from octavo.native.bindings import attend_int8, open_library
+from octavo.native.bindings import open_library
 from octavo.native.build import NativeBuildError
 from octavo.native.program import Pool
 from octavo.nn.attention import native
@@ -56,12 +56,12 @@ def _native_reason(request: BackendRequest) -> str | None:
     if reason is not None:
         return reason
     try:
-        open_library(request.isa)
-        if _int8(request):
-            attend_int8(request.isa)
+        open_library(request.isa, request.libraries)
     except NativeBuildError as error:
         if request.isa != "auto":
-            raise ConfigError(f"--cpu-isa {request.isa}: {error}. Leave it out to get the best that works.") from error
+            raise ConfigError(
+                f"--cpu-isa {request.isa}: {error}. Leave it out to use the best one that works."
+            ) from error
         reason = f"could not be compiled: {error}"
         _advise(reason)
     return reason
@@ -69,10 +69,12 @@ def _native_reason(request: BackendRequest) -> str | None:
 
 @functools.cache
 def _advise(reason: str) -> None:
+    missing = "with a C++ compiler installed (for instance g++)"
     log.warning(
-        "Octavo's CPU kernels %s. The model runs in plain torch, which is correct but several times slower; with a C++ "
-        "compiler installed (for instance g++) the next start uses the kernels.",
+        "Octavo's CPU kernels %s. The model runs in plain torch, which is correct but several times slower; %s the "
+        "next start uses the kernels.",
         reason,
+        missing if "no C++ compiler" in reason else "once that is mended",
     )
 
 

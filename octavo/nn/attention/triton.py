@@ -15,8 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.device.transfer import upload_parts
 from octavo.nn.attention.base import AttentionSpec, Norms
+from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
 from octavo.nn.attention.triton_decode import decode_kernel, merge_kernel
-from octavo.nn.attention.triton_fp8 import PLAIN, form_of, means_of, tile_width
 from octavo.nn.attention.triton_prefill import prefill_kernel
 from octavo.nn.attention.triton_shapes import decode_shape, prefill_shape
 from octavo.nn.attention.triton_write import rotate_write_kernel, write_kernel
@@ -58,6 +58,7 @@ class TritonAttention:
     """Stateless; everything it needs is in the step. A row of length 0 is padding and gets zeros."""
 
     name = "triton"
+    follows_table_rows = True
 
     def __init__(self, dtype: torch.dtype, spec: AttentionSpec) -> None:
         self._dtype = dtype

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.nn.attention.triton_fp8 import PLAIN
+from octavo.nn.attention.fp8 import PLAIN
 
 
 class Shape(NamedTuple):

@@ -45,7 +45,7 @@ def write_kernel(
 
 @triton.jit
 def _turned(source, h_valid, i, norm, cos, sin, eps, HALF: tl.constexpr, NORMED: tl.constexpr):
-    """Both halves of some heads, normalised if asked for, then rotated, in float32."""
+    """Both halves of some heads, normalized if asked for, then rotated, in float32."""
     valid = h_valid & (i < HALF)
     low = tl.load(source + i, mask=valid, other=0.0).to(tl.float32)
     high = tl.load(source + i + HALF, mask=valid, other=0.0).to(tl.float32)

@@ -19,6 +19,7 @@ from ctypes import (
     c_int64,
     c_size_t,
     c_ubyte,
+    c_uint32,
     c_uint64,
     c_void_p,
 )
@@ -32,6 +33,9 @@ _REAL_32F = 0
 _TRANSPOSE_A = 3
 _TRANSPOSED = 1
 _MAX_WORKSPACE = 1
+_REDUCTIONS = 3
+_BATCH_COUNT = 5
+_BATCH_OFFSET = 6
 _ALIGNMENT = 256
 _ALGORITHM_BYTES = 64
 WORKSPACE_BYTES = 32 << 20
@@ -85,14 +89,19 @@ class Library:
         if status:
             raise CublasError(f"cuBLASLt answered with status {status}")
 
-    def layout(self, dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
-        """Of a matrix stored column after column."""
+    def layout(
+        self, dtype: torch.dtype, rows: int, columns: int, stride: int | None = None, parts: tuple[int, int] = (1, 0)
+    ) -> c_void_p:
+        """Of a matrix stored column after column, `stride` elements apart; of several, `parts` (count, offset)."""
         made = c_void_p()
+        kind, columns_apart = c_int(_TYPES[dtype]), c_int64(rows if stride is None else stride)
         self.check(
-            self._lib.cublasLtMatrixLayoutCreate(
-                byref(made), c_int(_TYPES[dtype]), c_uint64(rows), c_uint64(columns), c_int64(rows)
-            )
+            self._lib.cublasLtMatrixLayoutCreate(byref(made), kind, c_uint64(rows), c_uint64(columns), columns_apart)
         )
+        if parts[0] > 1:
+            mark = self._lib.cublasLtMatrixLayoutSetAttribute
+            self.check(mark(made, c_int(_BATCH_COUNT), byref(c_int32(parts[0])), c_size_t(4)))
+            self.check(mark(made, c_int(_BATCH_OFFSET), byref(c_int64(parts[1])), c_size_t(8)))
         return made
 
     def operation(self) -> c_void_p:
@@ -103,13 +112,15 @@ class Library:
         self.check(self._lib.cublasLtMatmulDescSetAttribute(made, c_int(_TRANSPOSE_A), byref(flag), c_size_t(4)))
         return made
 
-    def candidates(self, operation: c_void_p, layouts: list[c_void_p], count: int) -> list[bytes]:
+    def candidates(self, operation: c_void_p, layouts: list[c_void_p], count: int, *, splits: bool) -> list[bytes]:
+        """With `splits`, also algorithms that divide the inputs and add up in a launch of its own."""
         preference = c_void_p()
         self.check(self._lib.cublasLtMatmulPreferenceCreate(byref(preference)))
-        most = c_uint64(WORKSPACE_BYTES)
-        self.check(
-            self._lib.cublasLtMatmulPreferenceSetAttribute(preference, c_int(_MAX_WORKSPACE), byref(most), c_size_t(8))
-        )
+        wanted = self._lib.cublasLtMatmulPreferenceSetAttribute
+        most, none = c_uint64(WORKSPACE_BYTES), c_uint32(0)
+        self.check(wanted(preference, c_int(_MAX_WORKSPACE), byref(most), c_size_t(8)))
+        if not splits:
+            self.check(wanted(preference, c_int(_REDUCTIONS), byref(none), c_size_t(4)))
         found = (_Found * count)()
         number = c_int(0)
         self.check(
@@ -133,22 +144,27 @@ def library() -> Library | None:
 class Product:
     """x [M, K] @ weight [N, K]^T of one shape and dtype, by any of its algorithms. Contiguous tensors only.
 
+    With several `parts`, equal ones of the inputs, each part's product is stored, [parts, M, N], and none is added up.
+
     The workspace is shared, so products of one process must follow each other on one stream.
     """
 
     def __init__(
-        self, lib: Library, dtype: torch.dtype, out: torch.dtype, rows: int, outputs: int, inputs: int
+        self, lib: Library, dtype: torch.dtype, out: torch.dtype, rows: int, outputs: int, inputs: int, parts: int = 1
     ) -> None:
         self._lib = lib
+        self._parts = parts
         self._operation = lib.operation()
-        self._a = lib.layout(dtype, inputs, outputs)
-        self._b = lib.layout(dtype, inputs, rows)
-        self._c = lib.layout(out, outputs, rows)
+        part = inputs // parts
+        self._a = lib.layout(dtype, part, outputs, inputs, (parts, part))
+        self._b = lib.layout(dtype, part, rows, inputs, (parts, part))
+        self._c = lib.layout(out, outputs, rows, outputs, (parts, rows * outputs))
         self._one, self._zero = c_float(1.0), c_float(0.0)
 
     def algorithms(self, count: int) -> list[bytes]:
         """At most `count`, in the order in which the library's heuristic believes in them. They may be stored."""
-        return self._lib.candidates(self._operation, [self._a, self._b, self._c, self._c], count)
+        layouts = [self._a, self._b, self._c, self._c]
+        return self._lib.candidates(self._operation, layouts, count, splits=self._parts == 1)
 
     def takes(self, algorithm: bytes) -> bool:
         """Whether an algorithm, found for another number of rows, does this product too within the workspace."""
@@ -158,7 +174,7 @@ class Product:
         return status == 0 and found.workspace <= WORKSPACE_BYTES
 
     def into(self, out: Tensor, x: Tensor, weight: Tensor, algorithm: bytes, *, add: bool = False) -> None:
-        """out [M, N] = x @ weight^T, or what it holds plus that, rounded once."""
+        """out [M, N] or [parts, M, N] = x @ weight^T, or what it holds plus that, rounded once."""
         lib = self._lib
         status = lib.run(
             lib.handle,

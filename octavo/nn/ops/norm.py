@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+"""Root-mean-square normalization (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The step between two blocks of a pre-norm decoder: add to the residual stream, then normalise.
+    """The step between two blocks of a pre-norm decoder: add to the residual stream, then normalize.
 
     Args:
         x: [T, H], a block's fresh output. **Overwritten** with the sum, if of the residual's dtype.
@@ -41,3 +41,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         return triton_norm.add_rms_norm(x, residual, weight, eps)
     total = x.add_(residual) if x.dtype == residual.dtype else residual + x
     return rms_norm(total, weight, eps), total
+
+
+def sum_rms_norm(parts: Tensor, stream: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The step between two blocks where a product came in parts: add them up, then normalize. On a GPU.
+
+    Args:
+        parts: [P, T, H] contiguous.
+        stream: [T, H] contiguous, to which the parts are added **in place**, rounded once.
+        weight: [H].
+
+    Returns:
+        rms_norm(stream).
+    """
+    from octavo.nn.ops import triton_norm
+
+    return triton_norm.sum_rms_norm(parts, stream, weight, eps)

@@ -10,27 +10,33 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
+from triton.errors import TritonError
 
 from octavo.hub.cache import kernel_dir
-from octavo.nn.ops import few_rows
+from octavo.nn.ops import few_rows, gating, triton_norm
+from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.cublaslt import Library, Product, algorithm_of, aligned, library
+from octavo.nn.ops.race import Track
 
 log = logging.getLogger(__name__)
 
 _TRIES = 4
 _ROUNDS = 2
 _FEW_ROWS = 256
-_HEAD_START = 500_000
-"""Cycles: about a quarter of a millisecond, in which the host launches."""
 _BONUS = 0.98
-_HOPELESS = 1.15
+_ROUNDED = 0.02
+_MAX_PAIRED = 512
+"""The most rows for which a product is tried together with what follows it: with more, launches fill the chip."""
+_EVEN = 256
+"""Inputs of which this is a divisor have halves that begin where the library expects matrices to."""
 _STEP = 64
 """A tile's rows. Above `_FEW_ROWS`, what is best for a multiple of it is taken for the numbers below, too."""
 
@@ -44,12 +50,14 @@ class Like:
 
     Attributes:
         dtype: of the product.
-        added: the product is also added to what is there.
+        added: the product is also added to a residual stream, of which a norm is taken next.
+        gated: the product's halves are a gate and what it scales.
     """
 
     weights: Sequence[Tensor]
     dtype: torch.dtype
     added: bool = False
+    gated: bool = False
 
 
 class Products:
@@ -63,7 +71,10 @@ class Products:
         self._lib = lib
         self._path = path
         self._chosen: dict[Shape, tuple[Product, bytes]] = {}
+        self._halved: dict[Shape, tuple[Product, bytes]] = {}
+        self._gated: set[Shape] = set()
         self._known: dict[str, str] = _read(path)
+        self._track = Track()
         self.tried = 0
 
     def run(self, x: Tensor, weight: Tensor, dtype: torch.dtype, add_to: Tensor | None = None) -> Tensor | None:
@@ -76,6 +87,30 @@ class Products:
         product, algorithm = found
         product.into(out, x, weight, algorithm, add=add_to is not None)
         return out
+
+    def halves(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """[2, M, N]: `run` over the first and the second half of the inputs; None where that was not chosen."""
+        rows, inputs = x.shape
+        outputs = weight.shape[0]
+        found = self._halved.get((rows, outputs, inputs, x.dtype, weight.dtype))
+        if found is None or not aligned(x, weight):
+            return None
+        out = torch.empty(2, rows, outputs, dtype=weight.dtype, device=x.device)
+        product, algorithm = found
+        product.into(out, x, weight, algorithm)
+        return out
+
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """silu(first half) * second half of `run`'s outputs, in a launch of its own; None where that was not chosen."""
+        shape = (x.shape[0], weight.shape[0], x.shape[1], x.dtype, weight.dtype)
+        if shape not in self._gated or not aligned(x, weight):
+            return None
+        return gating.gated_product(x, weight)
+
+    @property
+    def paired(self) -> tuple[int, int]:
+        """How many shapes come in halves, and how many are gated in the product's launch."""
+        return len(self._halved), len(self._gated)
 
     def choose(self, like: Like, rows: Iterable[int]) -> None:
         """Make choices for these numbers of rows. The outcome is run once, which loads it."""
@@ -94,15 +129,94 @@ class Products:
         known = (algorithm_of(self._known.get(name, "")) for name in (own, next_to_it))
         algorithm = next((one for one in known if one is not None and product.takes(one)), None)
         if algorithm is None:
-            algorithm = self._fastest(product, x, weights, dtype)
+            algorithm = self._fastest(product, x, weights, torch.empty(count, outputs, dtype=dtype, device=x.device))
             if algorithm is None:
                 return
             self._known[own] = algorithm.hex()
             self.tried += 1
-        self._chosen[count, outputs, inputs, kind, dtype] = (product, algorithm)
+        shape = (count, outputs, inputs, kind, dtype)
+        self._chosen[shape] = (product, algorithm)
         out = self.run(x, weights[0], dtype)
         if like.added:
             self.run(x, weights[0], dtype, add_to=out)
+            if dtype == kind and count <= _MAX_PAIRED and inputs % _EVEN == 0:
+                self._choose_halves(shape, x, like)
+        if like.gated and count <= _MAX_PAIRED and gating.serves(count, weights[0]):
+            self._choose_gated(shape, x, like)
+
+    def _choose_halves(self, shape: Shape, x: Tensor, like: Like) -> None:
+        """Whether the product in halves, which a norm adds up, is faster than one that adds to the stream itself."""
+        rows, outputs, inputs, kind, dtype = shape
+        product = Product(self._lib, kind, dtype, rows, outputs, inputs, parts=2)
+        name = self._name_of_pair(shape, "halves")
+        if name not in self._known:
+            self._known[name] = self._fastest_halves(shape, product, x, like).hex()
+            self.tried += 1
+        algorithm = algorithm_of(self._known[name])
+        if algorithm is not None and product.takes(algorithm):
+            self._halved[shape] = (product, algorithm)
+            self.halves(x, like.weights[0])
+
+    def _fastest_halves(self, shape: Shape, product: Product, x: Tensor, like: Like) -> bytes:
+        """The algorithm, or nothing if it is no gain with the norm that follows."""
+        rows, outputs, *_ = shape
+        stream = torch.zeros(rows, outputs, dtype=like.dtype, device=x.device)
+        parts = torch.empty(2, rows, outputs, dtype=like.dtype, device=x.device)
+        algorithm = self._fastest(product, x, like.weights, parts)
+        if algorithm is None:
+            return b""
+        whole, chosen = self._chosen[shape]
+        norm = torch.ones(outputs, dtype=like.dtype, device=x.device)
+
+        def at_once(weight: Tensor) -> None:
+            whole.into(stream, x, weight, chosen, add=True)
+            triton_norm.rms_norm(stream, norm, 1e-5)
+
+        def in_halves(weight: Tensor) -> None:
+            product.into(parts, x, weight, algorithm)
+            triton_norm.sum_rms_norm(parts, stream, norm, 1e-5)
+
+        return algorithm if self._pays(in_halves, at_once, like.weights, rows) else b""
+
+    def _choose_gated(self, shape: Shape, x: Tensor, like: Like) -> None:
+        """Whether product and gate in one launch are faster than two launches."""
+        product, algorithm = self._chosen[shape]
+        out = torch.empty(*shape[:2], dtype=like.dtype, device=x.device)
+
+        def apart(weight: Tensor) -> Tensor:
+            product.into(out, x, weight, algorithm)
+            return silu_mul(out)
+
+        def together(weight: Tensor) -> Tensor:
+            return gating.gated_product(x, weight)
+
+        name = self._name_of_pair(shape, f"gated-{triton.__version__}")
+        if name not in self._known:
+            weights = like.weights
+            better = _same(together, apart, weights[0]) and self._pays(together, apart, weights, shape[0])
+            self._known[name] = "together" if better else ""
+            self.tried += 1
+        if self._known[name]:
+            self._gated.add(shape)
+            self.gated(x, like.weights[0])
+
+    def _pays(
+        self,
+        other: Callable[[Tensor], object],
+        usual: Callable[[Tensor], object],
+        weights: Sequence[Tensor],
+        rows: int,
+    ) -> bool:
+        """Whether `other` is clearly faster."""
+        for each in (usual, other):
+            each(weights[0])  # which compiles
+        before, after = self._track.race((usual, other), weights, rows, _ROUNDS + 1)
+        return after < _BONUS * before
+
+    def _name_of_pair(self, shape: Shape, what: str) -> str:
+        """Under which something is known, or else is to be kept."""
+        own, next_to_it = (f"{_name((rows, *shape[1:]))}-{what}" for rows in (shape[0], _tried_for(shape[0])))
+        return next_to_it if own not in self._known and next_to_it in self._known else own
 
     def save(self) -> None:
         """Write what was found, if anything is new; a folder that can't be written costs the next start some time."""
@@ -116,27 +230,15 @@ class Products:
         except OSError as error:
             log.warning("the chosen matrix products could not be kept in %s: %s", self._path, error)
 
-    def _fastest(self, product: Product, x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> bytes | None:
-        out = torch.empty(x.shape[0], weights[0].shape[0], dtype=dtype, device=x.device)
-        timed = []
-        calls = 4 if x.shape[0] <= _FEW_ROWS else 2
-        for place, algorithm in enumerate(product.algorithms(_TRIES)):
-            product.into(out, x, weights[0], algorithm)
-            milliseconds = []
-            for _ in range(_ROUNDS):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(_HEAD_START)  # else the device would wait for the launches, and that be measured
-                begin.record()
-                for call in range(calls):
-                    product.into(out, x, weights[call % len(weights)], algorithm)
-                end.record()
-                end.synchronize()
-                milliseconds.append(begin.elapsed_time(end))
-                if timed and milliseconds[0] > _HOPELESS * min(timed)[0]:
-                    break
-            # The library's own first choice stands unless another is clearly better.
-            timed.append((min(milliseconds) * (_BONUS if place == 0 else 1.0), algorithm))
-        return min(timed)[1] if timed else None
+    def _fastest(self, product: Product, x: Tensor, weights: Sequence[Tensor], out: Tensor) -> bytes | None:
+        algorithms = product.algorithms(_TRIES)
+        runs = [functools.partial(product.into, out, x, algorithm=algorithm) for algorithm in algorithms]
+        for run in runs:
+            run(weights[0])  # which loads
+        times = self._track.race(runs, weights, x.shape[0], _ROUNDS)
+        # The library's own first choice stands unless another is clearly better.
+        times[:1] = [first * _BONUS for first in times[:1]]
+        return min(zip(times, algorithms, strict=True))[1] if times else None
 
 
 @functools.cache
@@ -160,10 +262,11 @@ def choose(groups: Sequence[Like], rows: Sequence[int]) -> None:
             owner.choose(like, rows)
     owner.save()
     log.info(
-        "matrix products for %d shapes in %.1f s, %d of them tried out",
+        "matrix products for %d shapes in %.1f s, %d tried out; %d come in halves, %d with their gate",
         len(groups) * len(rows),
         time.perf_counter() - began,
         owner.tried,
+        *owner.paired,
     )
 
 
@@ -192,6 +295,31 @@ def add_linear(stream: Tensor, x: Tensor, weight: Tensor) -> None:
         if owner is not None and owner.run(x, weight, x.dtype, add_to=stream) is not None:
             return
     torch.addmm(stream, x, weight.t(), out=stream)
+
+
+def halves(x: Tensor, weight: Tensor) -> Tensor | None:
+    """[2, M, N]: x [M, K] @ weight [N, K]^T over either half of the inputs, each rounded; contiguous tensors of one
+    dtype. None unless adding them up in the norm of a residual stream was found to be faster than `add_linear`."""
+    owner = products() if x.is_cuda else None
+    return None if owner is None else owner.halves(x, weight)
+
+
+def gated(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x @ gate^T) * (x @ up^T): [M, K] to [M, N], of weight [2N, K]; contiguous tensors of one dtype."""
+    owner = products() if x.is_cuda else None
+    out = None if owner is None else owner.gated(x, weight)
+    return silu_mul(linear(x, weight, None)) if out is None else out
+
+
+def _same(other: Callable[[Tensor], Tensor], usual: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
+    """Whether `other` runs on this chip, under this Triton, and gives the same but for rounding."""
+    expected = usual(weight).float()
+    try:
+        off = (other(weight).float() - expected).norm() / expected.norm()
+    except (RuntimeError, TritonError) as error:
+        log.warning("a kernel that can't be used here is passed over: %s", error)
+        return False
+    return bool(off < _ROUNDED)
 
 
 def _tried_for(rows: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from octavo.nn.ops.triton_overlap import follow, overlap
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -24,7 +27,7 @@ def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVER
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [..., 2I] contiguous."""
     size = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
     rows = out.numel() // size
     block = min(2048, triton.next_power_of_2(size))
     if rows:

@@ -1,13 +1,19 @@
-"""Root-mean-square normalisation on a GPU: what `norm.py` says, one program a row."""
+"""Root-mean-square normalization on a GPU: what `norm.py` says, one program a row."""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from octavo.nn.ops.triton_overlap import follow, overlap
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MANY = 256
+"""From so many rows on, more warps are faster for sums of parts."""
 
 
 @triton.jit
@@ -20,19 +26,22 @@ def _norm_kernel(
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The norm is taken of x, or of the sum as it is stored."""
+    """The norm is taken of x; or of the residual plus the PARTS of x, each [rows, SIZE], as that sum is stored."""
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     valid = i < SIZE
-    value = tl.load(x + row + i, mask=valid, other=0.0)
-    if ADD:
-        value = (value.to(tl.float32) + tl.load(residual + row + i, mask=valid, other=0.0).to(tl.float32)).to(
-            total.dtype.element_ty
-        )
+    if PARTS == 0:
+        value = tl.load(x + row + i, mask=valid, other=0.0)
+    else:
+        wanted = tl.load(residual + row + i, mask=valid, other=0.0).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            place = x + part * tl.num_programs(0).to(tl.int64) * SIZE + row + i
+            wanted += tl.load(place, mask=valid, other=0.0).to(tl.float32)
+        value = wanted.to(total.dtype.element_ty)
         tl.store(total + row + i, value, mask=valid)
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
@@ -42,26 +51,29 @@ def _norm_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H] contiguous."""
-    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    _launch(x, x, x, weight, out, eps, add=False)
-    return out
+    return _launch(x, x, x, weight, eps, parts=0)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x and residual contiguous; the sum replaces x if they have one dtype."""
-    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    total = x if x.dtype == residual.dtype else torch.empty_like(residual)
-    _launch(x, residual, total, weight, out, eps, add=True)
-    return out, total
+    total = x if x.dtype == residual.dtype else residual.new_empty(residual.shape)
+    return _launch(x, residual, total, weight, eps, parts=1), total
 
 
-def _launch(x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool) -> None:
-    size = x.shape[-1]
+def sum_rms_norm(parts: Tensor, stream: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """parts [P, T, H] and stream [T, H] contiguous; the stream is overwritten with the sum, rounded once."""
+    return _launch(parts, stream, stream, weight, eps, parts=parts.shape[0])
+
+
+def _launch(x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float, *, parts: int) -> Tensor:
+    out = weight.new_empty(total.shape)
+    size = total.shape[-1]
     block = triton.next_power_of_2(size)
-    rows = x.numel() // size
+    rows = total.numel() // size
     if rows:
-        warps = max(1, min(16, block // 512))
+        warps = max(1, min(16, block // (256 if parts > 1 and rows >= _MANY else 512)))
         options = overlap(x.device)
         _norm_kernel[(rows,)](
-            x, residual, total, weight, out, eps, SIZE=size, BLOCK=block, ADD=add, num_warps=warps, **options
+            x, residual, total, weight, out, eps, SIZE=size, BLOCK=block, PARTS=parts, num_warps=warps, **options
         )
+    return out

@@ -9,11 +9,14 @@ other kernels write waits first.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+if TYPE_CHECKING:
+    import torch
 
 
 def overlap(device: torch.device) -> dict[str, bool]:
@@ -31,4 +34,6 @@ def follow(OVERLAPS: tl.constexpr):
 
 @functools.cache
 def _can_overlap(device: torch.device) -> bool:
+    import torch  # kernels are compiled by processes that do without
+
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

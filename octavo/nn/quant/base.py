@@ -26,7 +26,7 @@ class Scheme(Protocol):
     """Weights of one linear layer: what the checkpoint holds of them, and how to multiply with them."""
 
     takes_blocks: bool
-    """Whether quantised weights may come as `Blocks`."""
+    """Whether quantized weights may come as `Blocks`."""
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
         """Checkpoint suffix -> tensor, such as {"weight": ..., "bias": ...}."""
@@ -68,9 +68,14 @@ class Fusing(Protocol):
         """See `fused_product` in `nn/ops/few_rows.py`."""
         ...
 
-    def add_to(self, stream: Tensor, x: Tensor) -> None:
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(first half) * second half of the outputs, which are not rounded in between where that is faster."""
+        ...
+
+    def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
         """stream [T, out] += x [T, in] @ W^T, in place, in the product's own launch and rounded once.
 
-        For layers without a bias and a stream of their dtype.
+        Where that is faster, the stream is left as it is, and the product comes in parts [P, T, out] for whoever reads
+        the stream next to add. For layers without a bias and a stream of their dtype.
         """
         ...

@@ -8,26 +8,26 @@ import torch
 from torch import Tensor
 
 from octavo.native.program import BLOCK
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import pack_blocks
-from octavo.nn.weights import Blocks, tensor_bytes
+from octavo.nn.weights import Blocks, Keep, fused, tensor_bytes
 
 _MIDDLE = 128  # of integers of 8 bits
 
 
-class BlockQuantised(Unquantised):
+class BlockQuantized(Unquantized):
     """A matrix of `Blocks` where the checkpoint has one, else the plain matrix.
 
     Attributes:
-        packed: each part's panels; None if the matrix is plain.
+        packed: the panels of one part after the other; None if the matrix is plain.
         zero_point, bits, has_minima: of all parts.
     """
 
     takes_blocks = True
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
-        self.packed: list[Tensor] | None = None
+    def __init__(self, dtype: torch.dtype, device: torch.device, keep: Keep = fused) -> None:
+        super().__init__(dtype, device, keep)
+        self.packed: Tensor | None = None
         self.shape = (0, 0)
         self.zero_point = 0
         self.bits = 0
@@ -37,10 +37,10 @@ class BlockQuantised(Unquantised):
         weights = [part["weight"] for part in parts]
         blocks = [weight for weight in weights if isinstance(weight, Blocks)]
         if len(blocks) < len(weights) or blocks[0].values.shape[1] % BLOCK:
-            plain = [weight if isinstance(weight, Tensor) else dequantised(weight, self.dtype) for weight in weights]
+            plain = [weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype) for weight in weights]
             super().prepare([{**part, "weight": weight} for part, weight in zip(parts, plain, strict=True)])
             return
-        self._keep(alike(blocks))
+        self._pack(alike(blocks))
         if "bias" in parts[0]:
             self.bias = torch.cat([part["bias"] for part in parts])
 
@@ -48,17 +48,17 @@ class BlockQuantised(Unquantised):
         if isinstance(weight, Tensor):
             super().share(weight)
         else:
-            self._keep([weight])
+            self._pack([weight])
 
-    def _keep(self, blocks: list[Blocks]) -> None:
-        self.packed = [pack_blocks(part) for part in blocks]
+    def _pack(self, blocks: list[Blocks]) -> None:
+        self.packed = self._keep([pack_blocks(part) for part in blocks])
         self.shape = (sum(part.values.shape[0] for part in blocks), blocks[0].values.shape[1])
         self.zero_point, self.bits = blocks[0].zero_point, blocks[0].bits
         self.has_minima = blocks[0].minima is not None
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + tensor_bytes(*(self.packed or ()))
+        return super().nbytes + tensor_bytes(self.packed)
 
 
 def alike(parts: list[Blocks]) -> list[Blocks]:
@@ -77,7 +77,7 @@ def alike(parts: list[Blocks]) -> list[Blocks]:
     ]
 
 
-def dequantised(blocks: Blocks, dtype: torch.dtype) -> Tensor:
+def dequantized(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     """The matrix's values, [N, K]."""
     values = blocks.values.view(*blocks.scales.shape, BLOCK).float() - blocks.zero_point
     values *= blocks.scales.float()[..., None]

@@ -1,4 +1,4 @@
-"""Unquantised weights on a GPU: how they are multiplied with depends on the number of rows."""
+"""Unquantized weights on a GPU: how they are multiplied with depends on the number of rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from octavo.nn.ops import few_rows, products
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.ops.activation import silu_mul
+from octavo.nn.quant.none import Unquantized
 
 
-class OnGpu(Unquantised):
+class OnGpu(Unquantized):
     """A single row may take its neighbours into the launch; others go through the fastest call there is.
 
     Attributes:
@@ -40,6 +41,13 @@ class OnGpu(Unquantised):
             x, self.weight, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype
         )
 
-    def add_to(self, stream: Tensor, x: Tensor) -> None:
+    def gated(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
-        products.add_linear(stream, x, self.weight)
+        return silu_mul(self.apply(x)) if self.bias is not None else products.gated(x, self.weight)
+
+    def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
+        assert self.weight is not None, "weights are not loaded"
+        parts = products.halves(x, self.weight)
+        if parts is None:
+            products.add_linear(stream, x, self.weight)
+        return parts

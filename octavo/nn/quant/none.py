@@ -1,4 +1,4 @@
-"""Unquantised weights: a plain matrix in the model's dtype."""
+"""Unquantized weights: a plain matrix in the model's dtype."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.quant.base import Part
-from octavo.nn.weights import TensorSpec, owned, tensor_bytes
+from octavo.nn.weights import Keep, TensorSpec, fused, tensor_bytes
 
 
-class Unquantised:
+class Unquantized:
     """One weight [out, in] and an optional bias [out].
 
     Attributes:
-        takes_blocks: whether quantised weights may come as `Blocks`.
+        takes_blocks: whether quantized weights may come as `Blocks`.
     """
 
     takes_blocks = False
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, keep: Keep = fused) -> None:
         self.dtype = dtype
         self.device = device
+        self._keep = keep
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self._shared = False
@@ -35,7 +36,7 @@ class Unquantised:
         return specs
 
     def prepare(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        self.weight = owned(parts[0]["weight"]) if len(parts) == 1 else torch.cat([p["weight"] for p in parts])
+        self.weight = self._keep([part["weight"] for part in parts])
         if "bias" in parts[0]:
             self.bias = torch.cat([p["bias"] for p in parts])
 

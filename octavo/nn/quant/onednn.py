@@ -1,4 +1,4 @@
-"""Unquantised weights on a CPU, packed once for oneDNN: what torch multiplies fastest with."""
+"""Unquantized weights on a CPU, packed once for oneDNN: what torch multiplies fastest with."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from octavo.nn.quant.none import Unquantised
-from octavo.nn.weights import tensor_bytes
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.weights import Keep, fused, tensor_bytes
 
 
-class OneDNN(Unquantised):
+class OneDNN(Unquantized):
     """1.05 to 3.5 times faster (most with few rows) than `F.linear`, which packs the matrix at every call.
 
     The plain matrix is dropped, so there is one copy; only a head that shares the embedding's has one of its own.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
+    def __init__(self, dtype: torch.dtype, device: torch.device, keep: Keep = fused) -> None:
+        super().__init__(dtype, device, keep)
         self._packed: Tensor | None = None
 
     def prepare(self, parts: Sequence[Mapping[str, Tensor]]) -> None:

@@ -10,6 +10,9 @@ from msgspec import UNSET
 from octavo.server.openai.routing import News
 from octavo.server.stream import named_event
 
+PING = named_event("ping", {"type": "ping"})
+"""Keeps a silent stream alive."""
+
 
 class Blocks:
     """Numbers the blocks of one answer, and opens and closes them as its news comes.

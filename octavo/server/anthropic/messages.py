@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from octavo.core.output import CompletionOutput, RequestOutput
 from octavo.server.anthropic.errors import error_event
-from octavo.server.anthropic.events import Blocks
+from octavo.server.anthropic.events import PING, Blocks
 from octavo.server.anthropic.protocol import CountBody, MessagesBody, as_chat
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
@@ -35,7 +35,13 @@ async def messages(ctx: ServerContext, request: Request) -> Response:
     warnings = check_extras(ctx, translated, chat=True)
     chat = await prepare_chat(ctx, translated, answer.id)
     if body.stream:
-        return EventStream(_stream(ctx, chat, answer), closing=b"", on_error=error_event)
+        return EventStream(
+            _stream(ctx, chat, answer),
+            closing=b"",
+            on_error=error_event,
+            keep_alive_s=ctx.config.sse_keep_alive_s,
+            keep_alive=PING,
+        )
     whole = await until_disconnect(request.receive, _whole(ctx, chat, answer))
     return json_response(whole | ({"warnings": warnings} if warnings else {}))
 
@@ -147,5 +153,5 @@ def _input(arguments: str) -> Any:
     """The arguments as an object; a call that was cut short has none that can be read."""
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}

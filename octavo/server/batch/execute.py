@@ -10,7 +10,7 @@ import msgspec
 
 from octavo.server.batch.lines import Line
 from octavo.server.errors import ApiError, as_api_error
-from octavo.server.inner import Endpoint, inner_request
+from octavo.server.routes.endpoints import Endpoint, inner_request
 
 _RETRIED = frozenset({429, 503})
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 8.0
@@ -88,7 +88,9 @@ def _check_whole(line: Line) -> None:
     body = msgspec.json.decode(line.body)
     for name in ("stream", "background"):
         if body.get(name):
-            raise ApiError(400, f"{name} can't be used in a batch, whose answers are whole; leave it out.", param=name)
+            raise ApiError(
+                400, f"{name} can't be used in a batch, whose answers are not streamed; leave it out.", param=name
+            )
 
 
 def _new_id() -> str:

@@ -8,6 +8,7 @@ journal is opened again, so the records are always a prefix of what was appended
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -94,6 +95,12 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     draft.replace(path)
     sync_folder(path.parent)
+
+
+def try_to_write(folder: Path) -> None:
+    """Raises OSError if a folder's disk takes no more."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(1 << 16))
 
 
 def sync_folder(folder: Path) -> None:

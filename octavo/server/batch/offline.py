@@ -102,7 +102,7 @@ async def run_file(
         async def watch() -> None:
             while (reason := ill()) is None:
                 await asyncio.sleep(_WATCH_S)
-            raise ConfigError(f"{reason} The answers so far are kept; the same command goes on from there.")
+            raise ConfigError(f"{reason} The answers so far are kept; the same command resumes from there.")
 
         async def run_all() -> None:
             async with asyncio.TaskGroup() as group:

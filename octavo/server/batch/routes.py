@@ -21,7 +21,7 @@ from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import ApiError, json_response
 from octavo.server.openai.fields import Int
-from octavo.server.schema import describe
+from octavo.server.schema.document import describe
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9]\d{0,6})([smhd])")

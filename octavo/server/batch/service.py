@@ -15,6 +15,7 @@ from typing import TypeVar
 from octavo.server.batch import record
 from octavo.server.batch.execute import Executor
 from octavo.server.batch.files import FileStore
+from octavo.server.batch.journal import try_to_write
 from octavo.server.batch.lines import Input, scan
 from octavo.server.batch.record import Batch
 from octavo.server.batch.store import SYNC_S, BatchStore, FolderInUseError
@@ -132,7 +133,7 @@ class BatchService:
         """
         store = await self._opened()
         if store.files.get(input_file_id, "input_file_id").purpose != "batch":
-            raise ApiError(400, "The input file's purpose must be 'batch'; upload it so.", param="input_file_id")
+            raise ApiError(400, "The input file's purpose must be 'batch'; upload it with that.", param="input_file_id")
         now = int(self._now())
         created = record.Created(
             id=f"batch_{secrets.token_hex(16)}",
@@ -172,7 +173,7 @@ class BatchService:
         """
         batch = await self.get(batch_id)
         if batch.ended or (batch.closing is not None and not batch.cancelled):
-            raise ApiError(409, f"The batch is {batch.status} and can't be cancelled any more.", param="batch_id")
+            raise ApiError(409, f"The batch is {batch.status} and can no longer be cancelled.", param="batch_id")
         if not batch.cancelled:
             store = await self._opened()
             await self.durably(lambda: store.note(batch, record.Cancelling(int(self._now()))))
@@ -193,7 +194,7 @@ class BatchService:
     async def _opened(self) -> BatchStore:
         async with self._opening:
             if self._stopped:
-                raise ApiError(503, "The server is shutting down; its batches go on when it is started again.")
+                raise ApiError(503, "The server is shutting down; its batches resume when it is started again.")
             if self._store is None:
                 store = BatchStore(self._folder, now=self._now)
                 try:
@@ -208,7 +209,7 @@ class BatchService:
                 self._upkeep = asyncio.create_task(self._keep_up(store))
                 for batch in store.batches.values():
                     if not batch.ended:
-                        logger.info("Batch %s goes on: %d lines are answered.", batch.id, len(batch.answered))
+                        logger.info("Batch %s resumes: %d lines are answered already.", batch.id, len(batch.answered))
                         self._begin(store, batch)
             return self._store
 
@@ -224,11 +225,24 @@ class BatchService:
             try:
                 await self._work(store, batch)
                 break
+            except* OSError as faults:
+                text = "Batch %s can't be kept (%s); it waits for %.0f s and tries again."
+                logger.error(text, batch.id, _first(faults), _AFTER_FAULT_S)
             except* Exception:
                 logger.exception("Batch %s waits for %.0f s and tries again.", batch.id, _AFTER_FAULT_S)
-            await asyncio.sleep(_AFTER_FAULT_S)
+            await self._room()
         logger.info("Batch %s is %s: %s", batch.id, batch.status, batch.told()["request_counts"])
         del self._jobs[batch.id], self._cancels[batch.id]
+
+    async def _room(self) -> None:
+        """Wait a while, and until there is room on the disk: answers that can't be kept would be computed in vain."""
+        while True:
+            await asyncio.sleep(_AFTER_FAULT_S)
+            try:
+                await self.on_disk(lambda: try_to_write(self._folder))
+                return
+            except OSError:
+                pass
 
     async def _work(self, store: BatchStore, batch: Batch) -> None:
         lines = await self._validate(store, batch)
@@ -304,3 +318,10 @@ class BatchService:
             except OSError as exc:
                 logger.error("Batches can't be written to the disk: %s", exc)
             await asyncio.sleep(SYNC_S)
+
+
+def _first(fault: BaseException) -> BaseException:
+    """One of those that a group stands for: a full disk fails every line in the same way."""
+    while isinstance(fault, BaseExceptionGroup):
+        fault = fault.exceptions[0]
+    return fault

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from octavo.core.stats import EngineStats
+from octavo.core.pausing import AWAKE
+from octavo.core.stats import LIMITS, EngineStats
 
 Samples = Mapping[str, float]
 
@@ -58,6 +59,13 @@ ENGINE_METRICS = (
         lambda s: {"capacity": s.num_waiting - s.num_waiting_deferred, "deferred": s.num_waiting_deferred},
         "reason",
     ),
+    _gauge(
+        "num_requests_waiting_by_limit",
+        "Sequences that wait for room, by what the first of them lacks: a place among the running (seats), tokens of a "
+        "step, or KV blocks.",
+        lambda s: {one: s.num_waiting - s.num_waiting_deferred if one == s.waits_for else 0 for one in LIMITS},
+        "limit",
+    ),
     _gauge("kv_cache_usage_perc", "Fraction of KV blocks in use by running sequences, 0 to 1.", lambda s: s.kv_usage),
     _gauge("kv_blocks", "KV blocks there are.", lambda s: s.num_blocks),
     _gauge("kv_blocks_used", "KV blocks in use by running sequences.", lambda s: s.num_blocks_used),
@@ -70,6 +78,16 @@ ENGINE_METRICS = (
         lambda s: s.mean_waste,
     ),
     _gauge("last_step_seconds", "Duration of the newest step.", lambda s: s.last_step_s),
+    _gauge(
+        "engine_sleep_state",
+        "1 for what the engine is: awake, or its weights on the host, or all given back; all 0 where it only pauses.",
+        lambda s: {
+            "awake": s.sleep_level == AWAKE,
+            "weights_offloaded": s.sleep_level == 1,
+            "discard_all": s.sleep_level == 2,
+        },
+        "sleep_state",
+    ),
     _counter("prompt_tokens", "Prompt tokens of admitted requests.", lambda s: s.prompt_tokens),
     _counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", lambda s: s.prompt_tokens_cached),
     _counter("prompt_tokens_computed", "Prompt tokens that were computed.", lambda s: s.prompt_tokens_computed),
@@ -98,6 +116,7 @@ ENGINE_METRICS = (
     _counter("kv_waste_samples", "Steps at which the waste was measured.", lambda s: s.waste_samples),
     _counter("engine_steps", "Steps run.", lambda s: s.num_steps),
     _counter("engine_step_tokens", "Tokens computed in steps.", lambda s: s.step_tokens),
+    _counter("engine_step_prompt_tokens", "Those of them that were prompts'.", lambda s: s.step_prompt_tokens),
     _counter("engine_step_rows", "Sequences that took part in steps, summed over steps.", lambda s: s.step_rows),
     _counter(
         "engine_loop_seconds",

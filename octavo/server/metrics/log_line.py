@@ -12,6 +12,14 @@ from octavo.core.stats import EngineStats
 logger = logging.getLogger("octavo.server")
 
 
+_REMEDIES = {
+    "seats": "a seat (--max-num-seqs)",
+    "step_tokens": "tokens of a step (--max-num-batched-tokens)",
+    "kv_blocks": "KV cache (--kv-cache-memory-bytes)",
+}
+"""What those in the queue lack, by `EngineStats.waits_for`, and the setting that bounds it."""
+
+
 class StatsLine:
     """Compares each snapshot with the one before. Silent while idle, apart from the one line that tells so."""
 
@@ -23,28 +31,35 @@ class StatsLine:
     def next(self, stats: EngineStats, now: float) -> str | None:
         """The line for the time since the last call, or None if there is nothing to tell."""
         elapsed = max(now - self._at, 1e-9)
-        prompt = stats.prompt_tokens - self._prompt
+        prompt = stats.step_prompt_tokens - self._prompt
         generated = stats.generation_tokens - self._generated
         queries = stats.prefix_cache_queries - self._queries
         if queries > 0:
             self._hit_rate = (stats.prefix_cache_hits - self._hits) / queries
+        preempted = stats.num_preemptions - self._preemptions
         self._remember(stats, now)
         busy = bool(prompt or generated or stats.num_running or stats.num_waiting)
         tells, self._was_busy = busy or self._was_busy, busy
         if not tells:
             return None
-        return (
+        line = (
             f"Engine 000: Avg prompt throughput: {prompt / elapsed:.1f} tokens/s, "
             f"Avg generation throughput: {generated / elapsed:.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
             f"GPU KV cache usage: {stats.kv_usage * 100:.1f}%, Prefix cache hit rate: {self._hit_rate * 100:.1f}%"
         )
+        if preempted:
+            line += f", Preempted: {preempted} reqs"
+        if stats.waits_for:
+            line += f", Waiting for: {_REMEDIES[stats.waits_for]}"
+        return line
 
     def _remember(self, stats: EngineStats, now: float) -> None:
         # Numbers, not the snapshot: an engine may update one snapshot in place.
         self._at = now
-        self._prompt = stats.prompt_tokens
+        self._prompt = stats.step_prompt_tokens
         self._generated = stats.generation_tokens
+        self._preemptions = stats.num_preemptions
         self._queries = stats.prefix_cache_queries
         self._hits = stats.prefix_cache_hits
 

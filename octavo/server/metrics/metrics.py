@@ -21,7 +21,7 @@ from octavo.server.metrics.engine import ENGINE_METRICS, EngineMetric
 from octavo.server.metrics.histogram import Histogram
 from octavo.server.metrics.http import HttpMetrics
 from octavo.server.metrics.merge import Families, total
-from octavo.server.metrics.requests import HISTOGRAMS, RequestMetrics
+from octavo.server.metrics.requests import HISTOGRAMS, RequestMetrics, Tracing
 from octavo.version import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -47,12 +47,16 @@ class Metrics(Collector):
         batches: those of the batches, where they are served.
     """
 
-    def __init__(self, engine: EngineClient, model_name: str, *, log_requests: bool = False) -> None:
-        self.requests = RequestMetrics(log_requests=log_requests)
+    def __init__(
+        self, engine: EngineClient, model_name: str, *, log_requests: bool = False, tracing: Tracing | None = None
+    ) -> None:
+        self.requests = RequestMetrics(log_requests=log_requests, tracing=tracing)
         self.http = HttpMetrics()
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
         self._process = ProcessCollector(registry=None)
+        pid = engine.info.pid
+        self._core = ProcessCollector("octavo_engine", pid=lambda: pid, registry=None) if pid else None
         self.batches: BatchCounts | None = None
 
     def exposition(self, others: Sequence[Families] = ()) -> bytes:
@@ -73,6 +77,8 @@ class Metrics(Collector):
         stats = self._engine.stats()
         for prefix in PREFIXES:
             yield from self._engine_families(prefix, stats)
+        if self._core is not None:
+            yield from self._core.collect()
 
     def own(self) -> Iterator[Metric]:
         """What was seen of requests (under each prefix), of HTTP and of the process itself."""
@@ -106,11 +112,11 @@ class Metrics(Collector):
         )
 
     def _step_family(self, prefix: str, stats: EngineStats) -> Metric:
-        text = "Tokens computed in one step of the engine."
+        text = "Tokens of prompts computed and new tokens sampled in one step of the engine."
         family = HistogramMetricFamily(prefix + "iteration_tokens_total", text, labels=list(self._labels))
         counts = list(accumulate(stats.steps_by_tokens))
         bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
-        family.add_metric(list(self._labels.values()), list(zip(bounds, counts, strict=True)), stats.step_tokens)
+        family.add_metric(list(self._labels.values()), list(zip(bounds, counts, strict=True)), stats.handled_tokens)
         return family
 
     def _family(self, prefix: str, metric: EngineMetric, samples: Iterable[tuple[dict[str, str], float]]) -> Metric:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from octavo.core.output import FinishReason, RequestOutput, RequestTimes
 from octavo.core.params import OutputKind
@@ -40,19 +43,57 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that is over.
+
+    Attributes:
+        arrival: when it came, by `time.monotonic`.
+        reasons: why each choice ended.
+        generated: tokens of all choices.
+        cached: tokens of the prompt that the prefix cache held.
+        times: None where it ended before the engine told of it.
+    """
+
+    request: GenerateRequest
+    arrival: float
+    reasons: Sequence[str]
+    generated: int
+    cached: int
+    preemptions: int
+    times: RequestTimes | None
+
+
+class Tracing(Protocol):
+    """Who is told of each request's end, for the trace that it belongs to."""
+
+    def begin(self) -> Any:
+        """The trace of the task that brings a request."""
+        ...
+
+    def end(self, parent: Any, ended: Ended) -> None:
+        """`parent` is what `begin` returned."""
+        ...
+
+
 class RequestMetrics:
     """Histograms over finished requests, and how their choices ended."""
 
-    def __init__(self, *, log_requests: bool = False) -> None:
+    def __init__(self, *, log_requests: bool = False, tracing: Tracing | None = None) -> None:
+        self.tracing = tracing
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.refused: Counter[str] = Counter({"requests": 0, "tokens": 0})
         """By the limit of the queue that they met."""
         self.finished: Counter[str] = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
+        self.live: set[RequestRecord] = set()
+        """Those that have not ended."""
         self._log_level = logging.INFO if log_requests else logging.DEBUG
 
     def begin(self, request: GenerateRequest) -> RequestRecord:
         """Start to follow `request`; the record must be ended, however the request ends."""
-        return RequestRecord(self, request)
+        record = RequestRecord(self, request)
+        self.live.add(record)
+        return record
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         self.histograms[name].observe(value, times)
@@ -66,28 +107,34 @@ class RequestMetrics:
 
 
 class RequestRecord:
-    """One request on its way. `observe` runs for every chunk and does little."""
+    """One request on its way. `observe` runs for every chunk and does little.
+
+    Attributes:
+        arrival: when it came, by `time.monotonic`.
+    """
 
     __slots__ = (
-        "_arrival",
         "_cached",
         "_last",
         "_latency",
         "_metrics",
         "_preemptions",
         "_reasons",
-        "_request",
         "_streamed",
         "_times",
         "_tokens",
+        "_trace",
+        "arrival",
+        "request",
     )
 
     def __init__(self, metrics: RequestMetrics, request: GenerateRequest) -> None:
         self._metrics = metrics
-        self._request = request
+        self._trace = metrics.tracing.begin() if metrics.tracing else None
+        self.request = request
         self._streamed = request.params.output_kind is OutputKind.DELTA
         self._latency = metrics.histograms["inter_token_latency_seconds"]
-        self._arrival = request.arrival or time.monotonic()
+        self.arrival = request.arrival or time.monotonic()
         self._last: dict[int, float] = {}
         self._tokens = [0] * request.params.n
         self._reasons: dict[int, str] = {}
@@ -121,27 +168,31 @@ class RequestRecord:
         if last is not None:
             self._latency.observe(now - last)
         elif not self._last:
-            self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
+            self._metrics.observe("time_to_first_token_seconds", now - self.arrival)
         self._last[index] = now
 
     def end(self) -> None:
         """Enter the request into the histograms. Choices that have not finished by now were aborted."""
-        metrics, params = self._metrics, self._request.params
+        metrics, params = self._metrics, self.request.params
+        metrics.live.discard(self)
         total = sum(self._tokens)
-        for index in range(params.n):
-            metrics.finished[self._reasons.get(index, "abort")] += 1
-        metrics.observe("request_prompt_tokens", len(self._request.tokens))
+        reasons = [self._reasons.get(index, "abort") for index in range(params.n)]
+        metrics.finished.update(reasons)
+        metrics.observe("request_prompt_tokens", len(self.request.tokens))
         metrics.observe("request_generation_tokens", total)
         metrics.observe("request_max_num_generation_tokens", max(self._tokens))
-        metrics.observe("request_prefill_kv_computed_tokens", len(self._request.tokens) - self._cached)
+        metrics.observe("request_prefill_kv_computed_tokens", len(self.request.tokens) - self._cached)
         metrics.observe("request_params_n", params.n)
-        if params.max_tokens is not None and not self._request.prompt_only:
+        if params.max_tokens is not None and not self.request.prompt_only:
             metrics.observe("request_params_max_tokens", params.max_tokens)
         metrics.observe("request_num_preemptions", self._preemptions)
         if self._times is not None:
             self._observe_times(self._times)
         if metrics.logs:
-            metrics.log(self._line(total))
+            metrics.log(self._line(total, reasons))
+        if metrics.tracing is not None:
+            ended = Ended(self.request, self.arrival, reasons, total, self._cached, self._preemptions, self._times)
+            metrics.tracing.end(self._trace, ended)
 
     def _observe_times(self, times: RequestTimes) -> None:
         metrics = self._metrics
@@ -166,15 +217,16 @@ class RequestRecord:
             if later > 0:
                 self._latency.observe(decode / later, later)
 
-    def _line(self, total: int) -> str:
-        request, times = self._request, self._times
-        reasons = ",".join(self._reasons.get(index, "abort") for index in range(request.params.n))
+    def _line(self, total: int, reasons: Sequence[str]) -> str:
+        request, times = self.request, self._times
         line = (
-            f"Request {request.id} ended ({reasons}): {len(request.tokens)} prompt tokens, "
+            f"Request {request.id} ended ({','.join(reasons)}): {len(request.tokens)} prompt tokens, "
             f"{self._cached} of them cached, {total} generated"
         )
+        if self._preemptions:
+            line += f", preempted {self._preemptions} times"
         if times is None:
-            return f"{line}, {time.monotonic() - self._arrival:.3f} s"
+            return f"{line}, {time.monotonic() - self.arrival:.3f} s"
         queued = max(times.first_scheduled - times.arrival, 0.0)
         first = max(times.first_token - times.arrival, 0.0)
         return (

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.output import CompletionOutput
 from octavo.core.params import OutputKind, SamplingParams
-from octavo.server.body import parse_body
+from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.openai.generation import Job, UsageCounter, prepare, run
@@ -35,7 +35,9 @@ from octavo.server.openai.sampling import chat_params
 from octavo.server.openai.tools import tool_use
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, event, until_disconnect
+from octavo.text.embed_parts import EmbedParts
 from octavo.text.output_plan import OutputPlan
+from octavo.text.prepare import Prompt
 
 
 async def chat_completions(ctx: ServerContext, request: Request) -> Response:
@@ -46,7 +48,7 @@ async def chat_completions(ctx: ServerContext, request: Request) -> Response:
     params = chat.job.request.params
     writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=tokens_as_ids(ctx, body))
     if body.streamed:
-        return EventStream(_stream(ctx, chat, reply, writer))
+        return EventStream(_stream(ctx, chat, reply, writer), keep_alive_s=ctx.config.sse_keep_alive_s)
     return json_response(await until_disconnect(request.receive, whole(ctx, [chat], reply, writer)))
 
 
@@ -57,6 +59,8 @@ class Chat:
     job: Job
     plan: OutputPlan
     show_reasoning: bool
+    role: str
+    """Of the message in the answer."""
     prefix: str = ""
     """What the client wants to read before the answer: with `echo`, the message that the answer goes on from."""
 
@@ -93,15 +97,24 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
     params = _planned(ctx, params, plan)
     # The template has written the special tokens.
     special = bool(body.add_special_tokens)
+    prompt = text if body.embeds is None else _with_embeds(body, body.embeds, text)
     try:
-        job = await prepare(ctx, text, params, body, response_id, add_special_tokens=special, param="messages")
+        job = await prepare(ctx, prompt, params, body, response_id, add_special_tokens=special, param="messages")
     except InvalidRequestError as exc:
         if exc.param == "max_tokens" and body.max_completion_tokens is not None:
             raise InvalidRequestError(exc.message, param="max_completion_tokens", value=exc.value) from None
         raise
     last = body.messages[-1]
     prefix = last.content or "" if body.echo and last.role == "assistant" else ""
-    return Chat(job, plan, body.include_reasoning is not False, prefix)
+    continues = body.continue_final_message or body.add_generation_prompt is False
+    role = last.role if continues else ctx.config.response_role
+    return Chat(job, plan, body.include_reasoning is not False, role, prefix)
+
+
+def _with_embeds(body: ChatBody, embeds: EmbedParts, text: str) -> Prompt:
+    for name, value in (("echo", body.echo), ("add_special_tokens", body.add_special_tokens)):
+        require(not value, name, value, f"{name} can't be combined with content parts of embeddings; leave it out.")
+    return embeds.prompt(text)
 
 
 def _check_documents(ctx: ServerContext, body: ChatBody) -> None:
@@ -177,34 +190,41 @@ async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer:
         model=reply.model,
         choices=[_choice(index, answer, chat, reply, writer) for index, (chat, answer) in enumerate(told)],
         usage=counter.usage(),
+        system_fingerprint=reply.fingerprint,
         prompt_token_ids=jobs[0].prompt_tokens if reply.return_token_ids and alone else None,
         prompt_logprobs=writer.prompt(prompt) if alone else None,
         prompt_text=jobs[0].text if reply.return_prompt_text and alone else None,
+        metrics=counter.timings(),
         warnings=reply.warnings,
     )
 
 
 def _choice(index: int, answer: _Answer, chat: Chat, reply: Reply, writer: LogprobWriter) -> ChatChoice:
-    message, output = answer.message, answer.output
+    output = answer.output
     assert output is not None
+    return ChatChoice(
+        index,
+        said(chat, answer.message),
+        writer.chat(output),
+        answer.finish,
+        output.stop_reason,
+        output.token_ids if reply.return_token_ids else None,
+    )
+
+
+def said(chat: Chat, message: Message) -> ChatMessage:
+    """The assistant's turn in an answer."""
     told = chat.plan.reasoning is not None and chat.show_reasoning
     reasoning = (message.reasoning or None) if told else UNSET
     content = chat.prefix + message.content
     forced = chat.plan.tools is not None and chat.plan.tools.forced
     nothing = not content and not forced and (bool(message.calls) or bool(message.reasoning))
-    return ChatChoice(
-        index,
-        ChatMessage(
-            "assistant",
-            None if nothing else content,
-            reasoning=reasoning,
-            reasoning_content=reasoning,
-            tool_calls=message.calls or UNSET,
-        ),
-        writer.chat(output),
-        answer.finish,
-        output.stop_reason,
-        output.token_ids if reply.return_token_ids else None,
+    return ChatMessage(
+        chat.role,
+        None if nothing else content,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+        tool_calls=message.calls or UNSET,
     )
 
 
@@ -228,25 +248,16 @@ async def _stream(ctx: ServerContext, chat: Chat, reply: Reply, writer: LogprobW
                 _count_reasoning(counter, chat, routed)
                 if delta is not None:
                     last = finished == len(routed) and choice is output.outputs[-1]
-                    events.append(event(_chunk(reply, counter, delta, last=last)))
+                    events.append(event(reply.chunk(ChatChunk, counter, [delta], ends=reply.ends(last=last))))
             if events:
                 yield b"".join(events)
     if reply.include_usage:
-        yield event(
-            ChatChunk(
-                id=reply.id,
-                created=reply.created,
-                model=reply.model,
-                choices=[],
-                usage=counter.usage(),
-                warnings=reply.warnings,
-            )
-        )
+        yield event(reply.chunk(ChatChunk, counter, [], ends=True))
 
 
 def _opening(reply: Reply, counter: UsageCounter, chat: Chat) -> list[bytes]:
     """The chunks that give each choice its role; they travel with the first text."""
-    job, delta = chat.job, ChatDelta("assistant", chat.prefix)
+    job, delta = chat.job, ChatDelta(chat.role, chat.prefix)
     return [
         event(
             ChatChunk(
@@ -283,15 +294,4 @@ def _delta(choice: CompletionOutput, news: News, reply: Reply, writer: LogprobWr
         news.finish,
         choice.stop_reason if ends else UNSET,
         ids,
-    )
-
-
-def _chunk(reply: Reply, counter: UsageCounter, choice: ChatChunkChoice, *, last: bool) -> ChatChunk:
-    return ChatChunk(
-        id=reply.id,
-        created=reply.created,
-        model=reply.model,
-        choices=[choice],
-        usage=reply.chunk_usage(counter),
-        warnings=reply.chunk_warnings(last=last),
     )

@@ -25,6 +25,7 @@ from octavo.server.openai.sampling import completion_params
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, event, until_disconnect
 from octavo.text.infill import infill_of
+from octavo.text.prepare import EmbedsPrompt, Prompt
 
 PromptEntries = list[dict[int, Logprob] | None]
 
@@ -32,13 +33,15 @@ PromptEntries = list[dict[int, Logprob] | None]
 async def completions(ctx: ServerContext, request: Request) -> Response:
     """Continue one prompt or several, streamed or whole. Choice j of prompt i has the index i * n + j."""
     body = await parse_body(request, CompletionBody, ctx.config.max_body_bytes)
+    if not ctx.frontend.tokenizer.present and not body.detokenize:
+        body.detokenize = False
     reply = Reply.of(ctx, request, body, "cmpl-", check_extras(ctx, body, chat=False))
     params = completion_params(ctx, body)
     jobs = await prepare_completion(ctx, body, reply, params)
     as_ids = tokens_as_ids(ctx, body) or not params.detokenize
     writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=as_ids)
     if body.streamed:
-        return EventStream(_stream(ctx, jobs, reply, writer, body))
+        return EventStream(_stream(ctx, jobs, reply, writer, body), keep_alive_s=ctx.config.sse_keep_alive_s)
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))
     if body.only_echo:
         outputs = [_without_text(output) for output in outputs]
@@ -48,12 +51,16 @@ async def completions(ctx: ServerContext, request: Request) -> Response:
 async def prepare_completion(
     ctx: ServerContext, body: CompletionBody, reply: Reply, params: SamplingParams
 ) -> list[Job]:
-    """Check and tokenise each prompt.
+    """Check and tokenize each prompt.
 
     Raises:
         InvalidRequestError: there are too many, or one can't be served.
     """
-    prompts, limit = body.prompt, ctx.config.max_prompts
+    embeds = body.prompt_embeds or []
+    if embeds:
+        _check_embeds(body)
+    texts = _with_suffix(ctx, body) if body.prompt != [""] or not embeds else []
+    prompts, limit = [*embeds, *texts], ctx.config.max_prompts
     require(
         len(prompts) <= limit,
         "prompt",
@@ -62,15 +69,24 @@ async def prepare_completion(
     )
     special = body.add_special_tokens is not False
     jobs = []
-    for number, prompt in enumerate(_with_suffix(ctx, body)):
+    given: list[Prompt] = [EmbedsPrompt(prompt_embeds=one) for one in embeds]
+    given += texts
+    for number, prompt in enumerate(given):
         try:
             job = await prepare(ctx, prompt, params, body, reply.id, add_special_tokens=special, param="prompt")
         except InvalidRequestError as exc:
-            if len(prompts) > 1 and exc.param in (None, "prompt"):
-                raise InvalidRequestError(exc.message, param=f"prompt.{number}", value=exc.value) from None
+            if len(prompts) > 1 and exc.param in (None, "prompt", "prompt_embeds"):
+                field = f"prompt_embeds.{number}" if number < len(embeds) else f"prompt.{number - len(embeds)}"
+                raise InvalidRequestError(exc.message, param=field, value=exc.value) from None
             raise
         jobs.append(job)
     return jobs
+
+
+def _check_embeds(body: CompletionBody) -> None:
+    """What needs the prompt's text can't be had with embeddings, which have none."""
+    for name, value in (("echo", body.echo), ("suffix", body.suffix)):
+        require(not value, name, value, f"{name} is unsupported with prompt embeds, which are no text; leave it out.")
 
 
 def _with_suffix(ctx: ServerContext, body: CompletionBody) -> list[str | list[int]]:
@@ -82,12 +98,12 @@ def _with_suffix(ctx: ServerContext, body: CompletionBody) -> list[str | list[in
     form = infill_of(ctx.frontend.tokenizer)
     if form is None:
         raise UnsupportedError(
-            "suffix needs a model that fills in the middle, and this one has no tokens for that; leave it out.",
+            "suffix needs a model that can fill in the middle, and this one has no tokens for it; leave it out.",
             param="suffix",
             value=suffix,
         )
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    require(len(texts) == len(body.prompt), "suffix", suffix, "suffix needs a prompt of text, not of token ids.")
+    require(len(texts) == len(body.prompt), "suffix", suffix, "suffix needs a prompt that is text, not token ids.")
     return [form.write(text, suffix) for text in texts]
 
 
@@ -118,7 +134,8 @@ def _whole(
         choices=choices,
         usage=counter.usage(),
         service_tier=None,
-        system_fingerprint=None,
+        system_fingerprint=reply.fingerprint,
+        metrics=counter.timings(),
         warnings=reply.warnings,
     )
 
@@ -151,20 +168,11 @@ async def _stream(
                 part = _choice(choice, index, jobs[number], reply, writer, absent=UNSET, opens=opens, echo=echo)
                 opened.add(index)
                 last = unfinished == 0 and choice is output.outputs[-1]
-                events.append(event(_chunk(reply, counter, [part], last=last)))
+                events.append(event(reply.chunk(Completion, counter, [part], ends=reply.ends(last=last))))
             if events:
                 yield b"".join(events)
     if reply.include_usage:
-        yield event(
-            Completion(
-                id=reply.id,
-                created=reply.created,
-                model=reply.model,
-                choices=[],
-                usage=counter.usage(),
-                warnings=reply.warnings,
-            )
-        )
+        yield event(reply.chunk(Completion, counter, [], ends=True))
 
 
 def _without_text(output: RequestOutput) -> RequestOutput:
@@ -221,14 +229,3 @@ def _echo(ctx: ServerContext, job: Job, output: RequestOutput) -> _Echo:
     if text is None:
         text = ctx.frontend.tokenizer.decode(job.prompt_tokens)
     return _Echo(text, list(zip(job.prompt_tokens, output.prompt_logprobs or (), strict=False)))
-
-
-def _chunk(reply: Reply, counter: UsageCounter, choices: list[CompletionChoice], *, last: bool) -> Completion:
-    return Completion(
-        id=reply.id,
-        created=reply.created,
-        model=reply.model,
-        choices=choices,
-        usage=reply.chunk_usage(counter),
-        warnings=reply.chunk_warnings(last=last),
-    )

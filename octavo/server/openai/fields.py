@@ -10,24 +10,24 @@ from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.server.validation import kind_of
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\u0000-\u001f\u007f-\u009f\u2028\u2029]+$")]
+"""It stands in the log, where nothing of it may begin a line or steer a terminal."""
 """An integer that fits the wire; pydantic's strict mode refuses booleans, floats and strings."""
 
 
-def _stop_strings(value: Any) -> list[str] | None:
+def _texts(value: Any) -> list[str] | None:
+    """One text, or a list of them."""
     if value is None:
         return None
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return value
-    raise InvalidRequestError("stop must be a string or a list of strings.")
+    raise InvalidRequestError("must be a string or a list of strings.")
 
 
-Stop = Annotated[
-    list[str] | None,
-    BeforeValidator(_stop_strings),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
-]
+_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+Texts = Annotated[list[str] | None, BeforeValidator(_texts), WithJsonSchema(_TEXTS)]
 
 
 def _logit_bias(value: Any) -> dict[int, float] | None:
@@ -110,6 +110,24 @@ Content = Annotated[
         }
     ),
 ]
+
+
+def _saved_tensors(value: Any) -> list[str] | None:
+    if value in (None, "", []):
+        return None
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return value
+    raise InvalidRequestError("prompt_embeds must be a string (a tensor of torch.save, in base64) or a list of such.")
+
+
+SavedTensors = Annotated[
+    list[str] | None,
+    BeforeValidator(_saved_tensors),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+]
+
 
 PromptItem = str | list[int]
 

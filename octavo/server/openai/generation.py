@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from octavo.core.errors import is_internal
-from octavo.core.output import RequestOutput
+from octavo.core.output import BAD_LOGITS, RequestOutput, RequestTimes
 from octavo.core.params import SamplingParams
 from octavo.core.request import BACKGROUND, GenerateRequest
+from octavo.core.structured import UNFOLLOWED
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import ApiError
 from octavo.server.merge import merge
 from octavo.server.openai.protocol import GenerationBody
-from octavo.server.openai.responses import CachedTokens, CompletionTokens, Usage
+from octavo.server.openai.responses import CachedTokens, CompletionTokens, Timings, Usage
+from octavo.text.prepare import Prompt
 
 T = TypeVar("T")
+
+_LEAVING_TOKENS = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
+"""What forbids tokens; together they may forbid all of them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,7 +46,7 @@ class Job:
 
 async def prepare(
     ctx: ServerContext,
-    prompt: str | list[int],
+    prompt: Prompt,
     params: SamplingParams,
     body: GenerationBody,
     response_id: str,
@@ -49,7 +54,7 @@ async def prepare(
     add_special_tokens: bool,
     param: str,
 ) -> Job:
-    """Tokenise and check one prompt, which came from the field `param`.
+    """Tokenize and check one prompt, which came from the field `param`.
 
     Raises:
         InvalidRequestError: the prompt is empty or too long, or a parameter names a token that does not exist.
@@ -65,7 +70,8 @@ async def prepare(
         add_special_tokens=add_special_tokens,
         param=param,
     )
-    return Job(request, prompt if isinstance(prompt, str) else None, params)
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return Job(request, text if isinstance(text, str) else None, params)
 
 
 def run(ctx: ServerContext, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -92,6 +98,7 @@ async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput
 async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     ctx.admission.enter(job.request)
     record = ctx.metrics.requests.begin(job.request)
+    transcript = ctx.transcripts.begin(job.request, job.text)
     active = ctx.lifecycle.active
     active.add(job.request.id)
     outputs = cast("AsyncGenerator[RequestOutput, None]", ctx.frontend.generate(job.request, job.text))
@@ -99,38 +106,54 @@ async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[
         async with aclosing(outputs):
             async for output in outputs:
                 record.observe(output)
+                if transcript is not None:
+                    transcript.add(output)
                 ctx.admission.begun(job.request)
                 for choice in output.outputs:
                     if choice.finish_reason == "error":
-                        raise _failure(str(choice.stop_reason))
+                        raise _failure(str(choice.stop_reason), job.params)
                 yield number, output
     finally:
         active.discard(job.request.id)
         ctx.admission.leave(job.request)
         record.end()
+        if transcript is not None:
+            transcript.end()
 
 
-def _failure(reason: str) -> ApiError:
-    """Why the engine gave a request up: a sentence about the request, or a fault whose insides are for the log."""
+def _failure(reason: str, params: SamplingParams) -> ApiError:
+    """Why the engine gave a request up: for what it asks (400, so that clients don't try again), or for a fault, whose
+    insides are for the log."""
     if is_internal(reason):
         return ApiError(500, "The engine could not finish this request; send it again. Its log says why.")
+    form = params.structured_outputs
+    if form is not None and reason.startswith(UNFOLLOWED):
+        return ApiError(400, reason, param=form.param)
+    limits = [name for name in _LEAVING_TOKENS if getattr(params, name)]
+    if reason == BAD_LOGITS and limits:
+        text = f"No token is possible after what was generated: {' and '.join(limits)} leave none. Loosen one of them."
+        return ApiError(400, text, param=limits[0])
     return ApiError(500, f"The engine could not finish this request: {reason}")
 
 
 class UsageCounter:
-    """Adds up one HTTP request's tokens."""
+    """Adds up one HTTP request's tokens, and knows where its time went."""
 
     def __init__(self, ctx: ServerContext, jobs: Sequence[Job]) -> None:
         self._tells_cached = ctx.config.enable_prompt_tokens_details
         self._prompt = sum(len(job.prompt_tokens) for job in jobs)
         self._cached = [0] * len(jobs)
         self._completion = 0
+        alone = len(jobs) == 1 and jobs[0].request.params.n == 1
+        self._tells_times = ctx.config.enable_per_request_metrics and alone
+        self._times: RequestTimes | None = None
         self.reasoning_tokens: int | None = None
         """Of the generated tokens; None where reasoning is not told apart."""
 
     def add(self, number: int, output: RequestOutput) -> None:
         """Count what is new in `output`: a DELTA, or the only output there is."""
         self._cached[number] = max(self._cached[number], output.num_cached_tokens)
+        self._times = output.times
         for choice in output.outputs:
             self._completion += len(choice.token_ids)
 
@@ -142,3 +165,28 @@ class UsageCounter:
             CachedTokens(sum(self._cached)) if self._tells_cached else UNSET,
             UNSET if self.reasoning_tokens is None else CompletionTokens(self.reasoning_tokens),
         )
+
+    def timings(self, *, streamed: bool = False) -> Timings | UnsetType:
+        """At the end, and if the settings want it; of several choices none would be the request's own."""
+        if not self._tells_times or self._times is None:
+            return UNSET
+        told = timings(self._times, self._completion)
+        return told.streamed() if streamed else told
+
+
+def timings(times: RequestTimes, tokens: int) -> Timings:
+    """Where the time of a request went that has generated so many tokens."""
+    decode = _span_ms(times.first_token, times.finished)
+    inference = _span_ms(times.first_scheduled, times.finished)
+    return Timings(
+        time_to_first_token_ms=_span_ms(times.first_scheduled, times.first_token),
+        generation_time_ms=decode,
+        queue_time_ms=_span_ms(times.arrival, times.first_scheduled),
+        mean_itl_ms=decode / (tokens - 1) if decode is not None and tokens > 1 else None,
+        tokens_per_second=tokens / inference * 1000 if inference else None,
+    )
+
+
+def _span_ms(begin: float, end: float) -> float | None:
+    """Between two milestones, if the request came to both."""
+    return (end - begin) * 1000 if begin and end else None

@@ -40,7 +40,8 @@ class LogprobWriter:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         named = params.logprob_token_ids
-        self._count = len(named) + 1 if named else params.logprobs or 0  # with the token itself
+        count = len(named) + 1 if named else params.logprobs or 0  # with the token itself
+        self._count = None if count == -1 else count  # -1 asks for all
         self._as_ids = as_ids
         self._offsets: dict[int, int] = {}
 
@@ -85,8 +86,8 @@ class LogprobWriter:
         return TokenLogprob(self._text(token, chosen), _finite(chosen.logprob), self._bytes(token), top)
 
     def _told(self, token: int, entries: dict[int, Logprob]) -> dict[str, float]:
-        """The most likely ones; with what was chosen there may be one more than was asked for."""
-        top = dict([*self._top(entries), (token, entries[token])])
+        """What was chosen, and the most likely ones: there may be one more than was asked for."""
+        top = dict([(token, entries[token]), *self._top(entries)])
         return {self._text(number, entry): _finite(entry.logprob) for number, entry in top.items()}
 
     def _top(self, entries: dict[int, Logprob]) -> list[tuple[int, Logprob]]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import Message
+from octavo.text.aside import aside
 from octavo.text.chat import ChatTemplate
 from octavo.text.tools.tool import Tool, explain_in_words
-
-LONG_TEXT = 16_384
-"""Characters from which a conversation is written in a thread, so that other streams need not wait for it."""
 
 
 async def render(
@@ -59,11 +56,15 @@ async def render(
 
     def work() -> str:
         write = own.render if own else ctx.frontend.render_chat
-        return write(plain, add_generation_prompt=generate, continue_final_message=goes_on, tools=declared, **variables)
+        return write(
+            plain,
+            add_generation_prompt=generate,
+            continue_final_message=goes_on,
+            tools=declared,
+            template_kwargs=variables,
+        )
 
-    if sum(len(message["content"]) for message in plain) > LONG_TEXT:
-        return await asyncio.to_thread(work)
-    return work()
+    return await aside(sum(len(message["content"]) for message in plain), work)
 
 
 def template_message(number: int, message: Message) -> dict[str, Any]:
@@ -90,11 +91,11 @@ def _own_template(ctx: ServerContext, source: str | None) -> ChatTemplate | None
         return None
     if not ctx.config.trust_request_chat_template:
         raise UnsupportedError(
-            "chat_template is not taken from requests; start the server with --trust-request-chat-template.",
+            "chat_template is not accepted in requests; start the server with --trust-request-chat-template.",
             param="chat_template",
             value=source,
         )
     try:
-        return ChatTemplate(source, ctx.frontend.tokenizer)
+        return ChatTemplate(source, ctx.frontend.tokenizer, ctx.config.chat_template_content_format)
     except ConfigError as exc:
         raise InvalidRequestError(str(exc), param="chat_template") from None

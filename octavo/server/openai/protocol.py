@@ -6,11 +6,12 @@ known elsewhere but not supported are refused by `unsupported.py`, the others ar
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
-from octavo.server.openai.fields import Content, Int, LogitBias, Prompts, Role, Stop
+from octavo.server.openai.fields import Content, Int, LogitBias, Prompts, RequestId, Role, SavedTensors, Texts
+from octavo.text.embed_parts import EmbedParts, taken
 
 
 class StreamOptions(BaseModel):
@@ -67,7 +68,7 @@ class GenerationBody(BaseModel):
     model: str | None = None
     n: Int | None = None
     seed: Int | None = None
-    stop: Stop = None
+    stop: Texts = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -95,9 +96,10 @@ class GenerationBody(BaseModel):
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
     priority: Int | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    request_id: RequestId | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     return_token_ids: bool | None = None
+    return_token_offsets: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Int | None = None
     logprob_token_ids: Annotated[list[Int], Field(min_length=1)] | None = None
@@ -122,7 +124,8 @@ class GenerationBody(BaseModel):
     guided_whitespace_pattern: str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    json_schema: str | None = None
+    grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
 
     @property
     def streamed(self) -> bool:
@@ -189,6 +192,23 @@ class ChatBody(GenerationBody):
     documents: list[dict[str, Any]] | None = None
     return_prompt_text: bool | None = None
     echo: bool | None = None
+    _embeds: EmbedParts | None = None
+
+    @property
+    def embeds(self) -> EmbedParts | None:
+        """Embeddings for which there are marks in the messages' contents."""
+        return self._embeds
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_embeds(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        messages = value.get("messages") if isinstance(value, dict) else None
+        if not isinstance(messages, list):
+            return handler(value)
+        plain, embeds = taken(messages)
+        body = handler(value if embeds is None else value | {"messages": plain})
+        body._embeds = embeds
+        return body
 
 
 class ChatBatchBody(ChatBody):
@@ -198,14 +218,24 @@ class ChatBatchBody(ChatBody):
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`. Without `max_tokens` it generates 16; with `max_tokens: null` the rest of the context."""
+    """`POST /v1/completions`. Without `max_tokens` it generates 16; with `max_tokens: null` the rest of the context.
+
+    With `prompt_embeds`, the prompt may be left out, or empty.
+    """
 
     prompt: Prompts
+    prompt_embeds: SavedTensors = None
     suffix: str | None = None
     logprobs: Int | None = None
     echo: bool | None = None
     best_of: Int | None = None
     detokenize: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _embeds_suffice(cls, value: Any) -> Any:
+        embeds = isinstance(value, dict) and value.get("prompt_embeds")
+        return value | {"prompt": ""} if embeds and not value.get("prompt") else value
 
     @property
     def choices(self) -> int:

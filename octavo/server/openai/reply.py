@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
-from octavo.server.context import ServerContext
+from octavo.server.context import ServerContext, answer_id
 from octavo.server.openai.generation import UsageCounter
 from octavo.server.openai.protocol import GenerationBody
-from octavo.server.openai.responses import Usage
+from octavo.server.openai.responses import ChatChunk, Completion, Usage
+
+Chunk = TypeVar("Chunk", ChatChunk, Completion)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -19,7 +22,7 @@ class Reply:
     """Identity and options of one answer.
 
     Attributes:
-        warnings: told once, in the whole answer or in a stream's last chunk.
+        warnings, fingerprint: told once, in the whole answer or in a stream's last chunk.
         include_usage: a stream ends with a chunk that holds the usage, and the others say `usage: null`.
         continuous_usage: every chunk holds the usage so far; only where it is included at all.
         return_token_ids: choices hold their token ids.
@@ -30,6 +33,7 @@ class Reply:
     created: int
     model: str
     warnings: list[str] | UnsetType
+    fingerprint: str | None
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
@@ -37,17 +41,18 @@ class Reply:
 
     @classmethod
     def of(cls, ctx: ServerContext, request: Request, body: GenerationBody, prefix: str, warnings: list[str]) -> Reply:
-        """Checks that the model is served; the id is the client's own, if it gave one."""
+        """Checks that the model is served."""
         options = body.stream_options
-        include_usage = ctx.config.enable_force_include_usage or bool(options and options.include_usage)
-        own = body.request_id or request.state.request_id
+        forced = ctx.config.enable_force_include_usage
+        include_usage = forced or bool(options and options.include_usage)
         return cls(
-            id=own if own.startswith(prefix) else prefix + own,
+            id=answer_id(request, body.request_id, prefix),
             created=int(time.time()),
             model=ctx.check_model(body.model),
             warnings=warnings or UNSET,
+            fingerprint=ctx.fingerprint,
             include_usage=include_usage,
-            continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
+            continuous_usage=forced or (include_usage and bool(options and options.continuous_usage_stats)),
             return_token_ids=bool(body.return_token_ids) or getattr(body, "detokenize", None) is False,
             return_prompt_text=bool(getattr(body, "return_prompt_text", None)),
         )
@@ -58,6 +63,23 @@ class Reply:
             return counter.usage()
         return None if self.include_usage else UNSET
 
-    def chunk_warnings(self, *, last: bool) -> list[str] | UnsetType:
-        """The warnings, if this chunk with choices is the stream's last chunk of all."""
-        return self.warnings if last and not self.include_usage else UNSET
+    def chunk(self, kind: type[Chunk], counter: UsageCounter, choices: list[Any], *, ends: bool) -> Chunk:
+        """A chunk of a stream; without choices it is the one that holds the usage.
+
+        Args:
+            ends: it is the last one.
+        """
+        return kind(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self.chunk_usage(counter) if choices else counter.usage(),
+            system_fingerprint=self.fingerprint or UNSET if ends else UNSET,
+            metrics=counter.timings(streamed=True) if ends else UNSET,
+            warnings=self.warnings if ends else UNSET,
+        )
+
+    def ends(self, *, last: bool) -> bool:
+        """Whether the last chunk with choices is the stream's last chunk of all."""
+        return last and not self.include_usage

@@ -31,6 +31,27 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionTokens | UnsetType = UNSET
 
 
+class Timings(msgspec.Struct, frozen=True):
+    """Where the time of one request went; None for what it never came to, which streams leave out.
+
+    Attributes:
+        time_to_first_token_ms: from its first step to its first token; not the time in the queue.
+        generation_time_ms: from its first token to its last.
+        mean_itl_ms: between two of them.
+        tokens_per_second: all of them, over the time from its first step to its last token.
+    """
+
+    time_to_first_token_ms: float | UnsetType | None
+    generation_time_ms: float | UnsetType | None
+    queue_time_ms: float | UnsetType | None
+    mean_itl_ms: float | UnsetType | None
+    tokens_per_second: float | UnsetType | None
+
+    def streamed(self) -> Timings:
+        """As a chunk has it."""
+        return Timings(*(UNSET if value is None else value for value in msgspec.structs.astuple(self)))
+
+
 class TopLogprob(msgspec.Struct, frozen=True):
     """A candidate token. `bytes` are those of the token, which may be part of a character."""
 
@@ -142,6 +163,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_text: str | None = None
+    metrics: Timings | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 
@@ -177,6 +199,8 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+    metrics: Timings | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 
@@ -204,6 +228,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     service_tier: str | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
+    metrics: Timings | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 

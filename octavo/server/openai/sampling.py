@@ -11,6 +11,7 @@ from octavo.server.body import require
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from octavo.server.openai.structured import output_form
+from octavo.text.no_tokenizer import needs_tokenizer, without_text
 from octavo.text.prepare import with_defaults
 
 _DIRECT = (
@@ -40,7 +41,7 @@ COMPLETION_MAX_TOKENS = 16
 
 
 def chat_params(ctx: ServerContext, body: ChatBody) -> SamplingParams:
-    """The sampling of a chat request; without a limit it may fill the context.
+    """The sampling of a chat request; without a limit of its own or of the model's it may fill the context.
 
     Raises:
         InvalidRequestError: a value is out of range; `param` is the field's name in the request.
@@ -71,9 +72,11 @@ def completion_params(
     _check_best_of(body)
     _check_named(body, told=body.logprobs is not None)
     params = _params(ctx, body, limit, None if body.logprob_token_ids else body.logprobs, defaults)
+    if body.detokenize and not ctx.frontend.tokenizer.present:
+        raise needs_tokenizer("detokenize", value=True)
     if body.detokenize is False:
         require(not body.echo, "detokenize", False, "echo is text and can't be combined with detokenize: false.")
-        params = params.replace(detokenize=False)
+        params = params.replace(detokenize=False) if ctx.frontend.tokenizer.present else without_text(params)
     if body.choices > body.answered and not params.reports:
         params = params.replace(logprobs=0)  # by which the best are told
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
@@ -135,8 +138,10 @@ def _params(
             given.setdefault("repetition_penalty", 1.0)  # the model's default is for sampling
         if body.repetition_detection is not None:
             given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
-        given |= {"n": body.choices, "max_tokens": max_tokens, "logprobs": logprobs}
-        return with_defaults(ctx.frontend.default_sampling if defaults is None else defaults, given)
+        defaults = ctx.frontend.default_sampling if defaults is None else defaults
+        limit = defaults.get("max_tokens") if max_tokens is None else max_tokens
+        given |= {"n": body.choices, "max_tokens": limit, "logprobs": logprobs}
+        return with_defaults(defaults, given)
     except OverflowError:
         raise InvalidRequestError("A number in the request is too large.") from None
 
@@ -153,13 +158,18 @@ def _thinking_budget(body: GenerationBody) -> int | None:
 
 def _check_limits(ctx: ServerContext, body: GenerationBody) -> None:
     config = ctx.config
-    n, stops = body.choices, body.stop or []
+    n, stops, most = body.choices, body.stop or [], ctx.frontend.info.vocab_size
+    name = "n" if n == body.n else "best_of"
     require(
         n <= config.max_n,
-        "n",
+        name,
         n,
-        f"n must be at most {config.max_n}, got {n}. Ask several times, or start the server with a larger --max-n.",
+        f"{name} must be at most {config.max_n}, got {n}. Ask several times, or start the server with a larger "
+        "--max-n.",
     )
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):  # before each of them is looked at
+        size = len(getattr(body, name) or ())
+        require(size <= most, name, size, f"{name} must have at most {most} entries, a token each, got {size}.")
     require(
         len(stops) <= config.max_stop_strings,
         "stop",

@@ -1,7 +1,8 @@
 """The form of the output, in every way in which clients of this ecosystem ask for it.
 
 `response_format` is OpenAI's, `structured_outputs` and `guided_*` are vLLM's new and old fields, `regex`, `ebnf` and
-`json_schema` are SGLang's. They all mean one thing, so at most one may be set.
+`json_schema` are SGLang's, `grammar`, `json_schema` and a `schema` of `json_object` llama.cpp's. They all mean one
+thing, so at most one may be set.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _PLAIN = {
     "guided_json_object": "json_object",
     "regex": "regex",
     "ebnf": "grammar",
+    "grammar": "grammar",
     "json_schema": "json",
 }
 
@@ -48,7 +50,10 @@ def output_form(body: GenerationBody, max_bytes: int) -> StructuredOutputsParams
         form = _form(body, name, **{_PLAIN[name]: plain[name]})
     else:
         form = _response_format(body) if name == "response_format" else _structured_outputs(body)
-    size = len(msgspec.msgpack.encode(form))
+    try:
+        size = len(msgspec.msgpack.encode(form))
+    except OverflowError:
+        raise InvalidRequestError(f"{name} has a whole number of more than 64 bits.", param=name) from None
     require(
         size <= max_bytes,
         name,
@@ -65,7 +70,12 @@ def _response_format(body: GenerationBody) -> StructuredOutputsParams:
     extra = given.model_extra or {}
     match given.type:
         case "json_object":
-            return _form(body, "response_format", json_object=True)
+            schema = extra.get("schema")
+            if schema is None:
+                return _form(body, "response_format", json_object=True)
+            name = "response_format.schema"
+            require(isinstance(schema, dict), name, schema, f"{name} must be an object, the JSON schema.")
+            return _form(body, "response_format", json=schema)
         case "json_schema":
             schema = (given.json_schema or {}).get("schema")
             name = "response_format.json_schema.schema"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.openai.messages import LONG_TEXT, render
+from octavo.server.openai.messages import render
 from octavo.server.openai.protocol import DetokenizeBody, TokenizeBody
 from octavo.server.openai.responses import Detokenized, Tokenized
 from octavo.server.openai.tools import declared_tools
+from octavo.text.aside import aside
 
 
 async def tokenize(ctx: ServerContext, request: Request) -> Response:
@@ -36,8 +35,9 @@ async def tokenize(ctx: ServerContext, request: Request) -> Response:
             options=ctx.config.default_chat_template_kwargs | (body.chat_template_kwargs or {}),
             tools=declared_tools(body.tools or []),
         )
-    tokens = await _encode(ctx, text, bool(special))
-    named = ctx.frontend.tokenizer.backend.id_to_token
+    tokenizer = ctx.frontend.tokenizer
+    tokens = await aside(len(text), lambda: tokenizer.encode(text, add_special_tokens=bool(special)))
+    named = tokenizer.backend.id_to_token
     strings = [named(token) or "" for token in tokens] if body.return_token_strs else None
     return json_response(Tokenized(len(tokens), ctx.frontend.info.max_model_len, tokens, strings))
 
@@ -51,10 +51,3 @@ async def detokenize(ctx: ServerContext, request: Request) -> Response:
         in_range = 0 <= token < tokenizer.vocab_size
         require(in_range, "tokens", token, f"tokens must be in [0, {tokenizer.vocab_size}), got {token}.")
     return json_response(Detokenized(tokenizer.decode(body.tokens, skip_special_tokens=False)))
-
-
-async def _encode(ctx: ServerContext, text: str, special: bool) -> list[int]:
-    encode = ctx.frontend.tokenizer.encode
-    if len(text) > LONG_TEXT:
-        return await asyncio.to_thread(encode, text, add_special_tokens=special)
-    return encode(text, add_special_tokens=special)

@@ -8,6 +8,7 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError
 from octavo.server.body import require
 from octavo.server.openai.protocol import ChatBody, ToolBody
+from octavo.text.tools.loose import json_types
 from octavo.text.tools.tool import Mode, Tool, ToolUse
 
 MAX_TOOLS = 512
@@ -67,7 +68,10 @@ def _tool(number: int, body: ToolBody) -> Tool:
         function.name,
         f"{where}.function.name must have 1 to 128 letters, digits or characters of _-.:/",
     )
+    strict = function.strict is True
     parameters = function.parameters or {}
+    if not strict:
+        parameters = json_types(parameters)
     kind = parameters.get("type", "object")
     require(
         kind == "object",
@@ -79,7 +83,7 @@ def _tool(number: int, body: ToolBody) -> Tool:
         name=function.name,
         description=function.description,
         parameters=parameters,
-        strict=function.strict is True,
+        strict=strict,
     )
 
 

@@ -35,9 +35,6 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": _ABSENT,
 }
 _NEEDLESS = {"guided_decoding_backend": "there is one backend"}
-_COMPLETION: dict[str, tuple[Any, ...]] = {
-    "prompt_embeds": _ABSENT,
-}
 
 
 def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> list[str]:
@@ -47,7 +44,7 @@ def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> lis
         InvalidRequestError: there is such a field, and with --strict-params that is not let pass.
         UnsupportedError: a known parameter asks for something that this version does not do.
     """
-    known = _BOTH | (_CHAT if chat else _COMPLETION)
+    known = _BOTH | (_CHAT if chat else {})
     strict = ctx.config.strict_params
     warnings = [] if ctx.frontend.answers.reasoning else _idle_budget(body, strict=strict)
     for name, value in body.extra.items():

@@ -1,4 +1,4 @@
-"""Routes for development and for trainers, there only where the server was started for it."""
+"""Routes for development, there only where the server was started for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.errors import UnsupportedError
 from octavo.server.body import require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
@@ -24,12 +23,13 @@ _FORMATS = ("text", "json")
 
 
 def dev_routes(ctx: ServerContext) -> APIRouter:
-    """POST /reset_prefix_cache, /sleep, /wake_up; GET /server_info, /is_sleeping."""
+    """POST /reset_prefix_cache, GET /server_info."""
     router = APIRouter(tags=["development"])
+    engine = ctx.frontend.engine
 
     async def reset_prefix_cache(request: Request) -> Response:
         """Forget the KV cache of past prompts; requests that run keep theirs."""
-        await ctx.frontend.engine.reset_prefix_cache()
+        await engine.reset_prefix_cache()
         return Response(status_code=200)
 
     async def server_info(request: Request) -> Response:
@@ -41,33 +41,13 @@ def dev_routes(ctx: ServerContext) -> APIRouter:
             {
                 "vllm_config": settings if form == "json" else str(settings),
                 "vllm_env": _environment(),
+                "weight_version": engine.stats().weight_version,
                 "system_env": _system(),
             }
         )
 
-    async def is_sleeping(request: Request) -> Response:
-        """False: this server never sleeps."""
-        return json_response({"is_sleeping": False})
-
-    async def sleep(request: Request) -> Response:
-        """Refused: weights and KV cache stay where they are while the server runs."""
-        raise UnsupportedError(
-            "Sleep is not supported: weights and KV cache stay in memory while the server runs. Stop the server to "
-            "free them."
-        )
-
-    async def wake_up(request: Request) -> Response:
-        """Nothing needs to be woken."""
-        return Response(status_code=200)
-
-    for path, endpoint, method in (
-        ("/reset_prefix_cache", reset_prefix_cache, "POST"),
-        ("/server_info", server_info, "GET"),
-        ("/is_sleeping", is_sleeping, "GET"),
-        ("/sleep", sleep, "POST"),
-        ("/wake_up", wake_up, "POST"),
-    ):
-        router.add_api_route(path, endpoint, methods=[method])
+    router.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"])
+    router.add_api_route("/server_info", server_info, methods=["GET"])
     return router
 
 

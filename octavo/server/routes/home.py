@@ -29,6 +29,7 @@ pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto; border-radius: 6px;
 <h1>Octavo {version}</h1>
 <p>Serves <b>{model}</b> with an API that OpenAI's clients understand. Try it:</p>
 <pre>{curl}</pre>
+<p>In OpenAI's clients the address is <code>base_url="{base}/v1"</code>.</p>
 <p>{links}</p>
 </html>
 """
@@ -40,7 +41,8 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
     model = ctx.model_names[0]
     generates = "generate" in ctx.frontend.info.tasks
     base = str(request.base_url).rstrip("/")
-    curl = curl_example(base, model, needs_key=bool(ctx.config.api_keys), generates=generates)
+    by_ids = not ctx.frontend.tokenizer.present
+    curl = curl_example(base, model, needs_key=bool(ctx.config.api_keys), generates=generates, by_ids=by_ids)
     paths = ["/v1/models", "/health", "/metrics", "/version"]
     if ctx.config.enable_docs:
         paths = ["/docs", "/openapi.json", *paths]
@@ -55,14 +57,29 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
             }
         )
     links = " · ".join(f'<a href="{escape(root + path)}">{path}</a>' for path in paths)
-    page = _PAGE.format(model=escape(model), version=__version__, curl=escape(curl), links=links)
+    page = _PAGE.format(model=escape(model), version=__version__, curl=escape(curl), base=escape(base), links=links)
     return Response(page, media_type="text/html")
 
 
-def curl_example(base_url: str, model: str, *, needs_key: bool, generates: bool = True, uds: str | None = None) -> str:
-    """A command that asks the server something, through the socket file `uds` if that is where it listens."""
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+def curl_example(
+    base_url: str,
+    model: str,
+    *,
+    needs_key: bool,
+    generates: bool = True,
+    by_ids: bool = False,
+    uds: str | None = None,
+) -> str:
+    """A command that asks the server something, through the socket file `uds` if that is where it listens.
+
+    `by_ids` is for a server without a tokenizer.
+    """
+    question = {"role": "user", "content": "What is the capital of France?"}
+    # Greedily, for else a small model's first answer may be anything.
+    asked: dict[str, Any] = {"messages": [question], "temperature": 0}
     path, asked = ("chat/completions", asked) if generates else ("embeddings", {"input": "The capital of France"})
+    if by_ids:
+        path, asked = ("completions", {"prompt": [1, 2, 3]}) if generates else ("embeddings", {"input": [1, 2, 3]})
     body = json.dumps({"model": model, **asked})
     key = " -H 'Authorization: Bearer '\"$OCTAVO_API_KEY\"" if needs_key else ""
     socket = f"--unix-socket {shlex.quote(uds)} " if uds else ""

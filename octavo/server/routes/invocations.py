@@ -13,15 +13,17 @@ from starlette.types import Message
 from octavo.core.errors import InvalidRequestError
 from octavo.server.body import decode_json, read_body
 from octavo.server.context import ServerContext
-from octavo.server.inner import Endpoint
+from octavo.server.routes.endpoints import Endpoint
 
 _GENERATES = (("messages",), "/v1/chat/completions"), (("prompt",), "/v1/completions")
+_LABELS = ((("task",), "/pooling"), (("input",), "/classify"), (("messages",), "/classify"))
 _POOLS = (
     (("task",), "/pooling"),
     (("input",), "/v1/embeddings"),
     (("messages",), "/v1/embeddings"),
     (("query", "documents"), "/rerank"),
     (("queries", "documents"), "/score"),
+    (("queries", "items"), "/score"),
     (("text_1", "text_2"), "/score"),
     (("data_1", "data_2"), "/score"),
 )
@@ -51,12 +53,13 @@ def _path(ctx: ServerContext, body: Mapping[str, Any]) -> str:
     Raises:
         InvalidRequestError: there is none that this model can answer.
     """
-    known = _GENERATES if "generate" in ctx.frontend.info.tasks else _POOLS
+    tasks = ctx.frontend.info.tasks
+    known = _GENERATES if "generate" in tasks else _LABELS + _POOLS if "classify" in tasks else _POOLS
     for fields, path in known:
         if all(field in body for field in fields):
             return path
     wanted = ", ".join(" and ".join(fields) for fields, _ in known)
-    raise InvalidRequestError(f"The body has the fields of no request that this model answers; give one of: {wanted}.")
+    raise InvalidRequestError(f"The body matches no request that this model answers; give one of: {wanted}.")
 
 
 def _again(request: Request, data: bytes) -> Request:

@@ -12,16 +12,18 @@ from starlette.responses import Response
 from octavo.server.anthropic.protocol import MessagesBody
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import ChatBody, CompletionBody
-from octavo.server.schema import describe
-from octavo.server.tokens import generate, info, labels, render
+from octavo.server.schema.document import describe
+from octavo.server.tokens import derender, generate, info, labels, render
+from octavo.server.tokens.derender import DerenderChatBody, DerenderCompletionBody
 from octavo.server.tokens.labels import LabelsBody
 from octavo.server.tokens.protocol import GenerateBody
 
-TOKEN_BODIES: list[type[BaseModel]] = [GenerateBody, LabelsBody]
+TOKEN_BODIES: list[type[BaseModel]] = [GenerateBody, LabelsBody, DerenderChatBody, DerenderCompletionBody]
 
 
 def token_routes(ctx: ServerContext) -> APIRouter:
-    """POST /inference/v1/generate, /generative_scoring, and /render of chat completions, completions and messages."""
+    """POST /inference/v1/generate, /generative_scoring, /render of chat completions, completions and messages, and
+    /derender of the first two."""
     router = APIRouter(tags=["tokens"])
 
     async def generate_tokens(request: Request) -> Response:
@@ -40,6 +42,14 @@ def token_routes(ctx: ServerContext) -> APIRouter:
         """The tokens and sampling parameters that a request of Anthropic's API becomes."""
         return await render.render_messages(ctx, request)
 
+    async def derender_chat_completion(request: Request) -> Response:
+        """The chat completion whose tokens are given."""
+        return await derender.derender_chat(ctx, request)
+
+    async def derender_completion(request: Request) -> Response:
+        """The text completion whose tokens are given."""
+        return await derender.derender_completion(ctx, request)
+
     async def score_labels(request: Request) -> Response:
         """How likely a label follows a query with each of several items."""
         return await labels.generative_scoring(ctx, request)
@@ -52,6 +62,8 @@ def token_routes(ctx: ServerContext) -> APIRouter:
     post("/v1/chat/completions/render", render_chat_completion, ChatBody)
     post("/v1/completions/render", render_completion, CompletionBody)
     post("/v1/messages/render", render_message, MessagesBody)
+    post("/v1/chat/completions/derender", derender_chat_completion, DerenderChatBody)
+    post("/v1/completions/derender", derender_completion, DerenderCompletionBody)
     return router
 
 

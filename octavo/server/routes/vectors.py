@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.context import ServerContext
-from octavo.server.schema import describe
+from octavo.server.schema.document import describe
 from octavo.server.vectors import cohere, embeddings, scores
 from octavo.server.vectors.cohere import EmbedBody
 from octavo.server.vectors.protocol import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody

@@ -7,12 +7,10 @@ import contextlib
 import logging
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,8 +23,9 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, OctavoError
 from octavo.engine.client import CoreClient
-from octavo.server.address import check_alone
+from octavo.engine.socket_folder import SocketFolder
 from octavo.server.metrics.merge import Families, decode, lasting, total
+from octavo.server.process.address import check_alone
 from octavo.server.siblings.link import ask
 from octavo.server.siblings.siblings import Siblings
 from octavo.text.frontend import Frontend, Twin
@@ -177,7 +176,7 @@ class Crew:
                 self._fail(f"{how}, {_MOST_DEATHS} times within {_DEATHS_WITHIN_S:.0f} s; the server stops.")
             else:
                 self.restarts += 1
-                logger.error("%s; what it was answering is broken off, and it is started again.", how)
+                logger.error("%s; the requests that it was answering are lost, and it is started again.", how)
                 continue
             return
 
@@ -249,12 +248,12 @@ async def leading(frontend: Frontend, config: ServerConfig, socks: Sequence[sock
     if not isinstance(engine, CoreClient) or twin is None:
         raise ConfigError("--api-server-count needs an engine core in a process of its own.")
     count = config.api_server_count
-    folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+    folder = SocketFolder()
     charges = [
         Charge(
             index=index,
             count=count,
-            folder=folder,
+            folder=folder.path,
             core_address=engine.process.address,
             core_pid=engine.process.pid,
             twin=twin,
@@ -265,9 +264,9 @@ async def leading(frontend: Frontend, config: ServerConfig, socks: Sequence[sock
     ]
     patience_s = config.shutdown_timeout_s + _END_S
     own = dict(enumerate(socks)) if len(socks) > 1 else {}
-    crew = Crew(Siblings(0, count, folder), charges, own, patience_s)
+    crew = Crew(Siblings(0, count, folder.path), charges, own, patience_s)
     try:
         yield crew
     finally:
         await crew.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()

@@ -113,7 +113,7 @@ async def _connected(
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError as exc:
-        raise ConnectionError(f"an API process is not there: {exc.strerror or exc}") from exc
+        raise ConnectionError(f"an API process can't be reached: {exc.strerror or exc}") from exc
     try:
         await _write(writer, {name: scope[name] for name in _CARRIED} | {"request_id": request_id})
         yield reader, writer

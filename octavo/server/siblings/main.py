@@ -11,12 +11,13 @@ import sys
 
 from octavo.engine.client import CoreClient
 from octavo.engine.process import CoreElsewhere, die_with_parent
-from octavo.server.collector import seldom_collecting
-from octavo.server.run import log_to, loop_factory
-from octavo.server.serving import serve
+from octavo.server.process.garbage import seldom_collecting
+from octavo.server.process.log import log_to
+from octavo.server.process.run import loop_factory
+from octavo.server.process.serving import serve
+from octavo.server.process.stop import Stop
 from octavo.server.siblings.crew import Charge
 from octavo.server.siblings.siblings import Siblings
-from octavo.server.stop import Stop
 
 _STDIN, _STDOUT = 0, 1
 

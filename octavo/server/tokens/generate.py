@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,7 +34,7 @@ async def generate(ctx: ServerContext, request: Request) -> Response:
     job = await prepare(ctx, body.token_ids, params, asked, reply.id, add_special_tokens=False, param="token_ids")
     writer = LogprobWriter(ctx.frontend.tokenizer, _told(params), as_ids=True)
     if asked.streamed:
-        return EventStream(_stream(ctx, job, reply, writer))
+        return EventStream(_stream(ctx, job, reply, writer), keep_alive_s=ctx.config.sse_keep_alive_s)
     (output,) = await until_disconnect(request.receive, collect(ctx, [job]))
     counter = UsageCounter(ctx, [job])
     counter.add(0, output)
@@ -70,7 +71,7 @@ async def _stream(ctx: ServerContext, job: Job, reply: Reply, writer: LogprobWri
                         request_id=reply.id,
                         choices=[_choice(choice, writer)],
                         usage=reply.chunk_usage(counter),
-                        warnings=reply.chunk_warnings(last=not unfinished),
+                        warnings=reply.warnings if reply.ends(last=not unfinished) else UNSET,
                     )
                     yield event(chunk)
     if reply.include_usage:

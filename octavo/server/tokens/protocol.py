@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from octavo.core.errors import UnsupportedError
 from octavo.core.params import SamplingParams
 from octavo.server.body import require
-from octavo.server.openai.fields import Int
+from octavo.server.openai.fields import Int, RequestId
 from octavo.server.openai.protocol import CompletionBody, StreamOptions
 from octavo.server.openai.responses import ChatLogprobs, PromptLogprobs, Usage
 from octavo.server.validation import explain
@@ -33,7 +33,7 @@ class GenerateBody(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Int | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    request_id: RequestId | None = None
     features: dict[str, Any] | None = None
 
 
@@ -114,7 +114,11 @@ class GeneratedChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request becomes before it is computed; as the body of `/inference/v1/generate` it is computed."""
+    """What a request becomes before it is computed; as the body of `/inference/v1/generate` it is computed.
+
+    Attributes:
+        token_offsets: where in the prompt's text each token's characters begin and end.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -124,5 +128,6 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: dict[str, Any] | None
     cache_salt: str | None
     priority: int
+    token_offsets: list[tuple[int, int]] | None = None
     features: None = None
     kv_transfer_params: None = None

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from octavo.server.anthropic.protocol import MessagesBody
 from octavo.server.anthropic.protocol import as_chat as chat_of_messages
-from octavo.server.body import parse_body
+from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.openai.chat import prepare_chat
@@ -22,6 +22,7 @@ from octavo.server.openai.sampling import completion_params
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.tokens.protocol import Rendered
 
+Offsets = list[tuple[int, int]]
 _INSIDE = ("output_kind", "bad_token_ids")
 """Fields of `SamplingParams` that are for the way through the server alone."""
 
@@ -44,16 +45,34 @@ async def render_completion(ctx: ServerContext, request: Request) -> Response:
     reply = Reply.of(ctx, request, body, "cmpl-", check_extras(ctx, body, chat=False))
     jobs = await prepare_completion(ctx, body, reply, completion_params(ctx, body))
     names = [reply.id] if len(jobs) == 1 else [f"{reply.id}-{number}" for number in range(len(jobs))]
-    return json_response([_rendered(job, body, name, reply.model) for job, name in zip(jobs, names, strict=True)])
+    special = body.add_special_tokens is not False
+    offsets = [_offsets(ctx, job, body, special=special) for job in jobs]
+    parts = zip(jobs, names, offsets, strict=True)
+    return json_response([_rendered(job, body, name, reply.model, where) for job, name, where in parts])
 
 
 async def _chat(ctx: ServerContext, request: Request, body: ChatBody) -> Rendered:
     reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(ctx, body, chat=True))
     chat = await prepare_chat(ctx, body, reply.id)
-    return _rendered(chat.job, body, reply.id, reply.model)
+    offsets = _offsets(ctx, chat.job, body, special=bool(body.add_special_tokens))
+    return _rendered(chat.job, body, reply.id, reply.model, offsets)
 
 
-def _rendered(job: Job, body: GenerationBody, name: str, model: str) -> Rendered:
+def _offsets(ctx: ServerContext, job: Job, body: GenerationBody, *, special: bool) -> Offsets | None:
+    """None where nobody asks, where the prompt came as tokens, and where a mark stands before what truncation left."""
+    if not body.return_token_offsets or job.text is None:
+        return None
+    ids, offsets = ctx.frontend.tokenizer.encode_with_offsets(job.text, add_special_tokens=special)
+    kept = len(job.prompt_tokens)
+    for first in (0, len(ids) - kept):
+        if ids[first : first + kept] == job.prompt_tokens:
+            return offsets[first : first + kept]
+    return None
+
+
+def _rendered(job: Job, body: GenerationBody, name: str, model: str, offsets: Offsets | None) -> Rendered:
+    text = "What is rendered are token ids, and prompt embeds have none; leave them out."
+    require(not job.request.keys, "prompt_embeds", None, text)
     limit = job.request.params.max_tokens
     params: dict[str, Any] = msgspec.to_builtins(job.params) | {"max_tokens": limit}
     for field in _INSIDE:
@@ -69,4 +88,5 @@ def _rendered(job: Job, body: GenerationBody, name: str, model: str) -> Rendered
         stream_options=None if options is None else options.model_dump(exclude_none=True),
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
+        token_offsets=offsets,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +15,7 @@ from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.openai.fields import Int
-from octavo.server.vectors.encode import encode
+from octavo.server.vectors.encode import encode, signs
 from octavo.server.vectors.protocol import InputBody, VectorBody
 from octavo.server.vectors.work import Reply, compute, prepare_inputs, usage_of
 
@@ -67,7 +66,7 @@ async def embed(ctx: ServerContext, request: Request) -> Response:
         "texts": body.texts,
         "meta": {
             "api_version": {"version": "2"},
-            "billed_units": {"input_tokens": tokens},
+            "billed_units": {"input_tokens": tokens, "image_tokens": 0},
             "tokens": {"input_tokens": tokens},
         },
     }
@@ -80,6 +79,4 @@ def _written(pooled: Pooled, form: str) -> list[float] | list[int] | str:
         return pooled.values()
     if form == "base64":
         return base64.b64encode(encode(pooled, "float32", "little")).decode("ascii")
-    signs = np.packbits(np.frombuffer(pooled.data, dtype="<f4") > 0)
-    whole: list[int] = signs.tolist() if form == "ubinary" else (signs.astype(np.int16) - 128).tolist()
-    return whole
+    return [byte if form == "ubinary" else byte - 128 for byte in signs(pooled)]

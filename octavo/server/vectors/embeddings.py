@@ -45,22 +45,14 @@ async def embeddings(ctx: ServerContext, request: Request) -> Response:
         EmbeddingItem(index=place, embedding=_base64(pooled, body) if as_text else pooled.values())
         for place, pooled in enumerate(results)
     ]
-    answer = Embeddings(
-        id=reply.id,
-        created=reply.created,
-        model=reply.model,
-        data=items,
-        usage=usage_of(jobs),
-        warnings=reply.warnings,
-    )
-    return json_response(answer)
+    return json_response(reply.listing(Embeddings, items, jobs))
 
 
 async def pooling(ctx: ServerContext, request: Request) -> Response:
     """What a task makes of each input."""
     body = await parse_body(request, PoolingBody, ctx.config.max_body_bytes)
-    reply = Reply.of(ctx, request, body, "pool-")
-    task = _task(body.task)
+    reply = Reply.of(ctx, request, body, "pooling-")
+    task = _task(ctx, body.task)
     params = ctx.frontend.pooling.params(task, dimensions=body.dimensions, normalize=_normalize(body))
     jobs = await prepare_inputs(ctx, body, reply, params)
     results = await compute(ctx, request, jobs)
@@ -72,15 +64,7 @@ async def pooling(ctx: ServerContext, request: Request) -> Response:
             items.append(PoolingItem(index=place, data=_base64(pooled, body)))
         else:
             items.append(PoolingItem(index=place, data=pooled.rows() if task == "token_embed" else pooled.values()))
-    answer = PoolingResult(
-        id=reply.id,
-        created=reply.created,
-        model=reply.model,
-        data=items,
-        usage=usage_of(jobs),
-        warnings=reply.warnings,
-    )
-    return json_response(answer)
+    return json_response(reply.listing(PoolingResult, items, jobs))
 
 
 async def classify(ctx: ServerContext, request: Request) -> Response:
@@ -97,15 +81,7 @@ async def classify(ctx: ServerContext, request: Request) -> Response:
         probs = pooled.values()
         best = max(range(len(probs)), key=probs.__getitem__)
         items.append(ClassItem(index=place, label=labels[best], probs=probs, num_classes=len(probs)))
-    answer = Classification(
-        id=reply.id,
-        created=reply.created,
-        model=reply.model,
-        data=items,
-        usage=usage_of(jobs),
-        warnings=reply.warnings,
-    )
-    return json_response(answer)
+    return json_response(reply.listing(Classification, items, jobs))
 
 
 def _normalize(body: EmbeddingBody) -> bool | None:
@@ -118,12 +94,14 @@ def _normalize(body: EmbeddingBody) -> bool | None:
     return body.use_activation if body.normalize is None else body.normalize
 
 
-def _task(given: str | None) -> Task:
+def _task(ctx: ServerContext, given: str | None) -> Task:
+    """What to make of the inputs; unless it is said, what the model is there for."""
     if given is not None and given not in get_args(Task):
         raise InvalidRequestError(
             f"Unsupported task: {given!r}. Choose one of {', '.join(get_args(Task))}.", param="task", value=given
         )
-    return cast("Task", given or "token_embed")
+    pooler = ctx.frontend.info.pooler
+    return cast("Task", given or (pooler.task if pooler else "embed"))
 
 
 def _bytes(pooled: Pooled, body: EmbeddingBody) -> bytes:

@@ -7,20 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from octavo.core.errors import InvalidRequestError
-from octavo.server.openai.fields import Inputs, Int
+from octavo.server.openai.fields import Inputs, Int, RequestId, Texts
 from octavo.server.openai.protocol import Message
 from octavo.server.vectors.encode import EmbedDtype, Endianness
-
-
-def _texts(value: Any) -> list[str] | None:
-    """One text, or a list of them."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return value
-    raise InvalidRequestError("must be a string or a list of strings.")
 
 
 def _document(value: Any) -> Any:
@@ -32,9 +21,7 @@ def _document(value: Any) -> Any:
     raise InvalidRequestError("must be a string, or an object with a string in its field 'text'.")
 
 
-_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _TEXT_OBJECT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-Texts = Annotated[list[str] | None, BeforeValidator(_texts), WithJsonSchema(_TEXTS)]
 Document = Annotated[str, BeforeValidator(_document), WithJsonSchema({"anyOf": [{"type": "string"}, _TEXT_OBJECT]})]
 
 
@@ -46,7 +33,7 @@ class VectorBody(BaseModel):
     model: str | None = None
     user: str | None = None
     priority: Int | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    request_id: RequestId | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -85,7 +72,7 @@ class EmbeddingBody(InputBody):
 
 
 class PoolingBody(EmbeddingBody):
-    """`POST /pooling`: what a `task` makes of each input; a vector of each token unless it is said."""
+    """`POST /pooling`: what a `task` makes of each input; unless it is said, what the model is there for."""
 
     task: str | None = None
 
@@ -96,13 +83,20 @@ class ClassifyBody(InputBody):
     use_activation: bool | None = None
 
 
-class ScoreBody(VectorBody):
+class PairsBody(VectorBody):
+    """What asks for scores of pairs. `use_activation` is for cross-encoders: false for their heads' bare outputs."""
+
+    use_activation: bool | None = None
+
+
+class ScoreBody(PairsBody):
     """`POST /score`: one text with each of many, or pair by pair. Either of the pairs of names will do."""
 
     text_1: Texts = None
     text_2: Texts = None
     queries: Texts = None
     documents: Texts = None
+    items: Texts = None
     data_1: Texts = None
     data_2: Texts = None
 
@@ -112,7 +106,8 @@ class ScoreBody(VectorBody):
         Raises:
             InvalidRequestError: no pair of fields is complete.
         """
-        for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")):
+        documents = "documents" if self.items is None else "items"
+        for names in (("text_1", "text_2"), ("queries", documents), ("data_1", "data_2")):
             first, second = getattr(self, names[0]), getattr(self, names[1])
             if first is not None and second is not None:
                 return (first, second), names
@@ -122,11 +117,12 @@ class ScoreBody(VectorBody):
         raise InvalidRequestError("text_1 and text_2 are required; add them to the request.", param="text_1")
 
 
-class RerankBody(VectorBody):
-    """`POST /rerank`: documents in the order of their relevance to a query. `top_n` of 0 means all."""
+class RerankBody(PairsBody):
+    """`POST /rerank`: documents in the order of their relevance to a query. `top_n` of 0 means all, and a
+    `max_tokens_per_doc` of 0 whole documents."""
 
     query: str
     documents: Annotated[list[Document], Field(min_length=1)]
     top_n: Annotated[Int, Field(ge=0)] | None = None
     return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[Int, Field(ge=1)] | None = None
+    max_tokens_per_doc: Annotated[Int, Field(ge=0)] | None = None

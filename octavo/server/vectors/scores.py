@@ -12,7 +12,7 @@ from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.vectors.answers import RerankDocument, Reranking, RerankItem, ScoreItem, Scores
-from octavo.server.vectors.protocol import RerankBody, ScoreBody, VectorBody
+from octavo.server.vectors.protocol import PairsBody, RerankBody, ScoreBody
 from octavo.server.vectors.work import Reply, check_count, compute, in_thread_if_long, preparation, usage_of
 from octavo.text.pooling import Pair
 from octavo.text.scoring import ScorePlan, paired, plan_scores
@@ -27,15 +27,8 @@ async def score(ctx: ServerContext, request: Request) -> Response:
         check_count(ctx, len(texts), name)
     plan = await _plan(ctx, body, reply, paired(first, second, names), names[1])
     found = plan.scores(await compute(ctx, request, plan.requests))
-    answer = Scores(
-        id=reply.id,
-        created=reply.created,
-        model=reply.model,
-        data=[ScoreItem(index=place, score=value) for place, value in enumerate(found)],
-        usage=usage_of(plan.requests),
-        warnings=reply.warnings,
-    )
-    return json_response(answer)
+    items = [ScoreItem(index=place, score=value) for place, value in enumerate(found)]
+    return json_response(reply.listing(Scores, items, plan.requests))
 
 
 async def rerank(ctx: ServerContext, request: Request) -> Response:
@@ -43,10 +36,8 @@ async def rerank(ctx: ServerContext, request: Request) -> Response:
     body = await parse_body(request, RerankBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "rerank-")
     check_count(ctx, len(body.documents), "documents")
-    if body.truncate_prompt_tokens is None:
-        body.truncate_prompt_tokens = body.max_tokens_per_doc
     pairs = [(body.query, document) for document in body.documents]
-    plan = await _plan(ctx, body, reply, pairs, "documents")
+    plan = await _plan(ctx, body, reply, pairs, "documents", body.max_tokens_per_doc)
     found = plan.scores(await compute(ctx, request, plan.requests))
     best = sorted(range(len(found)), key=lambda place: -found[place])[: body.top_n or None]
     shown = body.return_documents is not False
@@ -64,10 +55,19 @@ async def rerank(ctx: ServerContext, request: Request) -> Response:
     return json_response(answer)
 
 
-async def _plan(ctx: ServerContext, body: VectorBody, reply: Reply, pairs: Sequence[Pair], param: str) -> ScorePlan:
+async def _plan(
+    ctx: ServerContext, body: PairsBody, reply: Reply, pairs: Sequence[Pair], param: str, longest: int | None = None
+) -> ScorePlan:
+    """`longest`: how many tokens of each pair's second text are read; None or 0 for all."""
     prepare = preparation(ctx, body, reply)
+    shorten = ctx.frontend.tokenizer.shorten
 
     def work() -> ScorePlan:
-        return plan_scores(pairs, ctx.frontend.pooling, lambda prompt, params: prepare(prompt, params, param=param))
+        return plan_scores(
+            [(first, shorten(second, longest)) for first, second in pairs] if longest else pairs,
+            ctx.frontend.pooling,
+            lambda prompt, params: prepare(prompt, params, param=param),
+            activate=body.use_activation,
+        )
 
     return await in_thread_if_long([text for pair in pairs for text in pair], work)

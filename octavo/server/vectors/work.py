@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -16,21 +15,20 @@ from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.pooling import Pooled, PooledOutput, PoolingParams
 from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.server.body import require
-from octavo.server.context import ServerContext, engine_id
+from octavo.server.context import ServerContext, answer_id, engine_id
 from octavo.server.errors import ApiError
 from octavo.server.merge import merge
 from octavo.server.openai.messages import render
 from octavo.server.openai.protocol import Message
 from octavo.server.stream import until_disconnect
-from octavo.server.vectors.answers import VectorUsage
+from octavo.server.vectors.answers import Classification, Embeddings, PoolingResult, Scores, VectorUsage
 from octavo.server.vectors.protocol import InputBody, VectorBody
+from octavo.text.aside import aside
 from octavo.text.pooling import Pair, PoolingFailedError, pool
 from octavo.text.prepare import Prompt
 
 T = TypeVar("T")
-
-LONG_TEXT = 16_384
-"""Characters from which inputs are tokenised in a thread, so that streams of others need not wait for it."""
+Listing = TypeVar("Listing", Embeddings, PoolingResult, Classification, Scores)
 
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "embed_dtype": (None, "float32"),
@@ -58,12 +56,22 @@ class Reply:
     def of(cls, ctx: ServerContext, request: Request, body: VectorBody, prefix: str) -> Reply:
         """Checks that the model is served and the body has nothing that can't be had."""
         warnings = _extras(body, strict=ctx.config.strict_params)
-        own = body.request_id or request.state.request_id
         return cls(
-            id=own if own.startswith(prefix) else prefix + own,
+            id=answer_id(request, body.request_id, prefix),
             created=int(time.time()),
             model=ctx.check_model(body.model),
             warnings=warnings or UNSET,
+        )
+
+    def listing(self, kind: type[Listing], items: list[Any], jobs: Sequence[GenerateRequest]) -> Listing:
+        """An answer with an item for each input."""
+        return kind(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            data=items,
+            usage=usage_of(jobs),
+            warnings=self.warnings,
         )
 
 
@@ -135,10 +143,8 @@ async def _prepare_messages(
 
 
 async def in_thread_if_long(texts: Sequence[Any], work: Callable[[], T]) -> T:
-    """The result of `work`, which tokenises the texts."""
-    if sum(len(text) for text in texts) > LONG_TEXT:
-        return await asyncio.to_thread(work)
-    return work()
+    """The result of `work`, which tokenizes the texts."""
+    return await aside(sum(len(text) for text in texts), work)
 
 
 def check_count(ctx: ServerContext, count: int, param: str) -> None:

@@ -239,15 +239,16 @@ _MARKS: tuple[tuple[str, ToolFormat], ...] = (
 )
 
 
-def tool_format(name: str) -> ToolFormat:
-    """By its name, or by another server's name for it.
+def tool_format(name: str, own: Mapping[str, ToolFormat] = MappingProxyType({})) -> ToolFormat:
+    """By its name, or by another server's name for it; `own` are formats that the user declares.
 
     Raises:
         ConfigError: nobody knows it.
     """
-    known = FORMATS.get(_ALIASES.get(name, name))
+    known = own.get(name) or FORMATS.get(_ALIASES.get(name, name))
     if known is None:
-        raise ConfigError(f"--tool-call-parser {name!r} is not known; choose auto or one of: {', '.join(FORMATS)}.")
+        names = ", ".join([*own, *FORMATS])
+        raise ConfigError(f"--tool-call-parser {name!r} is not known; choose auto or one of: {names}.")
     return known
 
 

@@ -46,7 +46,7 @@ class Keyed:
         """A JSON object in this form; what is none, as it is."""
         try:
             value = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments
         if not isinstance(value, dict):
             return arguments

@@ -11,11 +11,12 @@ import torch
 
 from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
+from octavo.core.spans import Spans
 from octavo.device.transfer import upload
-from octavo.models.model import Encoding
+from octavo.models.model import EncoderModel, watch_model
 from octavo.nn.attention.whole import groups_of
 from octavo.nn.step import StepInput
-from octavo.worker.hooks import Findings, WorkerHook, find, gather
+from octavo.worker.hooks import Findings, Hooks, WorkerHook, gather
 
 
 @dataclass(slots=True)
@@ -34,26 +35,26 @@ class EncoderStep:
 class EncoderRunner:
     """A model behind the `Executor` protocol. It needs no slots: a prompt comes with the step that computes it."""
 
-    def __init__(self, model: Encoding, device: torch.device, hooks: Sequence[WorkerHook] = ()) -> None:
+    def __init__(self, model: EncoderModel, device: torch.device, hooks: Sequence[WorkerHook] = ()) -> None:
         self._model = model
         self._device = device
-        self._hooks = hooks
-        for hook in hooks:
-            hook.attach(model)
+        self._hooks = Hooks(hooks)
+        self._hooks.attach(model)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> EncoderStep:
-        for row in plan.new:
-            for hook in self._hooks:
-                hook.add(row.slot, row.options.get(hook.name))
+        self._hooks.add(plan.new)
         step = self._lay_out(plan)
-        for hook in self._hooks:
-            hook.before_forward(step, plan.payload.get(hook.name))
+        self._hooks.before_forward(step, plan.payload)
         hidden = self._model.forward(self._model.embed(step), step)
-        return EncoderStep(plan, find(self._hooks, hidden, plan.payload))
+        return EncoderStep(plan, self._hooks.after_forward(hidden, plan.payload))
 
     def sample(self, step: EncoderStep, payload: dict[str, Any]) -> None:
         """There is nothing to sample."""
+
+    def watch(self, spans: Spans) -> None:
+        """Have a profile see what a step consists of."""
+        watch_model(spans, self._model)
 
     def close(self) -> None:
         """The model goes with the runner."""

@@ -12,8 +12,8 @@ from octavo.models.encoders.registry import build_encoder, encoder_spec
 from octavo.models.load import open_checkpoint
 from octavo.models.load.renamed import with_modern_norms
 from octavo.models.load.weights import load_weights, wanted_bytes
-from octavo.models.model import Encoding
-from octavo.nn.quant.none import Unquantised
+from octavo.models.model import EncoderModel
+from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.worker.encoder.runner import EncoderRunner
 from octavo.worker.hooks import WorkerHook
@@ -37,7 +37,7 @@ class EncoderWorker:
         self._config = config
         self._files = files
         self.weight_bytes = 0
-        self._model: Encoding | None = None
+        self.model: EncoderModel | None = None
 
     @property
     def weight_form(self) -> str:
@@ -52,13 +52,13 @@ class EncoderWorker:
             self._files.config,
             dtype=self.dtype,
             device=self.device.torch_device,
-            scheme=OneDNN if packs else Unquantised,
+            scheme=OneDNN if packs else Unquantized,
             stored=checkpoint.names(),
         )
-        self.device.check_fits(wanted_bytes(model), None)
+        self.device.check_fits(wanted_bytes(model), self._files.weight_bytes, None)
         self.weight_bytes = load_weights(model, checkpoint, unneeded=model.unneeded).nbytes
-        self._model = model
+        self.model = model
 
     def make_runner(self, hooks: Sequence[WorkerHook]) -> EncoderRunner:
-        assert self._model is not None, "the weights must be loaded first"
-        return EncoderRunner(self._model, self.device.torch_device, hooks)
+        assert self.model is not None, "the weights must be loaded first"
+        return EncoderRunner(self.model, self.device.torch_device, hooks)

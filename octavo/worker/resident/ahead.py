@@ -16,7 +16,7 @@ from octavo.device.ahead import Ahead
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.libraries.attention import LibraryAttention
-from octavo.nn.ops import few_rows, triton_activation, triton_norm
+from octavo.nn.ops import few_rows, gating, triton_activation, triton_norm
 from octavo.nn.step import StepInput
 from octavo.sampling.resident import ResidentSampler, Row
 from octavo.sampling.state import PreparedParams
@@ -25,7 +25,7 @@ from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
 _SLOTS = 80
 """Rows enough that no context is divided over several programs."""
 _LONG = 8192
-_PENALISED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
+_PENALIZED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
 
 
 @torch.inference_mode()
@@ -44,16 +44,16 @@ def compile_ahead(
     if isinstance(attention, LibraryAttention):
         attention = attention.own  # which launches what the library does not replace
     ahead = Ahead()
-    with ahead.collecting():
-        _products(spec, dtype, residual, device)
+    with ahead.collecting():  # first what takes longest, so that nothing else waits for it in the end
         slots = ResidentSlots(_SLOTS + 1, max_model_len, -(-max_model_len // block_size), spec.vocab_size, device)
         long = min(max_model_len - 1, _LONG)
-        few = ([1] * rows for rows in (1, 2, 4, 8, 16, 32, 64, _SLOTS))
-        for counts in (*few, [1, 9], [2, 2], [1] * _SLOTS + [9], [long]):
+        few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))
+        for counts in ([long], [1] * _SLOTS + [9], [2, 2], [1, 9], *few):
             step = _step(slots, counts, block_size)
             for window in {*spec.windows}:
                 _attend(spec, dtype, kv_dtype, attention, step, window, block_size)
         _sample(spec, slots)
+        _products(spec, dtype, residual, device)
     return ahead
 
 
@@ -81,7 +81,12 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
     stream = empty(2, width, kind=residual)
     triton_norm.rms_norm(stream, *norm)
     triton_norm.add_rms_norm(empty(2, width), stream, *norm)
+    if residual == dtype and dtype.itemsize == 2:
+        for rows in (2, 256):
+            triton_norm.sum_rms_norm(empty(2, rows, width), empty(rows, width), *norm)
     triton_activation.silu_mul(empty(2, 2 * inner))
+    if gating.serves(256, empty(2 * inner, width)):
+        gating.gated_product(empty(256, width), empty(2 * inner, width))
 
 
 def _step(slots: ResidentSlots, counts: Sequence[int], block_size: int) -> StepInput:
@@ -143,5 +148,5 @@ def _sample(spec: DecoderSpec, slots: ResidentSlots) -> None:
     logits = torch.empty(2, spec.vocab_size, dtype=torch.float32, device=slots.device)
     held = torch.from_numpy(np.arange(2, dtype=np.int32)).to(slots.device)
     slots.append(held, sampler.draw(logits, held))
-    params = PreparedParams.make(_PENALISED, 0, [], spec.vocab_size)
+    params = PreparedParams.make(_PENALIZED, 0, [], spec.vocab_size)
     sampler.sample(logits, held, [Row(0, params, 1, 2), Row(1, params, 1, 2)])

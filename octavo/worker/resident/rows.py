@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.transfer import upload, upload_parts
 from octavo.nn.step import StepInput
@@ -51,7 +52,13 @@ class ResidentSlots:
     """
 
     def __init__(
-        self, num_slots: int, max_model_len: int, max_blocks: int, vocab_size: int, device: torch.device
+        self,
+        num_slots: int,
+        max_model_len: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -65,6 +72,7 @@ class ResidentSlots:
         self.block_tables = zeros(num_slots + 1, max_blocks)
         self.params = zeros(num_slots + 1, NUM_PARAMS)
         self.vocab_size = vocab_size
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._computed = np.zeros(num_slots + 1, dtype=np.int64)
         self._held: list[_Held | None] = [None] * num_slots
 
@@ -95,12 +103,14 @@ class ResidentSlots:
     def sample_rows(self, plan: StepPlan) -> list[Row]:
         """The rows that sample, as the host knows them; called before `note`."""
         rows = []
-        for slot, count, samples in zip(plan.slots, plan.num_tokens, plan.samples, strict=True):
+        for slot, past, count, samples in zip(
+            plan.slots, self.past_lens(plan), plan.num_tokens, plan.samples, strict=True
+        ):
             if samples:
                 held = self._held[slot]
                 if held is None:
                     raise AssertionError(f"slot {slot} is sampled but empty")
-                rows.append(Row(slot, held.params, held.num_prompt, int(self._computed[slot]) + count))
+                rows.append(Row(slot, held.params, held.num_prompt, past + count))
         return rows
 
     def reports(self, plan: StepPlan) -> bool:
@@ -171,7 +181,7 @@ class ResidentSlots:
         offset = headers.size
         longest = 1
         for header, row in zip(headers, new, strict=True):
-            params = PreparedParams.make(row.params, row.seed, row.stop_ids, self.vocab_size)
+            params = PreparedParams.of(row, self.vocab_size, self._logprobs_mode)
             self._held[row.slot] = _Held(params, row.num_prompt)
             self._computed[row.slot] = row.num_computed
             count, blocks = len(row.tokens), len(row.blocks)

@@ -15,33 +15,32 @@ from torch import Tensor
 from octavo.core.output import BAD_LOGITS, StepOutput, TokenLogprobs
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
+from octavo.core.spans import Spans, Watched
 from octavo.device.transfer import Download, mark
-from octavo.models.model import Model
+from octavo.models.model import Model, watch_model
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.resident import ResidentSampler, Row, Sampled
 from octavo.sampling.resident_logprobs import Columns, PromptRow, entries_of, prompt_columns
-from octavo.worker.hooks import (
-    Findings,
-    WorkerHook,
-    apply_hooks,
-    changes_logits,
-    find,
-    follows_steps,
-    gather,
-    reads_hidden,
-    what_is_allowed,
-)
+from octavo.worker.hooks import Findings, Hooks, WorkerHook, gather
 from octavo.worker.resident.graphs import DecodeGraphs
 from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
 
 
 @dataclass(slots=True)
 class ResidentStep:
-    """A step on its way. `hidden` [S, H] are the states of the tokens that get logits, `slots` [S] their slots.
+    """A step on its way.
 
-    `failed` says of some of those S why hooks end their requests; `prompted` holds log-probabilities by row. `began` is
-    when the device got to it, `before` the step that was under way when it was launched.
+    Attributes:
+        input: its batch; None for a step that was replayed.
+        hidden: [S, H], the states of the tokens that get logits.
+        slots: [S] int32, their slots.
+        bucket: the size of the recorded batch; 0 for a step that was launched piece by piece.
+        prompted: row -> log-probabilities of its prompt.
+        failed: why hooks end the requests of some of the S rows.
+        began: when the device got to it.
+        before: the step that was under way when it was launched.
+        retired: its result was read.
     """
 
     plan: StepPlan
@@ -55,7 +54,7 @@ class ResidentStep:
     prompted: dict[int, list[Columns]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     findings: dict[str, Findings] = field(default_factory=dict)
-    hooks: Sequence[WorkerHook] = field(default=())
+    hooks: Hooks = field(default_factory=Hooks)
     began: torch.cuda.Event | None = None
     before: ResidentStep | None = None
     retired: bool = False
@@ -77,9 +76,8 @@ class ResidentStep:
         prompted = {row: [one for part in parts for one in entries_of(part)] for row, parts in self.prompted.items()}
         found, unfound = gather(self.findings)
         output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle())
-        for hook in self.hooks:
-            if self.input is not None:
-                hook.after_sample(self.input, output)
+        if self.input is not None:
+            self.hooks.after_sample(self.input, output)
         self.retired = True
         return output
 
@@ -107,16 +105,17 @@ class ResidentRunner:
         block_size: int,
         hooks: Sequence[WorkerHook] = (),
     ) -> None:
+        if not attention.follows_table_rows:
+            raise AssertionError(f"attention by {attention.name} would read other rows' blocks")
         self._model = model
         self._attention = attention
         self._slots = slots
         self._sampler = ResidentSampler(slots.table, slots.vocab_size)
         self._block_size = block_size
-        self._hooks = hooks
+        self._hooks = Hooks(hooks)
         self._last: ResidentStep | None = None
         self.graphs: DecodeGraphs | None = None
-        for hook in hooks:
-            hook.attach(model)
+        self._hooks.attach(model)
 
     @torch.inference_mode()
     def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
@@ -125,7 +124,7 @@ class ResidentRunner:
         `loaded` as in `DecodeGraphs.capture`. One that only forbids tokens leaves all as it is; one that changes logits
         has the forward pass of its steps replayed, and their sampling launched.
         """
-        if not any(follows_steps(hook) for hook in self._hooks):
+        if not self._hooks.follow_steps:
             self.graphs = DecodeGraphs(self._model, self._attention, self._slots, self._sampler, self._block_size)
             self.graphs.capture(max_rows, loaded)
 
@@ -152,13 +151,12 @@ class ResidentRunner:
     def _launch(self, plan: StepPlan) -> ResidentStep:
         slots = self._slots
         slots.apply(plan)
-        for row in plan.new:
-            for hook in self._hooks:
-                hook.add(row.slot, row.options.get(hook.name))
+        self._hooks.add(plan.new)
         self._copy_blocks(plan.copies)
         rows = slots.sample_rows(plan)
         alike = max(plan.num_tokens) == 1 and len(rows) == len(plan.slots)
-        if self.graphs is not None and alike and not reads_hidden(self._hooks, plan.payload):
+        aside = self._hooks.read_hidden(plan.payload) or self._hooks.feed(plan.payload)
+        if self.graphs is not None and alike and not aside:
             bucket = self.graphs.bucket(len(rows))
             if bucket:
                 began = mark(slots.device)
@@ -176,19 +174,28 @@ class ResidentRunner:
             return
         payload = step.plan.payload | payload
         order = [row.slot for row in step.rows]
-        allowed = what_is_allowed(self._hooks, order, payload)
+        allowed = self._hooks.allowed(order, payload)
         step.failed = {} if allowed is None else dict(allowed.errors)
-        plain = not changes_logits(self._hooks, payload) and all(row.plain for row in step.rows)
+        plain = not self._hooks.change_logits(payload) and all(row.plain for row in step.rows)
         with self._sampler.allowing(allowed):
             if step.bucket and self.graphs is not None and plain:
                 sampled = self.graphs.sample(step.bucket)
                 step.sampled = Sampled(Download(sampled[: len(step.rows)]), [])
                 return
             logits = self._model.logits(step.hidden)
-            step.failed |= apply_hooks(self._hooks, logits, order, payload)
+            step.failed |= self._hooks.apply(logits, order, payload)
             tokens, logprobs = self._sampler.sample(logits, step.slots, step.rows)
         self._slots.append(step.slots, tokens)
         step.sampled = Sampled(Download(tokens), logprobs)
+
+    def watch(self, spans: Spans) -> None:
+        """Have a profile see what the host does for a step; torch's profiler sees the device."""
+        watch_model(spans, self._model)
+        spans.watch(Watched(self._slots, "apply", "slots"))
+        if self.graphs is not None:
+            spans.watch(Watched(self.graphs, "forward", "replay layers"))
+            spans.watch(Watched(self.graphs, "sample", "replay sampling"))
+        spans.watch(Watched(self._sampler, "sample", "choose"))
 
     def close(self) -> None:
         """Drop the graphs and the KV cache; the model goes with the runner."""
@@ -212,13 +219,12 @@ class ResidentRunner:
         )
         slots.lay_out(batch, step, self._block_size)
         step.attn = self._attention.prepare(step, self._block_size)
-        if len(rows) < plan.total_tokens and not slots.reports(plan) and not reads_hidden(self._hooks, plan.payload):
+        if len(rows) < plan.total_tokens and not slots.reports(plan) and not self._hooks.read_hidden(plan.payload):
             step.hidden_rows = logit_rows
         began = mark(slots.device)
-        for hook in self._hooks:
-            hook.before_forward(step, plan.payload.get(hook.name))
-        hidden = self._model.forward(self._model.embed(step), step)
-        findings = find(self._hooks, hidden, plan.payload)
+        self._hooks.before_forward(step, plan.payload)
+        hidden = self._model.forward(self._hooks.embed(self._model, step, plan.payload), step)
+        findings = self._hooks.after_forward(hidden, plan.payload)
         slots.advance(batch)
         prompts = slots.prompt_rows(plan, hidden)
         slots.note(plan)

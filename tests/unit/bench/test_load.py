@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from octavo.bench.client import Target, Timing
-from octavo.bench.load import Pace, first_model, run_load, wait_ready
+from octavo.bench.load import Pace, first_model, profile, run_load, wait_ready
 from octavo.bench.samples import Sample
 from octavo.core.errors import ConfigError
 
@@ -177,8 +177,24 @@ def test_the_model_is_taken_from_the_server() -> None:
 
 
 def test_a_server_that_does_not_answer_is_named() -> None:
+    told: list[str] = []
+
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
     with pytest.raises(ConfigError, match="no server answers at http://server"):
-        asyncio.run(wait_ready("http://server", 0.0, httpx.MockTransport(refuse)))
+        asyncio.run(wait_ready("http://server", 0.0, httpx.MockTransport(refuse), told.append))
+    assert told == ["http://server"]
+    with pytest.raises(ConfigError, match="--base-url server is no URL"):
+        asyncio.run(wait_ready("server", 60.0))
+
+
+def test_a_server_is_told_to_make_a_profile() -> None:
+    def server(request: httpx.Request) -> httpx.Response:
+        known = request.url.path == "/stop_profile" and request.headers["x-test"] == "1"
+        return httpx.Response(200, json={"trace": "/t.json"}) if known else httpx.Response(404)
+
+    transport = httpx.MockTransport(server)
+    assert asyncio.run(profile("http://server", {"X-Test": "1"}, "stop", transport)) == {"trace": "/t.json"}
+    with pytest.raises(ConfigError, match="--profiler-config"):
+        asyncio.run(profile("http://server", {}, "start", transport))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.bench.samples import Source, custom, prefix_repetition, random_samples, sharegpt
+from octavo.cli.bench.data import make_samples
 from octavo.core.errors import ConfigError
 
 
@@ -105,3 +107,9 @@ def test_unreadable_data_sets_are_named(tmp_path: Path) -> None:
         sharegpt(source(), 1, write(tmp_path, "{}"))
     with pytest.raises(ConfigError, match="no usable prompt"):
         sharegpt(source(), 1, write(tmp_path, "[]"))
+
+
+def test_a_data_set_that_would_not_be_read_is_told() -> None:
+    args = argparse.Namespace(dataset_name="random", dataset_path=Path("answers.json"))
+    with pytest.raises(ConfigError, match="--dataset-name sharegpt or custom"):
+        make_samples(args, tokenizer=None, vocab_size=100, as_text=False, seed=0)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from octavo.cli import serve
-from octavo.cli.args import add_engine_settings, add_settings, convert, engine_from, server_from, values
-from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
-from octavo.cli.parser import OctavoParser
+from octavo.cli.flags.args import add_engine_settings, add_settings, convert, engine_from, server_from, values
+from octavo.cli.flags.parser import OctavoParser
+from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.errors import ConfigError
 
@@ -178,6 +178,7 @@ def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, message: str)
         parse("--config", write(tmp_path, text))
     assert message in str(caught.value)
     assert "octavo.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_named() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.cli.args import add_engine_settings, add_settings
-from octavo.cli.environment import notices
-from octavo.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, flags_of
-from octavo.cli.parser import OctavoParser
+from octavo.cli.flags.args import add_engine_settings, add_settings
+from octavo.cli.flags.environment import notices
+from octavo.cli.flags.parser import OctavoParser
+from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.foreign import FLAGS, SHORT, Missing
 
 
@@ -133,8 +133,8 @@ def test_json_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_one_spelling_of_json_is_as_good_as_another(capsys: pytest.CaptureFixture[str]) -> None:
-    make_parser().parse_args(["--structured-outputs-config", '{"backend":"auto"}'])
-    assert "structured output is not supported" in refused(capsys, "--structured-outputs-config", '{"backend":"x"}')
+    make_parser().parse_args(["--additional-config", "{ }"])
+    assert "settings beyond the flags are not supported" in refused(capsys, "--additional-config", '{"x": 1}')
 
 
 def test_variables_without_an_effect_are_named() -> None:

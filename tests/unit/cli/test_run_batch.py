@@ -131,7 +131,7 @@ def test_an_engine_that_dies_ends_the_run_and_keeps_the_answers(tmp_path: Path) 
 
         engine = make_engine(pace)
         frontend = Frontend(engine, TOKENIZER, engine.info)
-        with pytest.raises(ConfigError, match=r"The core is gone.*goes on from there"):
+        with pytest.raises(ConfigError, match=r"The core is gone.*resumes from there"):
             await run_batch.answer_with(frontend, Path(source), tmp_path / "out", run_batch.server_from({}), 1)
 
     asyncio.run(run())
@@ -158,6 +158,8 @@ def test_files_that_are_not_there_are_told(tmp_path: Path, engine: FakeEngine) -
     (tmp_path / "in").touch()
     with pytest.raises(ConfigError, match="--output-file"):
         run_batch.run(["-i", str(tmp_path / "in"), "-o", str(tmp_path / "no" / "out")])
+    with pytest.raises(ConfigError, match="that is a folder; give the path of a file"):
+        run_batch.run(["-i", str(tmp_path / "in"), "-o", str(tmp_path)])
 
 
 class Store(http.server.BaseHTTPRequestHandler):

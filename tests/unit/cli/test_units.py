@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from octavo.cli import units
+from octavo.cli.flags import units
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from octavo.device.ahead import Ahead
 
 
 class Kernel:
+    fn = SimpleNamespace(__module__=__name__, __name__="nobody")
     params = tuple(SimpleNamespace(is_constexpr=False, do_not_specialize=last) for last in (False, False, True))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo.core.errors import ConfigError
+from octavo.device import host
 from octavo.device.cpu import CpuDevice
 from octavo.device.cuda import CudaDevice
 from octavo.device.select import select_device
@@ -37,10 +38,29 @@ class Small(CudaDevice):
 
 
 def test_weights_that_do_not_fit_are_told_before_they_are_loaded():
-    Small().check_fits(8 << 30, None)
+    Small().check_fits(8 << 30, 0, None)
     with pytest.raises(ConfigError, match=r"8\.20 GiB of a small GPU's memory can be used.*--gpu-memory-utilization"):
-        Small().check_fits(9 << 30, None)
-    Small().check_fits(int(8.9 * 2**30), 0.999)
+        Small().check_fits(9 << 30, 0, None)
+    Small().check_fits(int(8.9 * 2**30), 0, 0.999)
+
+
+def test_on_a_cpu_weights_count_by_their_files(monkeypatch):
+    monkeypatch.setattr(host, "available_memory", lambda: 8 << 30)
+    monkeypatch.setattr(host, "free_swap", lambda: 1 << 30)
+    CpuDevice().check_fits(30 << 30, 9 << 30, None)
+    with pytest.raises(ConfigError, match=r"files of the weights hold 10\.00 GiB, but only 8\.00 GiB of memory"):
+        CpuDevice().check_fits(30 << 30, 10 << 30, None)
+
+
+def test_a_cache_that_is_asked_for_must_fit(monkeypatch):
+    monkeypatch.setattr(host, "available_memory", lambda: 9 << 30)
+    monkeypatch.setattr(host, "free_swap", lambda: 0)
+    for device, where in ((Small(), "a small GPU"), (CpuDevice(), "memory")):
+        device.check_cache(9 << 30)
+        with pytest.raises(
+            ConfigError, match=rf"10\.00 GiB was asked for, but 9\.00 GiB of {where} .*--kv-cache-memory"
+        ):
+            device.check_cache(10 << 30)
 
 
 def test_the_kv_cache_gets_what_is_left():
@@ -61,3 +81,8 @@ def test_a_download_holds_the_values_of_when_it_began():
     download = Download(tensor)
     tensor.zero_()
     assert download.wait().tolist() == [0, 1, 2, 3]
+
+
+def test_more_threads_than_a_machine_may_start_are_refused_and_no_crash() -> None:
+    with pytest.raises(ConfigError, match="--threads 100000 is more than the 1,024 that may be"):
+        CpuDevice().setup(100_000, "nobind")

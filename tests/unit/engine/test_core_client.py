@@ -13,18 +13,27 @@ import threading
 import pytest
 
 from octavo.cache.cache import KVCache
-from octavo.core.errors import ConfigError, EngineDeadError, InvalidRequestError, SlowReaderError
+from octavo.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineStateError,
+    InvalidRequestError,
+    SlowReaderError,
+)
+from octavo.core.info import Received
 from octavo.core.output import FinishReason, TokenDelta
 from octavo.core.params import SamplingParams
+from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.engine import wire
 from octavo.engine.client import CoreClient
 from octavo.engine.connections import listen_at
-from octavo.engine.core_server import CoreServer, PhaseTimer
+from octavo.engine.core_server import CoreServer
 from octavo.engine.fake import fake_info
 from octavo.engine.frames import frame
 from octavo.engine.inbox import Inbox
 from octavo.engine.loop import EngineLoop
+from octavo.engine.phases import PhaseTimer
 from octavo.engine.process import CoreElsewhere
 from octavo.engine.toy import ToyDevice, toy_generate
 from octavo.schedule.policy import make_policy
@@ -40,6 +49,7 @@ class ThreadCore:
         self.fail, self.gate = fail, gate
         self.killed = threading.Event()
         self.loop = None
+        self.stacks_shown = 0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -67,6 +77,9 @@ class ThreadCore:
 
     def obituary(self):
         return "The engine core was killed by SIGKILL."
+
+    def show_stacks(self):
+        self.stacks_shown += 1
 
     def stop(self):
         """A process that was killed is gone; a thread must still be told."""
@@ -134,6 +147,20 @@ def test_many_requests_each_get_their_own_tokens(tmp_path):
             await until(lambda: client.stats().num_running == 0)
             assert client.stats().generation_tokens == 19 * 8
         assert phases == [("weights", True), ("weights", False)]
+
+    run(main())
+
+
+def test_what_has_come_for_a_request_is_known_whoever_reads_it(tmp_path):
+    async def main():
+        async with client_of(tmp_path) as (client, _):
+            stream = client.generate(ask("r", n=2, ignore_eos=True))
+            first = await anext(stream)
+            await until(lambda: client.received("r").tokens == 16)
+            assert len(first.tokens) < 16, "the rest waits to be read"
+            assert client.received("r").at == client._heard_at
+            await stream.aclose()
+            assert client.received("r") == client.received("unknown") == Received()
 
     run(main())
 
@@ -206,8 +233,36 @@ def test_health_tells_a_stall_from_idleness_and_from_death(tmp_path):
             with pytest.raises(EngineDeadError, match="SIGKILL"):
                 await reading
             assert client.health().reason == "The engine core was killed by SIGKILL."
+            assert client.health().final
             with pytest.raises(EngineDeadError):
                 await tokens_of(client, ask("r3"))
+
+    run(main())
+
+
+def test_a_stall_is_logged_once_with_the_stacks_and_so_is_its_end(tmp_path, caplog):
+    async def main():
+        gate = threading.Event()
+        async with client_of(tmp_path, gate=gate, stall_after_s=0.02) as (client, process):
+            reading = asyncio.create_task(tokens_of(client, ask("r")))
+            await until(lambda: process.stacks_shown)
+            assert "1 requests wait, but no step has completed" in caplog.text
+            gate.set()
+            await reading
+            await until(lambda: "makes progress again" in caplog.text)
+            assert process.stacks_shown == 1
+            assert caplog.text.count("makes no progress") == 1
+
+    run(main())
+
+
+def test_an_idle_core_gives_signs_of_life_and_one_that_gives_none_is_ill(tmp_path):
+    async def main():
+        async with client_of(tmp_path, stall_after_s=0.02) as (client, _):
+            client._heard_at -= 100
+            assert "has given no sign of life for 100 s" in client.health().reason
+            assert not client.health().final
+            await until(lambda: client.health().ok)
 
     run(main())
 
@@ -306,6 +361,74 @@ def test_clients_that_share_a_core_get_their_own_tokens_and_leave_it_running(tmp
                 for client in clients:
                     await until(lambda client=client: client.stats().generation_tokens == 24)
             assert await tokens_of(owner, ask("after"))
+
+    run(main())
+
+
+def test_a_pause_is_over_all_clients_and_ends_when_it_has_settled(tmp_path):
+    async def main():
+        async with client_of(tmp_path, stall_after_s=0.02) as (owner, process), guest_of(process) as guest:
+            stream = guest.generate(ask("r", max_tokens=150, ignore_eos=True))
+            await anext(stream)
+            await owner.pause(PauseMode.KEEP)
+            await until(lambda: guest.stats().paused)
+            waiting = asyncio.create_task(tokens_of(owner, ask("late")))
+            await until(lambda: process.loop.stats().num_waiting)
+            await asyncio.sleep(0.03)
+            assert owner.health().ok, "who pauses does not stall"
+            pausing = asyncio.create_task(owner.pause(PauseMode.WAIT))
+            rest = [token async for delta in stream for token in delta.tokens]
+            await pausing
+            assert len(rest) == 149
+            assert not waiting.done()
+            with pytest.raises(EngineStateError, match="enable-sleep-mode"):
+                await owner.sleep(1, PauseMode.ABORT)
+            await guest.resume()
+            await until(lambda: not owner.stats().paused)
+            assert await waiting
+            await owner.sleep(0, PauseMode.ABORT)
+            assert owner.stats().sleep_level == 0
+            with pytest.raises(EngineStateError, match="sleeps"):
+                await owner.resume()
+            await owner.wake_up([Part.SCHEDULING])
+            assert await tokens_of(owner, ask("next"))
+
+    run(main())
+
+
+def test_a_pause_that_somebody_ends_before_it_has_settled_says_so(tmp_path):
+    async def main():
+        gate = threading.Event()
+        gate.set()
+        async with client_of(tmp_path, gate=gate) as (owner, _):
+            stream = owner.generate(ask("r", max_tokens=150, ignore_eos=True))
+            await anext(stream)
+            gate.clear()
+            pausing = asyncio.create_task(owner.pause(PauseMode.WAIT))
+            await asyncio.sleep(0)
+            resuming = asyncio.create_task(owner.resume())
+            await asyncio.sleep(0)
+            gate.set()
+            with pytest.raises(EngineStateError, match="was ended before"):
+                await pausing
+            await resuming
+            assert len([token async for delta in stream for token in delta.tokens]) == 149
+
+    run(main())
+
+
+def test_requests_of_all_clients_end_by_name(tmp_path):
+    async def main():
+        async with client_of(tmp_path) as (owner, process), guest_of(process) as guest:
+            await owner.pause(PauseMode.ABORT)
+            names = ["cmpl-a-0123456789ab", "cmpl-b-0123456789ab", "cmpl-c-0123456789ab"]
+            tasks = [asyncio.create_task(tokens_of(guest, ask(name, max_tokens=99))) for name in names]
+            await until(lambda: process.loop.stats().num_waiting == 3)
+            assert await owner.abort_named(["a", "unknown"]) == 1
+            assert await tasks[0] == []
+            assert not tasks[1].done()
+            assert await owner.abort_named(None) == 2
+            assert [await task for task in tasks] == [[], [], []]
 
     run(main())
 

@@ -55,7 +55,7 @@ def test_tensors_lie_where_the_library_finds_them(path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", [kind for kind in gguf.GGMLQuantizationType if kind in gguf.GGML_QUANT_SIZES], ids=lambda kind: kind.name
 )
-def test_quantised_tensors_have_the_librarys_sizes(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
+def test_quantized_tensors_have_the_librarys_sizes(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
     writer.add_tensor("w", np.zeros((2, 3 * block_bytes), dtype=np.uint8), raw_dtype=kind)

@@ -60,6 +60,7 @@ def test_the_users_word_comes_last(tmp_path: Path) -> None:
     found = pooler(files, pooling_type="LAST", normalize=False, matryoshka_dimensions=[4, 2])
     assert (found.pooling, found.normalize, found.matryoshka) == ("last", False, [2, 4])
     assert pooler(files, is_matryoshka=True).matryoshka == []
+    assert (found.task, pooler(files, task="token_embed").task) == ("embed", "token_embed")
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def test_a_dense_layer_makes_the_vectors_of_its_size(tmp_path: Path) -> None:
         ({"activation_function": "torch.nn.modules.activation.CELU"}, r"activation.*CELU; Octavo has identity, tanh"),
         ({"use_residual": True}, "sets use_residual=True, which Octavo does not have"),
         ({"module_input_name": "token_embeddings"}, "module_input_name"),
-        ({"in_features": 7}, "3 elements of 7, but 8 come in"),
-        ({"out_features": None}, "None elements of 8"),
+        ({"in_features": 7}, "maps 7 elements to 3, but gets 8"),
+        ({"out_features": None}, "maps 8 elements to None"),
         ({"weights": False}, r"model\.safetensors is missing.*pytorch_model\.bin"),
     ],
 )
@@ -130,6 +131,8 @@ def test_a_corrupt_list_of_modules_is_named(tmp_path: Path) -> None:
         ({"pooling_type": "MAX"}, "pooling_type is MEAN, CLS or LAST, not 'MAX'"),
         ({"normalize": "yes"}, "normalize is true or false"),
         ({"matryoshka_dimensions": [0]}, "a list of whole numbers"),
+        ({"task": "plugin"}, "task is embed, classify, token_embed, not 'plugin'"),
+        ({"task": "classify"}, "has no classification head"),
         ({"pool": 1}, "no setting 'pool'; it has pooling_type"),
     ],
 )

@@ -264,6 +264,12 @@ def test_a_cache_that_is_no_folder(entry: CatalogueEntry, tmp_path: Path) -> Non
         pull("toy", cache_dir=tmp_path / "file")
 
 
+@pytest.mark.parametrize("folder", ["/proc/nowhere", "/tmp/" + "x" * 300])
+def test_a_cache_that_can_not_exist(entry: CatalogueEntry, folder: str) -> None:
+    with pytest.raises(ModelFileError, match=r"can't be used: .*OCTAVO_CACHE"):
+        pull("toy", cache_dir=Path(folder))
+
+
 def test_the_catalogues_entries_are_complete() -> None:
     for name, entry in CATALOGUE.items():
         assert entry.name == name

@@ -11,10 +11,12 @@ import pytest
 from safetensors.numpy import save_file
 from toy_gguf import write_gguf
 
+from octavo.config import ModelConfig
 from octavo.core.errors import ModelFileError, ModelNotFoundError
 from octavo.hub.catalogue import CATALOGUE
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids, resolve
+from octavo.text.sources import tokenizer_files
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +189,33 @@ def test_a_downloaded_model_is_used_offline(tmp_path: Path, monkeypatch: pytest.
     files = resolve("owner/name")
     assert files.name == "owner/name"
     assert files.weights == (snapshot / "model.safetensors",)
+
+
+def downloaded(cache: Path, revision: str, text: str) -> None:
+    """A repository as the hub's library keeps it, with a tokenizer alone."""
+    commit = revision.encode().hex().ljust(40, "0")
+    snapshot = cache / "models--owner--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (cache / "models--owner--name" / "refs").mkdir(exist_ok=True)
+    (cache / "models--owner--name" / "refs" / revision).write_text(commit)
+    (snapshot / "tokenizer.json").write_text(text)
+
+
+def test_a_folder_for_downloads_and_another_revision_of_the_tokenizer(tmp_path: Path) -> None:
+    downloaded(tmp_path, "main", "{}")
+    downloaded(tmp_path, "v2", '{"two": 2}')
+    model = ModelFiles(name="owner/name", path=tmp_path / "elsewhere", format="safetensors", weights=(), config={})
+
+    def tokenizer(**settings: str) -> Path:
+        config = ModelConfig(model="owner/name", download_dir=str(tmp_path), **settings)  # type: ignore[arg-type]
+        return tokenizer_files(config, model).path
+
+    assert tokenizer() == model.path
+    assert tokenizer(tokenizer_revision="v2", revision="v2") == model.path
+    assert (tokenizer(tokenizer_revision="v2") / "tokenizer.json").read_text() == '{"two": 2}'
+    assert (tokenizer(tokenizer="owner/name") / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(ModelNotFoundError, match=f"{tmp_path}: name another one"):
+        resolve("owner/other", download_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["we ird", "", "a..b/c", "-x/y", "x" * 300, "x\0y", "~nobody-here/x"])

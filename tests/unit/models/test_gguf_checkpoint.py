@@ -15,7 +15,7 @@ from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.gguf import GGUFCheckpoint, hf_name
 from octavo.models.load.gguf_blocks import _INTEGERS, SUPPORTED
-from octavo.nn.quant.blocks import dequantised
+from octavo.nn.quant.blocks import dequantized
 from octavo.nn.weights import TensorSpec
 
 SHAPE = (6, 512)
@@ -37,7 +37,7 @@ PLAIN = {Kind.F32: np.float32, Kind.F16: np.float16}
 
 
 def random_raw(kind: Kind, shape: tuple[int, int] = SHAPE) -> np.ndarray:
-    """A tensor as stored, with every bit of the quantised values random."""
+    """A tensor as stored, with every bit of the quantized values random."""
     random = np.random.default_rng(int(kind))
     if kind in PLAIN:
         return random.standard_normal(shape).astype(PLAIN[kind])
@@ -156,4 +156,4 @@ def test_blocks_hold_the_same_values(kind: Kind, name: str, tmp_path: Path) -> N
     expected = checkpoint.tensor(hf_name(f"{name}.weight"), SPEC)
     rtol = 1e-6 if blocks.minima is None else 2e-3
     scale = float(expected.abs().max())
-    torch.testing.assert_close(dequantised(blocks, torch.float32), expected, rtol=rtol, atol=scale * rtol / 10)
+    torch.testing.assert_close(dequantized(blocks, torch.float32), expected, rtol=rtol, atol=scale * rtol / 10)

@@ -20,7 +20,7 @@ from octavo.models.load.checkpoint import Index
 from octavo.models.load.dummy import DummyCheckpoint
 from octavo.models.load.safetensors import SafetensorsCheckpoint
 from octavo.models.load.weights import LoadReport, load_weights, weight_layers
-from octavo.models.registry import build_model
+from octavo.models.registry import build_model, spec_of
 from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.weights import TensorSpec
 
@@ -59,7 +59,7 @@ class Memory:
 
 def make_model(dtype: torch.dtype = torch.float32, **changes: object) -> CausalLM:
     config = {**CONFIG, **changes}
-    return build_model(config, dtype=dtype, device=torch.device("cpu"), attention=ReferenceAttention())
+    return build_model(spec_of(config), dtype=dtype, device=torch.device("cpu"), attention=ReferenceAttention())
 
 
 def make_tensors(**changes: object) -> dict[str, Tensor]:
@@ -199,6 +199,15 @@ def test_a_truncated_file_is_named(keep: int, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelFileError, match=r"model\.safetensors is corrupt or incomplete"):
         open_checkpoint(safetensors_files(tmp_path, path))
+
+
+def test_a_format_that_the_files_do_not_have_is_told_with_theirs(tmp_path: Path) -> None:
+    files = safetensors_files(tmp_path, save(tmp_path / "model.safetensors", make_tensors()))
+    with pytest.raises(ModelFileError, match="not stored as GGUF; use --load-format safetensors"):
+        open_checkpoint(files, "gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelFileError, match="is a GGUF file, not safetensors; use --load-format gguf"):
+        SafetensorsCheckpoint([tmp_path / "model.gguf"])
 
 
 def test_a_file_that_is_something_else_is_named(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with gptq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
     ],
 )
 def test_an_unsupported_feature_is_named(changes: dict[str, Any], says: str) -> None:
@@ -165,7 +165,7 @@ def test_building_takes_no_memory_and_lists_the_attention_layers_in_order() -> N
     """A model of hundreds of gigabytes builds at once: tensors come with the weights."""
     big = config("Qwen2ForCausalLM", hidden_size=16384, intermediate_size=65536, num_hidden_layers=5, vocab_size=10**6)
     big |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
-    model = build_model(big, dtype=torch.float32, device=torch.device("cpu"), attention=ReferenceAttention())
+    model = build_model(spec_of(big), dtype=torch.float32, device=torch.device("cpu"), attention=ReferenceAttention())
     assert [layer.spec.window for layer in model.attention_layers] == [None, None, 7, 7, 7]
     assert sum(layer.cache.numel() for layer in model.attention_layers) == 0
 

@@ -1,4 +1,4 @@
-"""The one linear layer and the unquantised scheme, packed for the CPU and plain."""
+"""The one linear layer and the unquantized scheme, packed for the CPU and plain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear
-from octavo.nn.quant.none import Unquantised
+from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.shard import COL, Heads
 from octavo.nn.weights import TensorSpec
@@ -18,7 +18,7 @@ from octavo.nn.weights import TensorSpec
 CPU = torch.device("cpu")
 
 
-FORMS = {"packed": OneDNN, "plain": Unquantised}
+FORMS = {"packed": OneDNN, "plain": Unquantized}
 
 
 @pytest.fixture(params=FORMS)

@@ -11,7 +11,8 @@ from octavo.core.params import SamplingParams
 def processed(logits: list[float], params: SamplingParams, stops: list[int], prompt: list[int], output: list[int]):
     logits = list(logits)
     if params.allowed_token_ids is not None:
-        logits = [x if token in params.allowed_token_ids else -math.inf for token, x in enumerate(logits)]
+        allowed = set(params.allowed_token_ids)
+        logits = [x if token in allowed else -math.inf for token, x in enumerate(logits)]
     for *beginning, last in params.bad_token_ids or []:
         if not beginning or output[-len(beginning) :] == beginning:
             logits[last] = -math.inf
@@ -20,7 +21,7 @@ def processed(logits: list[float], params: SamplingParams, stops: list[int], pro
     if len(output) < params.min_tokens:
         for token in stops:
             logits[token] = -math.inf
-    for token in set(prompt) | set(output):
+    for token in (set(prompt) | set(output)) - {-1}:  # which stands for an embedding
         rp = params.repetition_penalty
         logits[token] = logits[token] / rp if logits[token] > 0 else logits[token] * rp
     for token, count in Counter(output).items():

@@ -10,9 +10,11 @@ import numpy as np
 import plain_sampler
 import pytest
 import torch
+from chi_square import chi_square
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.params import SamplingParams
+from octavo.sampling.processors import process
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import PreparedParams, SampleRow
 
@@ -71,7 +73,7 @@ def random_row(rng: random.Random, vocab: int) -> tuple[torch.Tensor, SampleRow,
         "params": random_params(rng, vocab),
         "seed": rng.randrange(-(2**63), 2**64),
         "stops": [rng.randrange(vocab) for _ in range(2)],
-        "prompt": [rng.randrange(vocab) for _ in range(rng.randint(1, 30))],
+        "prompt": [rng.randrange(-1, vocab) for _ in range(rng.randint(1, 30))] + [-1] * (rng.random() < 0.3),
         "output": [rng.randrange(vocab) for _ in range(rng.randint(0, 12))] * rng.randint(1, 3),
     }
     row = make_row(
@@ -115,6 +117,13 @@ def test_agrees_with_the_plain_sampler(vocab):
 
 def _as_float32(values: list[float]) -> list[float]:
     return torch.tensor(values, dtype=torch.float64).float().tolist()
+
+
+def test_the_place_of_an_embedding_is_no_token_to_penalize():
+    rows = [make_row(SamplingParams(repetition_penalty=2.0), prompt=(5, -1, -1), vocab=9) for _ in range(3)]
+    logits = torch.ones(3, 9)
+    process(logits, rows)
+    assert logits.tolist() == [[1, 1, 1, 1, 1, 0.5, 1, 1, 1]] * 3
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
@@ -165,9 +174,8 @@ def test_frequencies_follow_the_probabilities(params):
     drawn = torch.bincount(Sampler().sample(logits.expand(count, -1), rows).tokens, minlength=len(logits))
     expected = dict(plain_sampler.kept(logits.tolist(), params))
     assert set(torch.nonzero(drawn).flatten().tolist()) == set(expected)
-    chi = sum((int(drawn[i]) - count * p) ** 2 / (count * p) for i, p in expected.items())
     # The 99.9 % point of chi-square with 7 degrees of freedom; with fewer it is lower.
-    assert chi < 24.3
+    assert chi_square(drawn.tolist(), [count * expected.get(i, 0.0) for i in range(len(logits))]) < 24.3
 
 
 def test_choices_of_one_request_differ():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,10 @@ from octavo.config import ServerConfig
 from octavo.core.request import GenerateRequest
 from octavo.engine.fake import FakeEngine, Script, fake_info
 from octavo.server.app import create_app
-from octavo.server.lifecycle import Lifecycle
+from octavo.server.process.address import bind
+from octavo.server.process.lifecycle import Lifecycle
+from octavo.server.process.serving import serve
+from octavo.server.process.stop import Stop
 from octavo.text.chat import ChatTemplate
 from octavo.text.frontend import Frontend
 from octavo.text.tokenizer import Tokenizer
@@ -208,3 +213,19 @@ async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(config: ServerConfig) -> AsyncIterator[tuple[str, socket.socket]]:
+    """A real server around a scripted engine: the line that says where it is, and its socket."""
+    engine = FakeEngine(saying("Bonjour"), info=fake_info(name="toy", vocab_size=259))
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    stop, sock = Stop(), bind(config)
+    task = asyncio.create_task(serve(make_frontend(engine), config, sock=sock, announce=lines.put_nowait, stop=stop))
+    async with asyncio.timeout(60):
+        try:
+            yield await lines.get(), sock
+        finally:
+            stop.request()
+            stop.request()
+            await task

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from server_kit import HELLO, House, Visitor, ask, echoing, eventually, ids, mak
 from octavo.config import ServerConfig
 from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.engine.fake import Script
+from octavo.server.batch.journal import Journal
 
 
 def house_at(folder: Path, script: Script, pace: Any = None, **settings: Any) -> House:
@@ -280,6 +282,42 @@ def test_a_full_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monkey
             assert (await ended(app, batch_id))["request_counts"]["completed"] == 1
 
     asyncio.run(run())
+
+
+def test_a_full_disk_holds_a_batch_up_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("octavo.server.batch.service._AFTER_FAULT_S", 0.001)
+    full, looks = [True], []
+
+    def fail(*_: Any) -> None:
+        looks.append(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def append(journal: Journal, record: bytes, append: Any = Journal.append) -> Any:
+        return fail() if full and b"answered" in record else append(journal, record)
+
+    def look(folder: Path) -> None:
+        assert folder == tmp_path
+        return fail() if full else None
+
+    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr("octavo.server.batch.service.try_to_write", look)
+
+    async def run() -> None:
+        house = house_at(tmp_path, saying("x"))
+        async with running(house.app) as app:
+            batch_id = await begin(app, [line(str(number)) for number in range(20)])
+            await eventually(lambda: len(looks) > 40)
+            assert len(house.engine.requests) == 20  # nothing is computed in vain while the disk is full
+            assert (await ask(app, CHAT, HELLO)).status == 200
+            full.clear()
+            assert (await ended(app, batch_id))["request_counts"]["completed"] == 20
+
+    asyncio.run(run())
+    (told,) = [record for record in caplog.records if record.name == "octavo.server.batch"]
+    assert "No space left on device" in told.getMessage()
+    assert told.exc_info is None
 
 
 def test_batches_take_no_place_in_the_queue_of_others(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.server.stream import DONE, EventStream, next_or_flush
+from octavo.server.burst import next_or_flush
+from octavo.server.stream import DONE, EventStream
 
 
 class Client:

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 from server_kit import HELLO, TOKENIZER, ask_now, ids, make_house, saying
 
+from octavo.core.output import CompletionOutput, Logprob
+from octavo.core.params import SamplingParams
+from octavo.server.openai.logprobs import LogprobWriter
+
 PATH = "/v1/completions"
 ASKED = {"prompt": "Hi, ", "temperature": 1}
 
@@ -37,6 +41,19 @@ def test_echo_with_logprobs_covers_the_prompt(stream: bool) -> None:
     assert logprobs["token_logprobs"] == [None] + [-0.5] * 6
     assert logprobs["top_logprobs"][0] is None
     assert logprobs["top_logprobs"][1] == {"i": -0.5}
+
+
+def test_the_chosen_token_comes_before_the_likely_ones() -> None:
+    (likely, second, chosen) = ids("abc")
+    entries = {likely: Logprob(-0.1, 1, "a"), second: Logprob(-1.0, 2, "b"), chosen: Logprob(-9.0, 30, "c")}
+    writer = LogprobWriter(TOKENIZER, SamplingParams(logprobs=2), as_ids=False)
+    output = CompletionOutput(0, "c", [chosen], logprobs=[entries])
+    told = writer.completion(output, 0)
+    assert told is not None
+    assert [list(top or ()) for top in told.top_logprobs] == [["c", "a", "b"]]
+    every = LogprobWriter(TOKENIZER, SamplingParams(logprobs=-1), as_ids=False).chat(output)
+    assert every is not None
+    assert [top.token for top in every.content[0].top_logprobs] == ["a", "b", "c"]
 
 
 def test_prompt_logprobs_in_both_apis() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -31,6 +32,7 @@ TOGETHER = (
     "less than or equal to max_tokens",
     "needs logprobs",
     "needs tools",
+    "needs use_beam_search",
     "when using `logprob_token_ids`",
 )
 """What may still be wrong with a value that is within its limits: it does not go with the other fields."""
@@ -69,7 +71,7 @@ def beyond(schema: dict[str, Any]) -> Iterator[Any]:
     if schema.get("minLength") == 1:
         yield ""
     if "pattern" in schema:
-        yield "?!"
+        yield next(text for text in ("?!", "a\nb") if not re.search(schema["pattern"], text))
     if schema.get("minItems") == 1:
         yield []
     for value in beyond(schema["items"]) if isinstance(schema.get("items"), dict) else ():

@@ -11,7 +11,7 @@ from server_kit import HELLO, Visitor, ask, ask_now, eventually, get_now, make_h
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError
-from octavo.server.keys import with_key_file
+from octavo.server.process.keys import with_key_file
 
 CHAT = "/v1/chat/completions"
 

@@ -6,45 +6,23 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server_kit import HELLO, Visitor, ask, ask_now, eventually, make_frontend, make_house, saying
+from server_kit import HELLO, Visitor, ask, ask_now, eventually, make_house, running, saying
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError
-from octavo.engine.fake import FakeEngine, fake_info
-from octavo.server.address import bind, release
-from octavo.server.run import run_server
-from octavo.server.serving import serve
-from octavo.server.stop import Stop
-from octavo.server.tls import check_tls, load_certificate, refresh
+from octavo.server.process.address import bind, release
+from octavo.server.process.run import run_server
+from octavo.server.process.tls import check_tls, load_certificate, refresh
 
 CHAT = "/v1/chat/completions"
 DATA = Path(__file__).parents[2] / "data"
 FIRST, SECOND = str(DATA / "tls_first.pem"), str(DATA / "tls_second.pem")
-
-
-@asynccontextmanager
-async def running(config: ServerConfig) -> AsyncIterator[tuple[str, socket.socket]]:
-    """The line that says where the server is, and its socket."""
-    engine = FakeEngine(saying("Bonjour"), info=fake_info(name="toy", vocab_size=259))
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    stop, sock = Stop(), bind(config)
-    task = asyncio.create_task(serve(make_frontend(engine), config, sock=sock, announce=lines.put_nowait, stop=stop))
-    async with asyncio.timeout(60):
-        try:
-            yield await lines.get(), sock
-        finally:
-            stop.request()
-            stop.request()
-            await task
 
 
 def trusting(path: str, client: str | None = None) -> ssl.SSLContext:
@@ -162,7 +140,7 @@ def test_it_listens_on_a_socket_file(tmp_path: Path) -> None:
             assert f"curl --unix-socket {path} http://localhost{CHAT}" in line
             async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path)) as client:
                 assert (await client.post(f"http://localhost{CHAT}", json=HELLO)).status_code == 200
-            with pytest.raises(ConfigError, match="A server listens on"):
+            with pytest.raises(ConfigError, match="A server already listens on"):
                 bind(config)
 
     asyncio.run(scenario())
@@ -170,7 +148,7 @@ def test_it_listens_on_a_socket_file(tmp_path: Path) -> None:
     release(config)
     assert not os.path.exists(path)
     Path(path).write_text("precious")
-    with pytest.raises(ConfigError, match="is no socket"):
+    with pytest.raises(ConfigError, match="is not a socket"):
         bind(config)
     assert Path(path).read_text() == "precious"
 
@@ -233,4 +211,5 @@ def test_requests_come_with_and_without_the_root_path(root: str) -> None:
         assert ask_now(app, path, HELLO).status == 401
     assert ask_now(app, "/api/health", method="GET").status == 200
     assert "/api/v1/models" in ask_now(app, "/", method="GET").json()["links"]
-    assert b'"/api/openapi.json"' in ask_now(app, "/api/docs", method="GET").body.replace(b"'", b'"')
+    assert b'fetch("./openapi.json")' in ask_now(app, "/api/docs", method="GET").body
+    assert ask_now(app, "/api/openapi.json", method="GET").status == 200

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from server_kit import HELLO, TEMPLATE, TOKENIZER, House, ask_now, get_now, ids, make_house, saying
 
+from octavo.config import ModelConfig
 from octavo.engine.fake import FakeEngine, fake_info
+from octavo.hub.files import ModelFiles
 from octavo.server.app import create_app
+from octavo.text.answers import AnswerFormats
 from octavo.text.chat import ChatTemplate
 from octavo.text.frontend import Frontend
+from octavo.text.model_text import load_text
+from octavo.text.recipe import FrontendRecipe
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASKED: dict[str, Any] = {"prompt": "abcdefgh"}
@@ -89,6 +96,32 @@ def test_a_prompt_cut_to_fit_leaves_room_for_the_answer() -> None:
     assert len(house.engine.requests[-1].tokens) == 10
     too_many = ask_now(house.app, TEXT, body | {"truncate_prompt_tokens": 41}).error()
     assert "smaller truncation size" in too_many["message"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "unsaid", "asked"),
+    [
+        ({}, 9, 30),
+        ({"generation_config": "none"}, None, 30),
+        ({"override_generation_config": {"max_new_tokens": 7}}, 7, 7),
+        ({"override_generation_config": {"max_tokens": 40}}, 40, 30),
+        ({"override_generation_config": {"temperature": 0.5}}, 9, 30),
+    ],
+)
+def test_the_operators_limit_of_answers(settings: dict[str, Any], unsaid: int | None, asked: int) -> None:
+    """A model's `max_new_tokens` hold for requests that say nothing, the operator's for all."""
+    made = {"max_new_tokens": 9}
+    files = ModelFiles(name="toy", path=Path(), format="gguf", weights=(), config={}, generation_config=made)
+    text = load_text(files, ModelConfig(skip_tokenizer_init=True, **settings))
+    info = fake_info(name="toy", vocab_size=TOKENIZER.vocab_size, max_model_len=100)
+    engine = FakeEngine(saying("x"), info=info)
+    recipe = FrontendRecipe(files, ModelConfig())
+    chat = ChatTemplate(TEMPLATE, TOKENIZER)
+    app = create_app(recipe.make(engine, replace(text, tokenizer=TOKENIZER, chat=chat), AnswerFormats.of(chat)))
+    for fields, want in (({}, unsaid), ({"max_tokens": 30, "min_tokens": 20}, asked)):
+        assert ask_now(app, CHAT, HELLO | fields).status == 200
+        request = engine.requests[-1]
+        assert request.params.max_tokens == (want or 100 - len(request.tokens))
 
 
 def test_documents_reach_a_template_that_has_a_place_for_them() -> None:
@@ -197,3 +230,9 @@ def test_a_response_tells_what_was_read_and_written(house: House) -> None:
     assert made["input_messages"] == [{"type": "raw_message_tokens", "message": text, "tokens": ids(text)}]
     assert made["output_messages"] == [{"type": "raw_message_tokens", "message": "hello", "tokens": [*ids("hello"), 2]}]
     assert "input_messages" not in ask_now(house.app, "/v1/responses", {"input": "Hello"}).json()
+
+
+def test_an_answers_id_is_that_of_the_header_before_that_of_the_body(house: House) -> None:
+    own = HELLO | {"request_id": "body"}
+    assert ask_now(house.app, CHAT, own).json()["id"] == "chatcmpl-body"
+    assert ask_now(house.app, CHAT, own, headers={"x-request-id": "header"}).json()["id"] == "chatcmpl-header"

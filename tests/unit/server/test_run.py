@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,10 +19,11 @@ from server_kit import HELLO, eventually, make_frontend, saying
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.engine.fake import FakeEngine, Script, fake_info
-from octavo.server.address import bind
-from octavo.server.run import run_server
-from octavo.server.serving import serve
-from octavo.server.stop import Stop
+from octavo.server.process import serving
+from octavo.server.process.address import bind
+from octavo.server.process.run import raise_open_files, run_server
+from octavo.server.process.serving import serve
+from octavo.server.process.stop import Stop
 from octavo.text.frontend import Frontend
 
 CHAT = "/v1/chat/completions"
@@ -183,6 +186,33 @@ def test_what_does_not_finish_in_time_is_aborted_and_told_so(stream: bool) -> No
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_waits_for_an_engine_that_hangs_is_told_when_the_server_stops(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving, "_AFTER_ABORT_S", 0.01)
+
+    async def scenario() -> None:
+        held = asyncio.Semaphore(1)
+
+        async def deaf(request_id: str, index: int | None = None) -> None:
+            """It hangs: no abort reaches it."""
+
+        async with running(saying("abc"), pace=held.acquire, shutdown_timeout_s=0) as server:  # type: ignore[arg-type]
+            server.engine.abort = deaf  # type: ignore[method-assign]
+            async with server.client() as client:
+                asking = asyncio.create_task(client.post(CHAT, json=HELLO | {"stream": stream}))
+                await eventually(lambda: any(server.engine.received(one).tokens for one in server.engine.running))
+                server.stop.request()
+                answer = await asking
+            assert answer.status_code == (200 if stream else 503)
+            assert "The engine was closed." in answer.text
+            await server.task
+        assert "Exception in ASGI" not in caplog.text
+
+    asyncio.run(scenario())
+
+
 def test_a_second_signal_ends_at_once() -> None:
     async def scenario() -> None:
         forever = asyncio.Event()
@@ -272,9 +302,47 @@ def test_a_signal_while_the_engine_starts_ends_the_start(capsys: pytest.CaptureF
         finally:
             closed.append(True)
 
-    assert run_server(slow, ServerConfig(port=0)) == 1
+    assert run_server(slow, ServerConfig(port=0)) == 128 + signal.SIGTERM
     assert closed == [True]
     assert "stopped" in capsys.readouterr().err
+
+
+def test_a_server_whose_engine_has_died_answers_what_it_has_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    held = asyncio.Event()
+    engine = FakeEngine(saying("x" * 9), info=fake_info(name="toy", vocab_size=259), pace=lambda: held.wait())
+    answers: list[httpx.Response] = []
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Frontend]:
+        yield make_frontend(engine)
+
+    async def ask(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url) as client:
+            asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+            while not engine.requests:
+                await asyncio.sleep(0)
+            engine.die("The engine core was killed by SIGKILL.")
+            held.set()
+            answers.append(await asking)
+
+    asking: list[asyncio.Task[None]] = []
+
+    def announce(line: str) -> None:
+        asking.append(asyncio.get_running_loop().create_task(ask(line.split()[5])))
+
+    assert run_server(opened, ServerConfig(port=0, log_stats_interval_s=0), announce=announce) == 1
+    assert answers[0].status_code == 503
+    assert "killed by SIGKILL" in answers[0].json()["error"]["message"]
+    assert "octavo: error: The engine core was killed by SIGKILL." in capsys.readouterr().err
+
+
+def test_the_limit_on_open_files_is_raised_as_far_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, wanted in (((64, 4096), (4096, 4096)), ((64, 1 << 30), (65536, 1 << 30)), ((70000, 1 << 30), None)):
+        limits = []
+        monkeypatch.setattr(resource, "getrlimit", lambda _, given=given: given)
+        monkeypatch.setattr(resource, "setrlimit", lambda _, limit, limits=limits: limits.append(limit))
+        raise_open_files()
+        assert limits == ([wanted] if wanted else [])
 
 
 def test_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,3 +365,13 @@ def test_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         await task
 
     asyncio.run(scenario())
+
+
+def test_a_folder_for_files_that_can_not_be_one_is_told_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run_server(_never_opened, ServerConfig(port=0, jobs_dir=str(tmp_path / "file"))) == 1
+    told = capsys.readouterr().err
+    assert "--jobs-dir" in told
+    assert "give a folder that can be written to" in told

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,12 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_kit import HELLO, House, ask_now, get_now, make_house, saying
 
 from octavo.config import ServerConfig
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
+from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.metrics.engine import ENGINE_METRICS
 from octavo.server.metrics.histogram import Histogram
 from octavo.server.metrics.log_line import StatsLine
-from octavo.server.metrics.metrics import PREFIXES
-from octavo.server.metrics.requests import HISTOGRAMS
+from octavo.server.metrics.metrics import PREFIXES, Metrics
+from octavo.server.metrics.requests import HISTOGRAMS, RequestMetrics
 
 CHAT = "/v1/chat/completions"
 
@@ -53,7 +58,9 @@ class Scrape:
 
 def test_both_prefixes_tell_the_same() -> None:
     house = make_house(saying("hi"), ServerConfig(served_model_name=("m",)))
-    house.engine.current = EngineStats(num_waiting=3, num_waiting_deferred=1, num_blocks=10, num_blocks_used=4)
+    house.engine.current = EngineStats(
+        num_waiting=3, num_waiting_deferred=1, waits_for="step_tokens", num_blocks=10, num_blocks_used=4
+    )
     ask_now(house.app, CHAT, HELLO)
     scrape = Scrape(house)
     ours, theirs = (scrape.names(prefix) for prefix in PREFIXES)
@@ -79,25 +86,32 @@ def test_both_prefixes_tell_the_same() -> None:
         assert scrape.value(f"{prefix}num_requests_waiting", model_name="m", engine="0") == 3
         assert scrape.value(f"{prefix}num_requests_waiting_by_reason", reason="capacity") == 2
         assert scrape.value(f"{prefix}num_requests_waiting_by_reason", reason="deferred") == 1
+        assert scrape.value(f"{prefix}num_requests_waiting_by_limit", limit="step_tokens") == 2
+        assert scrape.value(f"{prefix}num_requests_waiting_by_limit", limit="seats") == 0
         assert scrape.value(f"{prefix}kv_cache_usage_perc") == 0.4
         assert scrape.value(f"{prefix}cache_config_info", block_size="16", num_gpu_blocks="1024") == 1
 
 
 def test_every_counter_of_the_engine_is_told() -> None:
     house = make_house(saying("hi"))
-    numbers = [name for name in EngineStats.__struct_fields__ if name != "steps_by_tokens"]
+    others = ("steps_by_tokens", "waits_for", "weight_version")
+    numbers = [name for name in EngineStats.__struct_fields__ if name not in others]
     fields = {name: float(place) for place, name in enumerate(numbers, 1)}
     house.engine.current = EngineStats(**{name: int(value) for name, value in fields.items()})
     scrape = Scrape(house)
     told = {value for metric in ENGINE_METRICS for _, value in metric.samples(house.engine.current)}
     untold = {name for name, value in fields.items() if value not in told}
-    # The block size is a label of cache_config_info; the time of the last step is on a clock that scrapers don't have.
-    assert untold <= {"num_running", "num_waiting", "num_waiting_deferred", "block_size", "last_step_at"}
+    # The block size is a label of cache_config_info; the time of the last step is on a clock that scrapers don't have;
+    # sampled tokens are part of a sum.
+    assert untold <= {
+        *("num_running", "num_waiting", "num_waiting_deferred", "block_size", "last_step_at", "paused", "sleep_level"),
+        "step_sampled",
+    }
     assert scrape.value("octavo:generation_tokens_total") == fields["generation_tokens"]
     assert (
         scrape.value("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == fields["prompt_tokens_cached"]
     )
-    assert scrape.value("vllm:iteration_tokens_total_sum") == fields["step_tokens"]
+    assert scrape.value("vllm:iteration_tokens_total_sum") == fields["step_prompt_tokens"] + fields["step_sampled"]
     assert scrape.value("octavo:kv_waste_mean") == fields["waste_sum"] / fields["waste_samples"]
 
 
@@ -174,7 +188,7 @@ def test_the_line_in_the_log() -> None:
     line = StatsLine(EngineStats(), 0.0)
     assert line.next(EngineStats(), 10.0) is None
     busy = EngineStats(
-        prompt_tokens=1000,
+        step_prompt_tokens=1000,
         generation_tokens=505,
         num_running=3,
         num_waiting=2,
@@ -187,11 +201,37 @@ def test_the_line_in_the_log() -> None:
         "Engine 000: Avg prompt throughput: 100.0 tokens/s, Avg generation throughput: 50.5 tokens/s, "
         "Running: 3 reqs, Waiting: 2 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
     )
-    idle = EngineStats(prompt_tokens=1000, generation_tokens=505, prefix_cache_queries=200, prefix_cache_hits=50)
+    short = msgspec.structs.replace(busy, num_preemptions=2, waits_for="kv_blocks")
+    told = line.next(short, 25.0)
+    assert told is not None
+    assert told.endswith("rate: 25.0%, Preempted: 2 reqs, Waiting for: KV cache (--kv-cache-memory-bytes)")
+    idle = EngineStats(
+        step_prompt_tokens=1000,
+        num_preemptions=2,
+        generation_tokens=505,
+        prefix_cache_queries=200,
+        prefix_cache_hits=50,
+    )
     last = line.next(idle, 30.0)
     assert last is not None
     assert "Avg generation throughput: 0.0 tokens/s, Running: 0 reqs" in last
     assert line.next(idle, 40.0) is None
+
+
+def test_memory_of_the_engines_process_is_told() -> None:
+    engine = FakeEngine(saying("hi"), info=fake_info(pid=os.getppid()))
+    families = {family.name for family in Metrics(engine, "m").collect()}
+    assert {"process_resident_memory_bytes", "octavo_engine_process_resident_memory_bytes"} <= families
+
+
+def test_the_log_line_of_a_request_says_that_it_was_preempted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    request = GenerateRequest(id="r", tokens=[1, 2], params=SamplingParams(max_tokens=4))
+    for preemptions in (0, 2):
+        record = RequestMetrics(log_requests=True).begin(request)
+        record.observe_whole(None, cached=0, preemptions=preemptions)
+        record.end()
+    assert [", preempted 2 times" in line for line in caplog.messages] == [False, True]
 
 
 def test_the_line_survives_a_snapshot_that_is_updated_in_place() -> None:

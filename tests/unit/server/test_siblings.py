@@ -18,8 +18,8 @@ from octavo.config import ServerConfig
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import create_app
 from octavo.server.board import Board, Count
-from octavo.server.lifecycle import Lifecycle
 from octavo.server.metrics import merge
+from octavo.server.process.lifecycle import Lifecycle
 from octavo.server.siblings.link import listening
 from octavo.server.siblings.siblings import Siblings
 

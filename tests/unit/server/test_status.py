@@ -57,6 +57,43 @@ def test_a_draining_server_finishes_what_it_has() -> None:
     asyncio.run(scenario())
 
 
+def test_requests_on_their_way_are_listed_and_nobody_reads_them_without_a_key() -> None:
+    async def scenario() -> None:
+        steps = asyncio.Semaphore(0)
+        house = make_house(saying("abc"), ServerConfig(api_keys=("k",)), pace=steps.acquire)  # type: ignore[arg-type]
+        key = {"authorization": "Bearer k"}
+
+        async def listed() -> list[dict[str, Any]]:
+            answer = await ask(house.app, "/debug/requests", method="GET", headers=key)
+            assert answer.json()["engine"]["healthy"]
+            found: list[dict[str, Any]] = answer.json()["requests"]
+            return found
+
+        assert await listed() == []
+        assert (await ask(house.app, "/debug/requests", method="GET")).status == 401
+        visitors = [Visitor(house.app, CHAT, HELLO | {"max_tokens": most}, headers=key) for most in (9, 7)]
+        await eventually(lambda: len(house.engine.running) == 2)
+        before = await listed()
+        assert [one["max_tokens"] for one in before] == [9, 7], "the oldest first"
+        assert {(one["state"], one["generated_tokens"], one["since_last_token"]) for one in before} == {
+            ("first token", 0, None)
+        }
+        for _ in range(2):
+            steps.release()
+        await eventually(lambda: all(house.engine.received(one["id"]).tokens for one in before))
+        for one in await listed():
+            assert (one["state"], one["generated_tokens"]) == ("generating", 1)
+            assert 0 <= one["since_last_token"] <= one["age"]
+        for _ in range(20):
+            steps.release()
+        for visitor in visitors:
+            await visitor.whole()
+        assert await listed() == []
+        assert "Hello" not in str(before), "no prompts"
+
+    asyncio.run(scenario())
+
+
 def test_models() -> None:
     app = make_house(saying("x"), ServerConfig(served_model_name=("org/first", "second"))).app
     cards = get_now(app, "/v1/models").json()
@@ -115,7 +152,8 @@ def test_ids() -> None:
     assert first != second
     assert first[0] == f"chatcmpl-{first[1]}"
     assert ask_with(headers={"x-request-id": "mine"}) == ("chatcmpl-mine", "mine")
-    assert ask_with(headers={"x-request-id": "mine"}, body={"request_id": "other"}) == ("chatcmpl-other", "mine")
+    assert ask_with(headers={"x-request-id": "mine"}, body={"request_id": "other"}) == ("chatcmpl-mine", "mine")
+    assert ask_with(body={"request_id": "other"})[0] == "chatcmpl-other"
     assert ask_with(body={"request_id": "chatcmpl-x"})[0] == "chatcmpl-x"
     for bad in ("x" * 200, "a b", "é", ""):
         assert ask_with(headers={"x-request-id": bad})[1] != bad

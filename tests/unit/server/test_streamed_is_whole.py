@@ -138,7 +138,7 @@ def test_chat(asked: tuple[Any, list[str]]) -> None:
 @given(asked=conversations())
 def test_completions(asked: tuple[Any, list[str]]) -> None:
     app, stop = asked
-    body = {"prompt": "a", "stop": stop, "max_tokens": 600, "logprobs": 1}
+    body = {"prompt": "a", "stop": stop, "max_tokens": 4000, "logprobs": 1}
     whole, events = whole_and_events(app, "/v1/completions", body)
     (choice,) = whole["choices"]
     parts = [part for event in events for part in event["choices"]]
@@ -177,7 +177,7 @@ def said(item: dict[str, Any]) -> str:
 def test_messages(asked: tuple[Any, list[str]]) -> None:
     app, stop = asked
     tools = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
-    body = HELLO | {"max_tokens": 600, "tools": tools, "stop_sequences": stop}
+    body = HELLO | {"max_tokens": 4000, "tools": tools, "stop_sequences": stop}
     whole, events = whole_and_events(app, "/v1/messages", body)
     blocks: list[dict[str, Any]] = []
     for event in events:

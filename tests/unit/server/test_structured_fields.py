@@ -10,8 +10,8 @@ import pytest
 from server_kit import HELLO, ask, ask_now, make_house, saying
 
 from octavo.config import ServerConfig
-from octavo.core.output import FinishReason, TokenDelta
-from octavo.core.structured import StructuredOutputsParams
+from octavo.core.output import BAD_LOGITS, FinishReason, TokenDelta
+from octavo.core.structured import UNFOLLOWED, StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 PATHS = {"/v1/chat/completions": HELLO, "/v1/completions": {"prompt": "Hello"}}
@@ -68,6 +68,9 @@ def asked(path: str, fields: dict[str, Any]) -> dict[str, Any]:
         ({"regex": "a+"}, {"regex": "a+"}),
         ({"ebnf": "root ::= A"}, {"grammar": "root ::= A"}),
         ({"json_schema": "{}"}, {"json": "{}"}),
+        ({"json_schema": SCHEMA}, {"json": SCHEMA}),
+        ({"grammar": "root ::= A"}, {"grammar": "root ::= A"}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
     ],
 )
 def test_a_spelling_is_understood(path: str, fields: dict[str, Any], form: dict[str, Any]) -> None:
@@ -88,6 +91,7 @@ def test_a_spelling_is_understood(path: str, fields: dict[str, Any], form: dict[
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
             "response_format.json_schema.schema",
         ),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
@@ -96,6 +100,7 @@ def test_a_spelling_is_understood(path: str, fields: dict[str, Any], form: dict[
         ({"guided_regex": "a", "regex": "b"}, "regex"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_regex": "a" * 1001}, "guided_regex"),
+        ({"guided_json": {"type": "integer", "maximum": 10**300}}, "guided_json"),
     ],
 )
 def test_a_contradiction_is_named(path: str, fields: dict[str, Any], param: str) -> None:
@@ -131,3 +136,32 @@ def test_a_refusal_by_the_engine_is_a_400_with_its_reason(path: str, stream: boo
     error = answer.error()
     assert error["message"].startswith("The schema is odd.")
     assert error["param"] == "guided_json"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "fields", "status", "param"),
+    [
+        (UNFOLLOWED + "too complex", {"guided_regex": "a"}, 400, "guided_regex"),
+        (BAD_LOGITS, {"allowed_token_ids": [5], "bad_words": ["a"]}, 400, "allowed_token_ids"),
+        (BAD_LOGITS, {"guided_regex": "a", "min_tokens": 2}, 400, "min_tokens"),
+        (BAD_LOGITS, {}, 500, None),
+        ("Internal error: KeyError: 'secret'", {"guided_regex": "a"}, 500, None),
+    ],
+)
+def test_what_ends_by_what_it_asked_for_is_no_fault_of_the_server(
+    error: str, fields: dict[str, Any], status: int, param: str | None, stream: bool
+) -> None:
+    """For clients send again what got a 500."""
+    house = make_house(saying("x"), features=["grammar"])
+
+    async def failing(request: Any) -> Any:
+        yield TokenDelta(request.id, 0, [7])
+        yield TokenDelta(request.id, 0, [], finish=FinishReason.ERROR, error=error)
+
+    house.engine.generate = failing  # type: ignore[method-assign]
+    answer = asyncio.run(ask(house.app, "/v1/chat/completions", HELLO | fields | {"stream": stream}))
+    assert answer.status == (200 if stream else status)
+    told = answer.events()[-1] if stream else answer.json()
+    assert (told["error"]["code"], told["error"]["param"]) == (status, param)
+    assert "secret" not in answer.body.decode()

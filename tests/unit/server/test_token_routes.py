@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from server_kit import HELLO, TEMPLATE, TOKENIZER, VOCAB_SIZE, House, ask_now, get_now, ids, make_house, saying
 
 from octavo.config import ServerConfig
+from octavo.core.pausing import Part, PauseMode
 
 GENERATE = "/inference/v1/generate"
 ASKED: dict[str, Any] = {"token_ids": ids("abc")}
@@ -151,6 +153,26 @@ def test_each_prompt_is_rendered(house: House) -> None:
     assert one["request_id"].startswith("cmpl-")
 
 
+@pytest.mark.parametrize(
+    ("fields", "offsets"),
+    [
+        ({}, None),
+        ({"return_token_offsets": True}, [(n, n + 1) for n in range(5)]),
+        ({"return_token_offsets": True, "truncate_prompt_tokens": 2}, [(3, 4), (4, 5)]),
+        ({"return_token_offsets": True, "truncate_prompt_tokens": 2, "truncation_side": "right"}, [(0, 1), (1, 2)]),
+        ({"return_token_offsets": True, "prompt": [5, 6]}, None),
+    ],
+)
+def test_what_is_rendered_tells_where_its_tokens_stand(house: House, fields: dict[str, Any], offsets: Any) -> None:
+    (one,) = ask_now(house.app, "/v1/completions/render", {"prompt": "hello"} | fields).json()
+    assert one["token_offsets"] == (None if offsets is None else [list(pair) for pair in offsets])
+
+
+def test_offsets_of_a_chat_are_those_in_its_template(house: House) -> None:
+    chat = ask_now(house.app, "/v1/chat/completions/render", HELLO | {"return_token_offsets": True}).json()
+    assert [start for start, _ in chat["token_offsets"]] == list(range(len("[user]Hello\n[assistant]")))
+
+
 def test_messages_are_rendered(house: House) -> None:
     asked = HELLO | {"max_tokens": 4, "system": "Be."}
     rendered = ask_now(house.app, "/v1/messages/render", asked).json()
@@ -245,8 +267,60 @@ def test_routes_for_development_are_there_only_then(house: House) -> None:
     assert b"k3y" not in told.body + get_now(dev.app, "/server_info", headers=key).body
     assert isinstance(get_now(dev.app, "/server_info", headers=key).json()["vllm_config"], str)
     assert get_now(dev.app, "/server_info?config_format=xml", headers=key).status == 400
-    assert get_now(dev.app, "/is_sleeping", headers=key).json() == {"is_sleeping": False}
-    assert ask_now(dev.app, "/wake_up", headers=key).status == 200
-    assert "not supported" in ask_now(dev.app, "/sleep", headers=key).error()["message"]
     assert ask_now(dev.app, "/reset_prefix_cache", headers=key).status == 200
     assert dev.engine.resets == 1
+
+
+def test_profiles_are_made_where_there_is_a_folder_for_them(house: House) -> None:
+    assert ask_now(house.app, "/start_profile").status == ask_now(house.app, "/stop_profile").status == 404
+    open_ = make_house(saying("hi"), profile_dir="/profiles")
+    assert ask_now(open_.app, "/start_profile?profile_prefix=run-1").json() == {"status": "started"}
+    assert ask_now(open_.app, "/stop_profile").json() == {"status": "stopped", "trace": "/profiles/fake.json"}
+    assert open_.engine.commands == [("start_profile", "run-1"), ("stop_profile",)]
+    locked = make_house(saying("hi"), ServerConfig(api_keys=("k3y",)), profile_dir="/profiles")
+    assert ask_now(locked.app, "/start_profile").status == 401
+
+
+def test_the_engine_is_paused_and_put_to_sleep_by_routes() -> None:
+    dev = make_house(saying("hi"), ServerConfig(server_dev_mode=True))
+
+    def tell(path: str) -> Any:
+        answer = ask_now(dev.app, path)
+        assert answer.status == 200, answer.body
+        return answer.json() if answer.body else None
+
+    assert get_now(dev.app, "/is_paused").json() == {"is_paused": False}
+    assert tell("/pause") == {"status": "paused"}
+    assert get_now(dev.app, "/is_paused").json() == {"is_paused": True}
+    assert tell("/resume") == {"status": "resumed"}
+    tell("/pause?mode=keep&clear_cache=False")
+    tell("/pause?wait_for_inflight_requests=true")
+    for query, param in (("mode=never", "mode"), ("clear_cache=perhaps", "clear_cache")):
+        refused = ask_now(dev.app, f"/pause?{query}")
+        assert (refused.status, refused.error()["param"]) == (400, f"query.{param}")
+    assert get_now(dev.app, "/is_sleeping").json() == {"is_sleeping": False}
+    tell("/sleep")
+    assert get_now(dev.app, "/is_sleeping").json() == {"is_sleeping": True}
+    state = re.findall(
+        r'vllm:engine_sleep_state{.*sleep_state="(\w+)"} (\d)', get_now(dev.app, "/metrics").body.decode()
+    )
+    assert dict(state) == {"awake": "0", "weights_offloaded": "1", "discard_all": "0"}
+    tell("/sleep?level=2&mode=wait")
+    tell("/wake_up?tags=weights&tags=kv_cache")
+    tell("/wake_up")
+    for path, param in (("/sleep?level=3", "level"), ("/sleep?level=-1", "level"), ("/wake_up?tags=all", "tags")):
+        refused = ask_now(dev.app, path)
+        assert (refused.status, refused.error()["param"]) == (400, f"query.{param}")
+    assert dev.engine.commands == [
+        ("pause", PauseMode.ABORT, True),
+        ("resume",),
+        ("pause", PauseMode.KEEP, False),
+        ("pause", PauseMode.WAIT, True),
+        ("sleep", 1, PauseMode.ABORT),
+        ("sleep", 2, PauseMode.WAIT),
+        ("wake_up", Part.WEIGHTS, Part.KV_CACHE),
+        ("wake_up", *Part),
+    ]
+    assert tell("/abort_requests") == {"status": "aborted", "aborted": 0}
+    assert ask_now(dev.app, "/abort_requests", {"request_ids": ["a"]}).json()["aborted"] == 0
+    assert ask_now(dev.app, "/abort_requests", {"request_ids": "a"}).error()["param"] == "request_ids"

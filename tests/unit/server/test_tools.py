@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from octavo.config import ServerConfig
 from octavo.core.structured import StructuredOutputsParams
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import create_app
+from octavo.text.answers import AnswerFormats
 from octavo.text.chat import ChatTemplate
 from octavo.text.frontend import Frontend
 
@@ -164,6 +166,15 @@ def test_past_calls_reach_every_template() -> None:
     assert told.prompt == "userHello;assistantRome;toolrain;None"
 
 
+def test_types_of_arguments_have_their_json_names() -> None:
+    place = Place("x")
+    function = {"name": "f", "parameters": {"type": "dict", "properties": {"a": {"type": "float"}}}}
+    assert place.ask(HELLO | {"tools": [{"type": "function", "function": function}]}).status == 200
+    assert '"number"' in TOKENIZER.decode(place.engine.requests[-1].tokens)
+    strict = {"type": "function", "function": function | {"strict": True}}
+    assert place.ask(HELLO | {"tools": [strict]}).error()["param"] == "tools.0.function.parameters"
+
+
 @pytest.mark.parametrize("template", [PLAIN, WITH_TOOLS], ids=["in-words", "by-the-template"])
 @pytest.mark.parametrize(
     ("call", "said"),
@@ -172,7 +183,7 @@ def test_past_calls_reach_every_template() -> None:
         ({"function": {"arguments": "{}"}}, "messages[1].tool_calls[0].function.name must be the name of a function."),
         (
             {"function": {"name": "f", "arguments": "{"}},
-            "messages[1].tool_calls[0].function.arguments is not valid JSON.",
+            "messages[1].tool_calls[0].function.arguments is not valid JSON: ",
         ),
     ],
 )
@@ -253,3 +264,20 @@ def test_allowed_tools_narrow_the_choice() -> None:
     assert message["tool_calls"] == [function("clock", "{}")]
     assert "weather" in place.prompt
     assert '"weather"' not in str(place.form.frame if place.form else "")
+
+
+def test_a_format_that_a_user_declares(tmp_path: Path) -> None:
+    declared = 'ToolFormat(name="mine", trigger="<fn>", call_open="<fn>", name_close="|", call_close="</fn>")'
+    (tmp_path / "mine.py").write_text(f"from octavo.text.tools.formats import ToolFormat\nMINE = {declared}\n")
+    place = Place('Let me see. <fn>weather|{"city": "Paris"}</fn>\n<fn>clock|{}</fn>')
+    answers = AnswerFormats.of(None, tools="mine", plugin=str(tmp_path / "mine.py"))
+    frontend = Frontend(
+        place.engine, TOKENIZER, place.engine.info, chat=ChatTemplate(PLAIN, TOKENIZER), answers=answers
+    )
+    place.app = create_app(frontend, ServerConfig())
+    message, finish = place.both(ASKED)
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert calls == [("weather", '{"city": "Paris"}'), ("clock", "{}")]
+    assert (message["content"].strip(), finish) == ("Let me see.", "tool_calls")
+    assert place.form is not None
+    assert "<fn>" in str(place.form.frame)

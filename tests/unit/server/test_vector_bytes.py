@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any, get_args
 
 import numpy as np
@@ -52,3 +54,8 @@ def test_the_order_of_bytes_is_chosen() -> None:
     assert np.frombuffer(encode(pooled, "float32", "big"), dtype=">f4").tolist() == [1.5, -2.0]
     assert np.frombuffer(encode(pooled, "float32", "little"), dtype="<f4").tolist() == [1.5, -2.0]
     assert encode(pooled, "bfloat16", "big") == encode(pooled, "bfloat16", "little")[1::-1] + b"\xc0\x00"
+
+
+def test_a_server_that_makes_no_vectors_does_without_numpy() -> None:
+    code = "import octavo.server.process.serving, sys; sys.exit('numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

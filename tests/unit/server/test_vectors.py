@@ -212,7 +212,9 @@ def test_documents_may_stay_away_from_the_answer() -> None:
     assert all("document" not in one for one in body["results"])
 
 
-@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
+@pytest.mark.parametrize(
+    "names", [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
 def test_scores_of_pairs(names: tuple[str, str]) -> None:
     body = post("/v1/score", {names[0]: "a", names[1]: ["a", "b"]}).json()
     assert [one["index"] for one in body["data"]] == [0, 1]
@@ -228,10 +230,39 @@ def test_a_cross_encoder_scores_by_its_head() -> None:
     assert len(engine.requests) == 2
 
 
+@pytest.mark.parametrize("path", ["/score", "/rerank"])
+@pytest.mark.parametrize(("asked", "activation"), [({}, "sigmoid"), ({"use_activation": False}, "none")])
+def test_a_cross_encoders_bare_outputs_can_be_had(path: str, asked: dict[str, Any], activation: str) -> None:
+    head = PoolerInfo(pooling="cls", normalize=True, size=3, labels=["relevant"], activation="sigmoid")
+    app, engine = house(pooler=head)
+    pairs = {"query": "a", "queries": "a", "documents": ["b"]}
+    assert post(path, pairs | asked, app).status == 200
+    (request,) = engine.requests
+    assert msgspec.msgpack.decode(request.options[OPTION], type=PoolingParams).activation == activation
+
+
+@pytest.mark.parametrize(("limit", "read"), [(None, 5), (0, 5), (2, 2), (9, 5)])
+def test_documents_alone_are_cut_for_a_ranking(limit: int | None, read: int) -> None:
+    app, engine = house()
+    asked = {"query": "aaaa", "documents": ["abbbb"], "max_tokens_per_doc": limit}
+    body = post("/rerank", asked, app).json()
+    assert sorted(len(request.tokens) for request in engine.requests) == sorted([4, read])
+    assert body["results"][0]["document"] == {"text": "abbbb"}
+
+
+def test_one_route_for_all_that_vectors_serve() -> None:
+    head = PoolerInfo(pooling="cls", normalize=True, size=3, labels=["long", "short"], activation="softmax")
+    assert "label" in post("/invocations", {"input": "a"}, pooler=head).json()["data"][0]
+    assert "embedding" in post("/invocations", {"input": "a"}).json()["data"][0]
+    assert "score" in post("/invocations", {"queries": "a", "items": "b"}).json()["data"][0]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
         ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {"queries": "a"}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
         ("/score", {}, "text_1"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         ("/score", {"text_1": "a", "text_2": 3}, "text_2"),
@@ -245,6 +276,7 @@ def test_what_is_wrong_with_pairs_is_named(path: str, fields: dict[str, Any], pa
     answer = post(path, fields)
     assert answer.status == 400
     assert answer.error()["param"] == param
+    assert param in answer.error()["message"]
 
 
 def test_labels_bear_their_names() -> None:
@@ -255,9 +287,17 @@ def test_labels_bear_their_names() -> None:
 
 def test_pooling_gives_a_vector_for_each_token() -> None:
     tokens = TOKENIZER.encode("ab")
-    body = post("/pooling", {"input": "ab"}).json()
-    assert body["data"][0]["data"] == [[float(tokens[0]), 0.0, 1.0], [float(tokens[1]), 0.0, 1.0]]
-    assert post("/pooling", {"input": "ab", "task": "embed"}).json()["data"][0]["data"] == [1.0, 1.0, 2.0]
+    rows = [[float(token), 0.0, 1.0] for token in tokens]
+    assert post("/pooling", {"input": "ab", "task": "token_embed"}).json()["data"][0]["data"] == rows
+    as_told = PoolerInfo(pooling="mean", normalize=True, size=3, task="token_embed")
+    assert post("/pooling", {"input": "ab"}, pooler=as_told).json()["data"][0]["data"] == rows
+
+
+def test_pooling_does_what_the_model_is_there_for() -> None:
+    body = post("/pooling", {"input": "ab", "request_id": "mine"}).json()
+    assert (body["id"], body["data"][0]["data"]) == ("pooling-mine", [1.0, 1.0, 2.0])
+    head = PoolerInfo(pooling="cls", normalize=True, size=3, labels=["long", "short"], task="classify")
+    assert post("/pooling", {"input": "abc"}, pooler=head).json()["data"][0]["data"] == [3.0, 1.0]
 
 
 @pytest.mark.parametrize(

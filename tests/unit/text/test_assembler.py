@@ -192,7 +192,7 @@ def test_logprobs_of_named_tokens_have_no_ranks() -> None:
     assert [(t, p.logprob, p.rank) for t, p in shown[0].items()] == [(a, -2.0, 3), (b, -0.5, None), (c, -9.0, None)]
 
 
-def test_without_detokenising_only_ids_come_out() -> None:
+def test_without_detokenizing_only_ids_come_out() -> None:
     output = play(assembler(detokenize=False), [delta(encode("abc"), LENGTH)])[0].outputs[0]
     assert (output.text, output.token_ids) == ("", encode("abc"))
 

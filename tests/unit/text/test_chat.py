@@ -23,6 +23,7 @@ SIMPLE = (
     "<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 
 
@@ -44,6 +45,49 @@ def test_continuing_the_final_message() -> None:
     with pytest.raises(InvalidRequestError, match="leaves the final message out") as caught:
         render("{{ messages[0].content }}", messages, continue_final_message=True)
     assert caught.value.param == "messages"
+
+
+LOOPS = [
+    "{% for m in messages %}<{{ m.role }}>{% for c in m['content'] %}{{ c['text'] }}|{% endfor %}{% endfor %}",
+    "{% set rest = messages[0:] %}{% for m in rest %}<{{ m.role }}>{% set c = m.content %}"
+    "{% for p in c | list %}{{ p.text }}|{% endfor %}{% endfor %}",
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{{ c.text }}|{% endfor %}{% endif %}{% endfor %}",
+    "{% set first = messages[0] %}<{{ first['role'] }}>{% for c in first['content'] %}{{ c.text }}|{% endfor %}",
+]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+
+
+@pytest.mark.parametrize("source", LOOPS)
+def test_a_template_that_goes_through_parts_gets_parts(source: str) -> None:
+    assert render(source) == "<user>hi|"
+    assert render(source, PARTS) == "<user>a|b|"
+    assert render(source, [{"role": "assistant", "content": None, "tool_calls": [CALL]}]) == "<assistant>"
+    assert render(source, PARTS, continue_final_message=True) == "<user>a|b"
+    empty = [{"role": "assistant", "content": []}]
+    assert render(source, empty, continue_final_message=True) == "<assistant>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SIMPLE,
+        "{% for m in messages %}{% for t in m.tool_calls or [] %}x{% endfor %}{{ m.content }}{% endfor %}",
+        "{% for w in words or [] %}{{ w.content }}{% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    ],
+)
+def test_other_templates_get_a_string(source: str) -> None:
+    assert "a\nb" in render(source, PARTS, add_generation_prompt=False)
+
+
+def test_the_format_of_contents_can_be_set() -> None:
+    shown = "{{ messages[0].content | tojson }}"
+    assert render(shown, PARTS) == '"a\\nb"'
+    assert render(shown, PARTS, content_format="openai") == json.dumps(PARTS[0]["content"])
+    assert ChatTemplate(shown, TOKENIZER, "openai").render([USER]) == '[{"type": "text", "text": "hi"}]'
+    assert ChatTemplate(shown, TOKENIZER, "openai").render([USER], content_format="string") == '"hi"'
+    looping = ChatTemplate("{% for c in messages[0].content %}{{ c }}.{% endfor %}", TOKENIZER, "string")
+    assert looping.render([USER]) == "h.i."
 
 
 def test_the_messages_given_are_not_changed() -> None:
@@ -149,6 +193,10 @@ def test_tool_calls_become_objects() -> None:
         ([{"role": "assistant", "tool_calls": "x"}], r"tool_calls must be a list"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            r"tool_calls\[0\]\.function\.arguments is not valid JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}],
             r"tool_calls\[0\]\.function\.arguments is not valid JSON",
         ),
     ],

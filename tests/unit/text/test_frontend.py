@@ -168,7 +168,7 @@ def test_defaults_of_the_model() -> None:
         make(lambda request: [], default_sampling={"temperature": 9})
 
 
-def test_a_long_text_is_tokenised_beside_the_event_loop() -> None:
+def test_a_long_text_is_tokenized_beside_the_event_loop() -> None:
     async def scenario() -> bool:
         frontend, _ = make(lambda request: [])
         turns = 0

@@ -99,7 +99,7 @@ def test_token_ids_are_cut_too() -> None:
         ([], {}, "input cannot be empty"),
         ("ab", {"truncate": 0}, "must be -1"),
         ("ab", {"truncate": 13}, "from 1 to 12, got 13"),
-        ("ab", {"truncate": 2}, "more than the 2 marks"),
+        ("ab", {"truncate": 2}, "more than the 2 special tokens"),
         ("\ud800", {}, "half of a surrogate pair"),
         ("a" * 100_000, {}, "maximum context length"),
     ],

@@ -125,9 +125,9 @@ def test_min_tokens_over_the_rest_of_the_context() -> None:
     assert refused([5] * 17, SamplingParams(max_tokens=None, min_tokens=4)).param == "min_tokens"
 
 
-def test_a_giant_text_is_refused_without_being_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_giant_text_is_refused_without_being_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> list[int]:
-        raise AssertionError("tokenised")
+        raise AssertionError("tokenized")
 
     monkeypatch.setattr(TOKENIZER, "encode", fail)
     error = refused("dog " * 1_000_000)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core.errors import ConfigError
-from octavo.text.reasoning import THINK, detect_reasoning, reasoning_format
+from octavo.text.answers import AnswerFormats
+from octavo.text.reasoning import GRANITE, THINK, detect_reasoning, reasoning_format
 from octavo.text.router import Router
 from octavo.text.tools.formats import FORMATS, HERMES, JSON, LLAMA3, MISTRAL, ToolFormat, detect_format, tool_format
 
@@ -142,13 +143,37 @@ def test_formats_are_known_by_their_marks(template: str, name: str) -> None:
     assert detect_format(template).name == name
 
 
+def test_marks_of_ones_own() -> None:
+    marks = {"reasoning_start_str": "<a>", "reasoning_end_str": "</a>"}
+    own = AnswerFormats.of(None, reasoning="think", marks=marks).reasoning
+    assert own is not None
+    assert (own.begin, own.end) == ("<a>", "</a>")
+    assert AnswerFormats.of(None, reasoning="none", marks=marks).reasoning is None
+    for nothing in ({}, {"reasoning_start_str": "", "reasoning_end_str": ""}):
+        assert AnswerFormats.of(None, reasoning="think", marks=nothing).reasoning is THINK
+    for wrong in ({"reasoning_start_str": "<a>"}, {**marks, "reasoning_end_str": 1}, {"start": "<a>"}):
+        with pytest.raises(ConfigError, match="--reasoning-config"):
+            AnswerFormats.of(None, marks=wrong)
+
+
 def test_names_of_formats() -> None:
     assert tool_format("qwen3") is HERMES
     assert reasoning_format("none") is None
     assert reasoning_format("deepseek_r1") is THINK
     assert detect_reasoning("x</think>") is THINK
+    assert detect_reasoning("... and write your response after 'Here is my response:'.") is GRANITE
     assert detect_reasoning("x") is None
     with pytest.raises(ConfigError, match="hermes"):
         tool_format("nope")
     with pytest.raises(ConfigError, match="think"):
         reasoning_format("nope")
+
+
+def test_reasoning_marked_by_sentences() -> None:
+    said = "Here is my thought process: 2 and 2.\nHere is my response:\n4"
+    for size in (1, 7, len(said)):
+        router = Router(reasoning=GRANITE)
+        pieces = [piece for at in range(0, len(said), size) for piece in router.push(said[at : at + size])]
+        pieces += router.flush()
+        texts = {kind: "".join(one.text for one in pieces if one.kind == kind) for kind in ("reasoning", "content")}
+        assert texts == {"reasoning": "2 and 2.", "content": "4"}

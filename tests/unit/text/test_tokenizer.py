@@ -27,7 +27,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30)
 
 
-def test_kinds_are_recognised() -> None:
+def test_kinds_are_recognized() -> None:
     assert BYTES.decoding == Decoding("bytes")
     assert PIECES.decoding == Decoding("pieces", strip=1)
     assert BARE_PIECES.decoding == Decoding("pieces")
@@ -178,7 +178,7 @@ def test_no_decoder_is_left_to_the_library() -> None:
 
 
 @pytest.mark.parametrize("encode", [WORDS.encode, WORDS.encode_within])
-def test_others_run_while_a_long_text_is_tokenised(encode: Callable[[str], object]) -> None:
+def test_others_run_while_a_long_text_is_tokenized(encode: Callable[[str], object]) -> None:
     """It does not hold the GIL, but for moments."""
     text = "the dog jumps over " * 20_000
     worker = threading.Thread(target=encode, args=(text,))
@@ -188,3 +188,14 @@ def test_others_run_while_a_long_text_is_tokenised(encode: Callable[[str], objec
         turns += 1
         worker.join(0)
     assert turns > 100
+
+
+@pytest.mark.parametrize("make", [toy_tokenizers.byte_level, toy_tokenizers.sentencepiece])
+@pytest.mark.parametrize("text", ["the dog", " the dog", "\nthe", ""])
+def test_a_text_after_something_else_is_as_after_a_special_token(
+    make: Callable[[], tokenizers.Tokenizer], text: str
+) -> None:
+    tokenizer = Tokenizer(make())
+    ids = tokenizer.encode("</s>" + text, add_special_tokens=False)
+    assert tokenizer.backend.id_to_token(ids[0]) == "</s>"
+    assert tokenizer.encode_after(text) == ids[1:]

@@ -44,6 +44,15 @@ def test_every_path_in_it_exists(document: Path) -> None:
     assert [link for link in _LINK.findall(text) if not (document.parent / link).exists()] == []
 
 
+def test_every_folder_of_the_package_is_explained() -> None:
+    """Features explain themselves: `features/` is a floor like any other."""
+    package = ROOT / "octavo"
+    sources = (path for ending in ("*.py", "*.cpp") for path in package.rglob(ending))
+    folders = {path.parent.relative_to(package).as_posix() for path in sources}
+    told = {path.rstrip("/") for path in paths_in((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))}
+    assert {one for one in folders if one not in told and not one.startswith("features/")} == {".", "entrypoints"}
+
+
 def test_a_path_that_is_not_there_is_seen() -> None:
     text = "`server/door.py`, `server/gate.py`, `octavo/features/<name>/`, `hooks.py`, `gates.py`, `/health`, `a b/c`"
     assert [path for path in paths_in(text) if not exists(path)] == ["server/gate.py", "gates.py"]

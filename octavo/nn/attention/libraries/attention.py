@@ -32,6 +32,8 @@ class LibraryAttention:
         own: what computes the rest.
     """
 
+    follows_table_rows = True
+
     def __init__(self, library: PromptLibrary, own: TritonAttention) -> None:
         self.name = library.name
         self.own = own

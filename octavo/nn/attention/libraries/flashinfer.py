@@ -71,7 +71,7 @@ class FlashInfer:
             )
         except (RuntimeError, OSError) as error:
             raise ConfigError(
-                f"FlashInfer could not make its kernels ready: {error}. It compiles them with the CUDA toolkit's nvcc; "
+                f"FlashInfer could not prepare its kernels: {error}. It compiles them with the CUDA toolkit's nvcc; "
                 "leave --attention-backend out to do without."
             ) from error
         self._sent.record()

@@ -97,11 +97,9 @@ def as_chat(body: ResponseBody, earlier: Items) -> ChatBody:
         body.truncation in (None, "disabled"),
         "truncation",
         body.truncation,
-        "truncation must be 'disabled': nothing of a conversation is left out.",
+        "truncation must be 'disabled': no part of a conversation is left out.",
     )
-    require(
-        not (body.background and body.stream), "background", True, "A response in the background can't be streamed."
-    )
+    require(not (body.background and body.stream), "background", True, "A background response can't be streamed.")
     format_ = (body.text or {}).get("format")
     both = format_ is not None and (body.model_extra or {}).get("structured_outputs") is not None
     require(not both, "text.format", format_, "Cannot specify both structured_outputs and text.format; choose one.")

@@ -14,8 +14,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body, require
-from octavo.server.context import ServerContext
+from octavo.server.context import ServerContext, answer_id
 from octavo.server.errors import ApiError, as_api_error, json_response
 from octavo.server.openai.chat import Chat, prepare_chat
 from octavo.server.openai.generation import run
@@ -29,6 +30,7 @@ from octavo.server.stream import EventStream, named_event, until_disconnect
 RECALLED = "/own/responses"
 """Where another process asks for a response and its input."""
 _FAILED, _CANCELLED = "failed", "cancelled"
+_PREFIX = "resp_"
 
 
 @dataclass(slots=True)
@@ -63,7 +65,12 @@ class Responses:
         require(keep or not body.background, "background", True, text)
         making = await self._prepare(request, body)
         if body.stream:
-            return EventStream(self._stream(making, keep), closing=b"", on_error=_error_event)
+            return EventStream(
+                self._stream(making, keep),
+                closing=b"",
+                on_error=_error_event,
+                keep_alive_s=self._ctx.config.sse_keep_alive_s,
+            )
         if body.background:
             return self._begin(making)
         await until_disconnect(request.receive, self._drive(making))
@@ -120,53 +127,29 @@ class Responses:
     async def _prepare(self, request: Request, body: ResponseBody) -> _Making:
         ctx = self._ctx
         model = ctx.check_model(body.model)
-        earlier: Items = []
-        if body.previous_response_id is not None:
-            previous = body.previous_response_id
-            text = "previous_response_id must be the id of a response, which begins with 'resp_'."
-            require(previous.startswith("resp_"), "previous_response_id", previous, text)
-            before = await self._recall(previous, request)
-            busy = before.response["status"] in ("queued", IN_PROGRESS)
-            require(not busy, "previous_response_id", body.previous_response_id, "That response is not finished yet.")
-            earlier = before.input + before.response["output"]
+        earlier = await self._earlier(request, body.previous_response_id)
         translated = as_chat(body, earlier)
         warnings = check_extras(ctx, translated, chat=True)
-        name = str(translated.request_id or request.state.request_id)
-        name = name if name.startswith("resp_") else f"resp_{name}"
+        name = answer_id(request, translated.request_id, _PREFIX)
         chat = await prepare_chat(ctx, translated, name)
         params = chat.job.request.params
-        response: dict[str, Any] = {
-            "id": name,
-            "object": "response",
-            "created_at": int(time.time()),
-            "completed_at": None,
-            "status": IN_PROGRESS,
-            "background": bool(body.background),
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "model": model,
-            "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
-            "store": body.store is not False,
-            "temperature": params.temperature,
-            "text": body.text or {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": params.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            "user": body.user,
-        }
+        response = _begun(body, params, name, model)
         if warnings:
             response["warnings"] = warnings
         writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=False)
         return _Making(chat, response, earlier + body.items, writer, bool(body.enable_response_messages))
+
+    async def _earlier(self, request: Request, previous: str | None) -> Items:
+        """The conversation that a response goes on with."""
+        if previous is None:
+            return []
+        text = "previous_response_id must be the id of a response, which begins with 'resp_'."
+        require(previous.startswith(_PREFIX), "previous_response_id", previous, text)
+        before = await self._recall(previous, request)
+        busy = before.response["status"] in ("queued", IN_PROGRESS)
+        require(not busy, "previous_response_id", previous, "That response is not finished yet.")
+        items: Items = before.input + before.response["output"]
+        return items
 
     async def _recall(self, name: str, request: Request) -> Stored:
         """A response from before, whichever process made it.
@@ -249,6 +232,38 @@ class Responses:
 
     def _keep(self, making: _Making) -> None:
         self._store.put(Stored(making.response, making.input))
+
+
+def _begun(body: ResponseBody, params: SamplingParams, name: str, model: str) -> dict[str, Any]:
+    """A response without its output."""
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": IN_PROGRESS,
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "store": body.store is not False,
+        "temperature": params.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
 
 
 def _complete(making: _Making, status: str) -> None:

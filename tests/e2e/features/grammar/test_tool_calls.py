@@ -10,7 +10,7 @@ import anthropic
 import jsonschema
 import openai
 import pytest
-from serving import Server
+from serving import Server, together
 
 pytestmark = pytest.mark.e2e
 
@@ -52,11 +52,11 @@ def check(call: Any) -> None:
 
 
 def test_required_calls_are_made_and_valid(client: openai.OpenAI) -> None:
-    for seed in range(6):
-        answer = client.chat.completions.create(**ASKED, tool_choice="required", parallel_tool_calls=False, seed=seed)
+    asked: Any = ASKED | {"tool_choice": "required", "parallel_tool_calls": False}
+    answers: list[Any] = together(lambda seed: client.chat.completions.create(**asked, seed=seed), range(6))
+    for answer in answers:
         choice = answer.choices[0]
         assert choice.finish_reason == "tool_calls"
-        assert choice.message.tool_calls
         (call,) = choice.message.tool_calls
         check(call)
 
@@ -78,28 +78,37 @@ def test_the_named_function_is_called_and_its_result_goes_back(client: openai.Op
     assert last.choices[0].message.content
 
 
+def joined(chunks: Any) -> tuple[str | None, list[tuple[str, str]]]:
+    """A stream's finish reason, and the names and arguments of the calls in it."""
+    names: list[str] = []
+    arguments: list[str] = []
+    finish = None
+    for chunk in chunks:
+        for choice in chunk.choices:
+            finish = choice.finish_reason or finish
+            for call in choice.delta.tool_calls or []:
+                assert call.function is not None
+                if call.index == len(names):
+                    assert call.id
+                    names.append(call.function.name or "")
+                    arguments.append("")
+                arguments[call.index] += call.function.arguments or ""
+    return finish, list(zip(names, arguments, strict=True))
+
+
 def test_a_stream_joined_is_the_whole(client: openai.OpenAI) -> None:
-    for seed in range(3):
-        asked: Any = ASKED | {"seed": seed, "tool_choice": "required", "max_tokens": 100}
-        whole = client.chat.completions.create(**asked).choices[0]
-        names: list[str] = []
-        arguments: list[str] = []
-        finish = None
-        for chunk in client.chat.completions.create(**asked, stream=True):
-            for choice in chunk.choices:
-                finish = choice.finish_reason or finish
-                for call in choice.delta.tool_calls or []:
-                    assert call.function is not None
-                    if call.index == len(names):
-                        assert call.id
-                        names.append(call.function.name or "")
-                        arguments.append("")
-                    arguments[call.index] += call.function.arguments or ""
-        assert finish == whole.finish_reason
-        made: Any = whole.message.tool_calls or []
-        assert [(call.function.name, call.function.arguments) for call in made] == list(
-            zip(names, arguments, strict=True)
-        )
+    def made(asked: tuple[int, bool]) -> tuple[str | None, list[tuple[str, str]]]:
+        seed, stream = asked
+        body: Any = ASKED | {"seed": seed, "tool_choice": "required", "max_tokens": 100}
+        if stream:
+            return joined(client.chat.completions.create(**body, stream=True))
+        choice = client.chat.completions.create(**body).choices[0]
+        calls: list[Any] = choice.message.tool_calls or []
+        return choice.finish_reason, [(call.function.name, call.function.arguments) for call in calls]
+
+    seeds = range(3)
+    found = together(made, [(seed, stream) for stream in (False, True) for seed in seeds])
+    assert found[3:] == found[:3]
 
 
 def test_free_choice_gives_text_or_calls(client: openai.OpenAI) -> None:

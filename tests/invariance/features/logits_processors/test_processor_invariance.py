@@ -4,42 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
+from toy_engine import tiny_config
+from toy_models import LLAMA_KV_BYTES_PER_TOKEN, VOCAB, Behind, model_files
 
 from octavo.build import build_core
-from octavo.config import EngineConfig
 from octavo.core.params import SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
-from octavo.device.cpu import CpuDevice
 from octavo.features.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, Row
-from octavo.hub.files import ModelFiles
 
-VOCAB = 131
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "eos_token_id": 3,
-}
-KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
-SMALL = {"memory_bytes": 128 * KV_BYTES_PER_TOKEN, "max_model_len": 112}
+SMALL = {"memory_bytes": 128 * LLAMA_KV_BYTES_PER_TOKEN, "max_model_len": 112}
 SETTINGS: dict[str, dict[str, Any]] = {
     "all at once": {},
     "overlap": {"async_scheduling": True},
@@ -119,7 +99,7 @@ class Every:
 
 def everyone(prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> Tensor:
     """A plain function, for all requests."""
-    return logits + torch.nn.functional.one_hot(torch.tensor(prompt_ids[-1]), VOCAB)
+    return logits + torch.nn.functional.one_hot(torch.tensor(prompt_ids[-1], device=logits.device), VOCAB)
 
 
 PROCESSORS = (Sums(), NoRepeats, Every, everyone)
@@ -172,12 +152,7 @@ class Faulty:
 def run(
     asked: list[GenerateRequest], *, at_once: int = 2, fault: str = "", **settings: Any
 ) -> dict[tuple[str, int], tuple[list[int], str | None]]:
-    config = EngineConfig.of(
-        logits_processors=list(PROCESSORS),
-        **{"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 22, "seed": 11, "threads": 1, **settings},
-    )
-    files = ModelFiles(name="tiny", path=Path("tiny"), format="safetensors", weights=(), config=CONFIG)
-    loop, info = build_core(config, files)
+    loop, info = build_core(tiny_config(logits_processors=list(PROCESSORS), **settings), model_files())
     assert "logits_processors" in info.features
     if fault:
         loop._executor = Faulty(loop._executor, late=fault == "late")
@@ -236,15 +211,6 @@ def test_one_that_fails_or_is_refused_ends_alone(overlap: bool) -> None:
         assert error == "The logits processor --logits-processors Sums failed: RuntimeError: three is too many"
     assert found.pop(("refused", 0)) == ([], "target is out of the vocabulary")
     assert found == truth()
-
-
-class Behind(CpuDevice):
-    """A CPU that is driven as if it ran behind its host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.resident = True
-        self.default_depth = 1
 
 
 def test_the_resident_runner_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

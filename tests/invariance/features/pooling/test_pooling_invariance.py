@@ -7,38 +7,23 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from toy_engine import drive, tiny_config
+from toy_models import QWEN3, VOCAB, Behind, model_files
 
 pytest.importorskip("triton")
 
 from octavo.build import build_core
-from octavo.config import EngineConfig
 from octavo.core.params import SamplingParams
 from octavo.core.pooling import OPTION, PoolingParams
 from octavo.core.request import GenerateRequest
-from octavo.device.cpu import CpuDevice
-from octavo.hub.files import ModelFiles
 from octavo.text.pooling import pooled_output
 
 GPU = torch.cuda.is_available()
-VOCAB = 131
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
 ENCODER = {
     "architectures": ["BertModel"],
     "vocab_size": VOCAB,
@@ -48,15 +33,6 @@ ENCODER = {
     "intermediate_size": 96,
     "max_position_embeddings": 64,
 }
-
-
-class Behind(CpuDevice):
-    """A CPU that is driven as if it ran behind its host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.resident = True
-        self.default_depth = 1
 
 
 def asked(*, generating: bool = True) -> list[GenerateRequest]:
@@ -85,29 +61,21 @@ def asked(*, generating: bool = True) -> list[GenerateRequest]:
 
 def run(config: dict[str, Any], requests: list[GenerateRequest], **settings: Any) -> dict[str, Any]:
     """Vectors and tokens by request."""
-    files = ModelFiles(name="tiny", path=Path("tiny"), format="safetensors", weights=(), config=config)
-    defaults = {"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 21, "seed": 11, "threads": 1}
-    loop, _ = build_core(EngineConfig.of(**{**defaults, **settings}), files)
+    loop, _ = build_core(tiny_config(**{"memory_bytes": 1 << 21, **settings}), model_files(config))
     found: dict[str, Any] = {}
-    waiting = list(requests)
-    while waiting or loop.busy:
-        for request in waiting[:2]:
-            loop.add(request)
-        del waiting[:2]
-        for delta in loop.step():
-            assert delta.error is None, delta.error
-            if delta.id.startswith("g"):
-                found.setdefault(delta.id, []).extend(delta.tokens)
-            else:
-                found[delta.id] = torch.tensor(pooled_output(delta).pooled.values())
-    loop.check_idle()
+    for delta in drive(loop, requests):
+        assert delta.error is None, delta.error
+        if delta.id.startswith("g"):
+            found.setdefault(delta.id, []).extend(delta.tokens)
+        else:
+            found[delta.id] = torch.tensor(pooled_output(delta).pooled.values())
     loop.close()
     return found
 
 
 @cache
 def truth() -> dict[str, Any]:
-    return run(CONFIG, asked(), device="cpu", attention_backend="torch", enable_prefix_caching=False)
+    return run(QWEN3, asked(), device="cpu", attention_backend="torch", enable_prefix_caching=False)
 
 
 def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -130,7 +98,7 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ids=["prefix cache", "chunks", "overlap", "little room"],
 )
 def test_decoders(settings: dict[str, Any]) -> None:
-    check(run(CONFIG, asked(), device="cpu", **settings), truth())
+    check(run(QWEN3, asked(), device="cpu", **settings), truth())
 
 
 def test_the_resident_runner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +106,7 @@ def test_the_resident_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
         monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
         settings = {"attention_backend": "triton"}
-    check(run(CONFIG, asked(), max_num_batched_tokens=24, max_num_seqs=4, **settings), truth())
+    check(run(QWEN3, asked(), max_num_batched_tokens=24, max_num_seqs=4, **settings), truth())
 
 
 @pytest.mark.parametrize(

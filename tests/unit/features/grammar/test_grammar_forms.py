@@ -64,6 +64,17 @@ NOTE = {"type": "tag", "begin": "<note>", "content": ANY, "end": "</note>"}
         ({"grammar": SQL}, ["SELECT * FROM users", "SELECT a, b FROM t WHERE a < 3"], ["SELECT FROM t", "DROP t"]),
         ({"grammar": 'root ::= "x" n\nn ::= [0-9]+ | "-"'}, ["x12", "x-"], ["x", "12"]),
         (
+            {"grammar": "root ::= 'say ' n # it's\nn ::= 'a' | \"it's\" | [']+"},
+            ["say a", "say it's", "say ''"],
+            ["say b"],
+        ),
+        (
+            {"grammar": r"""root ::= 'it\'s' | '"\\' | "" 'a\n' | 'x"y'"""},
+            ["it's", '"\\', "a\n", 'x"y'],
+            ["it", '"', "a", "x"],
+        ),
+        ({"grammar": '?start: "a" | other\nother: "::="'}, ["a", "::="], ["b"]),
+        (
             {"structural_tag": TAGS},
             ["just words", 'well: <call=add>{"name":"x"}</call> and <b>more</b>', '<call=add>{"name":"x"}</call>'],
             ['<call=add>{"age":1}</call>', "<call=sub>{}</call>"],
@@ -105,19 +116,59 @@ def test_white_space_in_json_is_bounded_and_can_be_forbidden() -> None:
     assert not takes('{ "name":"x"}', json=PERSON, whitespace_pattern=r"\t?")
 
 
-def test_objects_can_be_closed_at_every_level() -> None:
-    nested = {"type": "object", "properties": {"a": PERSON}}
-    text = '{"a":{"name":"x","more":1}}'
-    assert takes(text, json=nested)
-    assert not takes(text, json=nested, disable_additional_properties=True)
+NESTED = {"type": "object", "properties": {"a": PERSON}}
+MORE = '{"a":{"name":"x","more":1}}'
+NAMES = {"type": "object", "properties": {"properties": PERSON, "allOf": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        NESTED,
+        {"$defs": {"p": PERSON}, "type": "object", "properties": {"a": {"$ref": "#/$defs/p"}}},
+        {"anyOf": [NESTED, {"type": "object", "properties": {"b": PERSON}}]},
+        NESTED | {"additionalProperties": True},
+    ],
+)
+def test_objects_hold_only_what_their_schema_names(schema: dict[str, Any]) -> None:
+    assert takes('{"a":{"name":"x"}}', json=schema)
+    assert not takes(MORE, json=schema)
+    assert not takes('{"properties":{"name":"x","more":1}}', json=NAMES)
+    assert takes('{"properties":{"name":"x"},"allOf":"y"}', json=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object", "properties": {"a": PERSON | {"additionalProperties": True}}}, MORE),
+        ({"allOf": [NESTED, {"type": "object", "properties": {"b": {"type": "integer"}}}]}, '{"a":{"name":"x"},"b":1}'),
+        ({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["b"]}, '{"a":1,"b":2}'),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "minProperties": 2},
+            '{"a":1,"b":2}',
+        ),
+        ({"type": "object", "properties": {}}, '{"b":2}'),
+        ({"type": "object", "enum": [{"properties": {"a": 1}}]}, '{"properties":{"a":1}}'),
+    ],
+)
+def test_an_object_stays_open_where_more_is_asked_for_than_named(schema: dict[str, Any], text: str) -> None:
+    assert takes(text, json=schema)
+
+
+def test_all_objects_can_be_closed() -> None:
+    joined = {"allOf": [NESTED]}
+    assert takes(MORE, json=joined)
+    assert not takes(MORE, json=joined, disable_additional_properties=True)
 
 
 @pytest.mark.parametrize(
     ("form", "message"),
     [
         ({"json": "{"}, "not valid JSON"),
+        ({"json": '{"items":' * 100_000}, "not valid JSON"),
         ({"json": "[]"}, "must be a JSON object"),
         ({"grammar": 'root ::= "'}, "can't be read as EBNF"),
+        ({"grammar": "root ::= 'a"}, "can't be read as EBNF"),
         ({"structural_tag": {}}, "must have 'format'"),
         ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "structures must be a list"),
         ({"structural_tag": TAGS | {"triggers": []}}, "triggers must be a list"),

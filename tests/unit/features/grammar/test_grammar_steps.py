@@ -19,7 +19,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.output import FinishReason, StepOutput, TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
-from octavo.core.structured import StructuredOutputsParams
+from octavo.core.structured import StructuredDefaults, StructuredOutputsParams
 from octavo.engine.loop import EngineLoop
 from octavo.features import FeatureContext, build_features
 from octavo.features.grammar import compiler as compiler_module
@@ -58,8 +58,10 @@ class RandomDevice:
         self.worker = GrammarWorker("grammar")
         self.random = random.Random(seed)
         self.masked_rows = 0
+        self.early: list[bool] = []
 
     def forward(self, plan: Any) -> RandomStep:
+        self.early.append("grammar" in plan.payload)
         return RandomStep(plan)
 
     def sample(self, step: RandomStep, payload: dict[str, Any]) -> None:
@@ -83,9 +85,9 @@ class RandomDevice:
 
 
 class House:
-    def __init__(self, *, depth: int = 0, seed: int = 0, compiler: Compiler | None = None) -> None:
+    def __init__(self, *, depth: int = 0, seed: int = 0, compiler: Compiler | None = None, device: str = "cpu") -> None:
         self.compiler = compiler or Compiler(lambda: TOKENIZER, VOCAB, (EOS,))
-        self.hook = GrammarEngine("grammar", self.compiler)
+        self.hook = GrammarEngine("grammar", self.compiler, device)
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512, max_ahead=depth + 1)
         self.scheduler = Scheduler(KVCache(512, 4), limits, make_policy("fcfs"), eos_token_ids=[EOS], hooks=[self.hook])
         self.device = RandomDevice(seed)
@@ -114,10 +116,15 @@ class House:
 ITEM = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"enum": ["a", "b"]}}, "required": ["n", "s"]}
 
 
-@pytest.mark.parametrize(("depth", "few"), [(0, 24), (0, 2), (1, 2), (2, 24)])
-def test_even_random_logits_give_the_form(depth: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_FEW", few)
-    house = House(depth=depth, seed=depth)
+@pytest.mark.parametrize(
+    ("depth", "together", "device"), [(0, False, "cpu"), (0, True, "cpu"), (1, True, "cuda"), (2, False, "cuda")]
+)
+def test_even_random_logits_give_the_form(
+    depth: int, together: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_LONG_S", -1.0 if together else 1e9)
+    monkeypatch.setattr(engine_module, "physical_cores", lambda: 4)
+    house = House(depth=depth, seed=depth, device=device)
     closed = ITEM | {"additionalProperties": False}
     for i in range(12):
         house.ask(f"json{i}", option(json=closed), n=1 + i % 2)
@@ -221,6 +228,33 @@ def test_an_abort_while_compiling_leaves_nothing() -> None:
     assert house.hook._guides == {}
 
 
+@pytest.mark.parametrize("form", [{"choice": ["north", "south"]}, {"regex": "[a-f]*"}, {"json_object": True}])
+def test_a_grammars_first_mask_is_known_when_it_is_compiled(form: dict[str, Any]) -> None:
+    compiled = Compiler(lambda: TOKENIZER, VOCAB, (EOS,)).open(option(**form)["grammar"]).result()
+    words = np.zeros_like(compiled.first)
+    compiled.matcher.deep_copy().unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    assert (words == compiled.first).all()
+    assert words.any()
+
+
+def test_defaults_hold_for_every_request() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "allOf": [{}]}
+
+    def takes(text: str, defaults: StructuredDefaults, **form: Any) -> bool:
+        compiler = Compiler(lambda: TOKENIZER, VOCAB, (EOS,), defaults)
+        matcher = compiler.open(option(json=schema, **form)["grammar"]).result().matcher.deep_copy()
+        tokens = TOKENIZER.encode(text, add_special_tokens=False)
+        return bool(matcher.validate_tokens(tokens) == len(tokens))
+
+    loose, spaced, more = StructuredDefaults(), '{"a": 1', '{"a":1,"b":2'
+    compact = StructuredDefaults.of({"backend": "guidance", "disable_any_whitespace": True})
+    closed = StructuredDefaults.of({"disable_additional_properties": True})
+    assert (takes(spaced, loose), takes(spaced, compact), takes('{"a":1', compact)) == (True, False, True)
+    assert takes(spaced, compact, whitespace_pattern=" ?")
+    assert not takes(spaced, loose, disable_any_whitespace=True)
+    assert (takes(more, loose), takes(more, closed)) == (True, False)
+
+
 def test_grammars_are_compiled_once_and_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_KEPT", 2)
     compiler = Compiler(lambda: TOKENIZER, VOCAB, (EOS,))
@@ -232,6 +266,14 @@ def test_grammars_are_compiled_once_and_the_oldest_are_dropped(monkeypatch: pyte
     compiler.open(three)
     assert compiler.open(one) is first
     assert compiler.open(two) is not second
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_masks_are_computed_while_a_device_computes_and_ahead_of_a_cpu(device: str) -> None:
+    house = House(device=device)
+    house.ask("a", option(choice=["x"]))
+    assert house.run().text("a") == "x"
+    assert house.device.early == [device == "cpu"]
 
 
 def test_a_matcher_in_trouble_ends_its_request_with_the_reason() -> None:

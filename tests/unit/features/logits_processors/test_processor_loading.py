@@ -160,10 +160,10 @@ def test_a_broken_package_is_named(place: Path) -> None:
         ("not_a_module:Plain", "the module not_a_module can't be imported: ModuleNotFoundError.*PYTHONPATH"),
         ("their_fault:Plain", "the module their_fault can't be imported.*a_module_that_is_not_there"),
         ("their_processors:plain", r"their_processors has no plain\. Did you mean Plain\?"),
-        ("their_processors:number", "is no logits processor: it must be"),
-        ("their_processors:Broken", "can't be made: RuntimeError: no licence"),
+        ("their_processors:number", "is not a logits processor: it must be"),
+        ("their_processors:Broken", "can't be created: RuntimeError: no licence"),
         ("their_processors:Demanding", "its constructor must take nothing, a ProcessorContext, or"),
-        ("their_processors:Abstract", "can't be made: TypeError"),
+        ("their_processors:Abstract", "can't be created: TypeError"),
     ],
 )
 def test_errors_name_the_flag_and_the_value(place: Path, name: str, says: str) -> None:

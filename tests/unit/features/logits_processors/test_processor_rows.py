@@ -60,7 +60,7 @@ def test_only_those_who_fail_by_themselves_fail() -> None:
 )
 def test_a_wrong_result_is_an_error(gives: Any, says: str) -> None:
     (error,) = run(Loaded("p", Picky(gives=gives)), torch.zeros(1, 3), [0], rows(1)).values()
-    assert error.startswith("The logits processor p failed: TypeError: it must give logits")
+    assert error.startswith("The logits processor p failed: TypeError: it must return logits")
     assert re.search(says, error)
 
 

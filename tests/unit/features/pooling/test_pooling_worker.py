@@ -24,13 +24,14 @@ class Doubling:
         return torch.stack([pooled.sum(-1), -pooled.sum(-1)], dim=-1)
 
 
+MODEL = Doubling()
 HIDDEN = torch.arange(36, dtype=torch.float32).view(9, 4)
 
 
 def worker(*asked: PoolingParams, kind: type[PoolingWorker] = PoolingWorker) -> PoolingWorker:
     """One that has a request in each slot from 0 on."""
     made = kind("pooling")
-    made.attach(Doubling())  # type: ignore[arg-type]
+    made.attach(MODEL)  # type: ignore[arg-type]
     for slot, params in enumerate(asked):
         made.add(slot, msgspec.Raw(msgspec.msgpack.encode(params)))
     return made

@@ -1,0 +1,234 @@
+"""`octavo bench serve`: how a running OpenAI-compatible server does under load."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.client import Target, Timing
+from octavo.bench.load import Pace, first_model, profile, run_load, wait_ready
+from octavo.bench.report import TITLES, Summary, save
+from octavo.bench.samples import Sample, TextTokens
+from octavo.cli.bench.data import add_data_flags, make_samples
+from octavo.cli.flags import units
+from octavo.cli.flags.parser import OctavoParser, say
+from octavo.core.errors import ConfigError, OctavoError
+
+ENDPOINTS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+}
+DEFAULT_VOCABULARY = 30_000
+SHOWN_ERRORS = 5
+
+
+def run(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    return asyncio.run(bench(args))
+
+
+def make_parser() -> OctavoParser:
+    parser = OctavoParser("octavo bench serve", description="Load a running server and time every token.")
+    server = parser.add_argument_group("server")
+    server.add_argument("--backend", choices=tuple(ENDPOINTS), default="openai", help="protocol (default: openai)")
+    server.add_argument("--base-url", metavar="URL", help="instead of --host and --port")
+    server.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
+    server.add_argument("--port", type=units.port, default=8000, help="(default: 8000)")
+    server.add_argument("--endpoint", metavar="PATH", help="(default: the backend's)")
+    server.add_argument("--header", nargs="+", default=[], metavar="NAME=VALUE", help="sent with every request")
+    server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    server.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    server.add_argument("--served-model-name", metavar="NAME", help="model name to ask for, if it is not --model")
+    server.add_argument(
+        "--tokenizer", metavar="MODEL", help="tokenizer that counts and makes prompts (default: --model's, if known)"
+    )
+    server.add_argument(
+        "--ready-check-timeout-sec", type=units.seconds, default=60.0, metavar="S", help="(default: 60)"
+    )
+    add_data_flags(parser, num_prompts=1000)
+    load = parser.add_argument_group("load")
+    load.add_argument("--request-rate", type=float, default=float("inf"), metavar="R", help="per second (default: inf)")
+    load.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="1 is Poisson (default: 1)")
+    load.add_argument("--max-concurrency", type=units.count, metavar="N", help="requests at once (default: no limit)")
+    load.add_argument("--num-warmups", type=units.natural, default=0, metavar="N", help="not counted (default: 0)")
+    load.add_argument("--profile", action="store_true", help="have the server make a profile (--profiler-config)")
+    load.add_argument("--seed", type=int, default=0, help="of prompts and arrival times (default: 0)")
+    add_request_flags(parser)
+    result = parser.add_argument_group("result")
+    result.add_argument("--percentile-metrics", default="ttft,tpot,itl", metavar="LIST", help=f"of {','.join(TITLES)}")
+    result.add_argument("--metric-percentiles", default="99", metavar="LIST", help="such as 50,90,99 (default: 99)")
+    result.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within these")
+    result.add_argument("--save-result", action="store_true", help="write the figures as JSON")
+    result.add_argument("--save-detailed", action="store_true", help="write every request's times too")
+    result.add_argument("--result-dir", type=Path, default=Path(), metavar="DIR", help="(default: here)")
+    result.add_argument("--result-filename", metavar="NAME", help="(default: from model, rate and date)")
+    result.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    return parser
+
+
+def add_request_flags(parser: OctavoParser) -> None:
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--ignore-eos", action="store_true", help="always generate as many tokens as asked for")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="(default: 0)")
+    sampling.add_argument("--top-p", type=float)
+    sampling.add_argument("--top-k", type=int)
+    sampling.add_argument("--min-p", type=float)
+    sampling.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="added to every request")
+
+
+async def bench(args: argparse.Namespace) -> int:
+    if not args.request_rate > 0 or not args.burstiness > 0:
+        raise ConfigError("--request-rate and --burstiness must be greater than zero")
+    metrics, percentiles, goals = parse_result_flags(args)
+    base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
+    headers = parse_headers(args)
+    patience = args.ready_check_timeout_sec
+    waiting = f"no server answers at %s yet; waiting for it for {patience:g} s (--ready-check-timeout-sec)"
+    await wait_ready(base_url, patience, waiting=lambda url: say(waiting % url))
+    model = args.served_model_name or args.model or await first_model(base_url, headers)
+    target = Target(
+        base_url=base_url,
+        endpoint=args.endpoint or ENDPOINTS[args.backend],
+        model=model,
+        body=request_body(args),
+        headers=headers,
+    )
+    tokenizer = find_tokenizer(args.tokenizer or args.model or model, required=bool(args.tokenizer))
+    samples = make_samples(
+        args,
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size if tokenizer else DEFAULT_VOCABULARY,
+        as_text=target.chat,
+        seed=args.seed,
+    )
+    pace = Pace(rate=args.request_rate, burstiness=args.burstiness, max_concurrency=args.max_concurrency)
+    say(f"{len(samples)} requests to {target.base_url}{target.endpoint}, model {model}, rate {pace.rate:g}/s")
+    if args.num_warmups:
+        await run_load(target, [samples[0]] * args.num_warmups, pace)
+    if args.profile:
+        await profile(base_url, headers, "start")
+    timings, duration = await run_with_bar(target, samples, pace, seed=args.seed, show=not args.disable_tqdm)
+    if args.profile:
+        trace = (await profile(base_url, headers, "stop")).get("trace")
+        say(f"the server wrote a profile to {trace}" if trace else "the server's profile has ended; its log says where")
+    summary = Summary.of(timings, duration, goals)
+    print(summary.text(metrics, percentiles))
+    if args.save_result or args.save_detailed:
+        figures = described(args, model, len(samples)) | summary.figures(metrics, percentiles)
+        if args.save_detailed:
+            figures |= details(timings)
+        path = args.result_dir / (args.result_filename or f"{args.backend}-{args.request_rate:g}qps-{_stamp()}.json")
+        save(figures, path)
+        say(f"result saved as {path}")
+    errors = Counter(t.error for t in timings if t.error)
+    for error, count in errors.most_common(SHOWN_ERRORS):
+        say(f"failed ({count} of {len(timings)}): {error}")
+    return 0 if summary.completed else 1
+
+
+async def run_with_bar(
+    target: Target, samples: list[Sample], pace: Pace, *, seed: int, show: bool
+) -> tuple[list[Timing], float]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not (show and sys.stderr.isatty())) as progress:
+        task = progress.add_task("requests", total=len(samples))
+        return await run_load(target, samples, pace, seed=seed, done=lambda: progress.advance(task))
+
+
+def find_tokenizer(model: str, *, required: bool) -> TextTokens | None:
+    """The model's tokenizer if its files are on this machine.
+
+    Raises:
+        OctavoError: it is not, and the user asked for this one.
+    """
+    from octavo.hub.resolve import resolve
+    from octavo.text.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(resolve(model, tokenizer_only=True, weights=False))
+    except OctavoError:
+        if required:
+            raise
+        say("no tokenizer at hand for this model: lengths of text prompts are estimates (give --tokenizer)")
+        return None
+
+
+def request_body(args: argparse.Namespace) -> dict[str, Any]:
+    if not isinstance(args.extra_body, dict):
+        raise ConfigError(f"--extra-body must be a JSON object, got {args.extra_body!r}")
+    chosen = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
+    body = {"temperature": args.temperature, **{k: v for k, v in chosen.items() if v is not None}}
+    return body | ({"ignore_eos": True} if args.ignore_eos else {}) | args.extra_body
+
+
+def parse_headers(args: argparse.Namespace) -> dict[str, str]:
+    headers = {}
+    for item in args.header:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--header {item!r} must be NAME=VALUE")
+        headers[name] = value
+    if args.api_key:
+        headers["Authorization"] = f"Bearer {args.api_key}"
+    return headers
+
+
+def parse_result_flags(args: argparse.Namespace) -> tuple[list[str], list[float], dict[str, float]]:
+    """(metrics, percentiles, goals in milliseconds)."""
+    metrics = [m for m in args.percentile_metrics.split(",") if m]
+    if unknown := set(metrics) - set(TITLES):
+        raise ConfigError(f"--percentile-metrics knows {', '.join(TITLES)}, not {', '.join(sorted(unknown))}")
+    try:
+        percentiles = [float(p) for p in args.metric_percentiles.split(",") if p]
+    except ValueError as error:
+        raise ConfigError(
+            f"--metric-percentiles must be numbers such as 50,99, got {args.metric_percentiles}"
+        ) from error
+    if any(not 0 <= p <= 100 for p in percentiles):
+        raise ConfigError(f"--metric-percentiles must lie in [0, 100], got {args.metric_percentiles}")
+    goals = {}
+    for goal in args.goodput:
+        metric, _, limit = goal.partition(":")
+        try:
+            goals[metric] = float(limit)
+        except ValueError:
+            goals["?"] = 0.0
+        if not set(goals) <= {"ttft", "tpot", "e2el"}:
+            raise ConfigError(f"--goodput {goal!r} must be ttft:MS, tpot:MS or e2el:MS")
+    return metrics, percentiles, goals
+
+
+def described(args: argparse.Namespace, model: str, count: int) -> dict[str, Any]:
+    return {
+        "date": _stamp(),
+        "backend": args.backend,
+        "model_id": model,
+        "dataset_name": args.dataset_name,
+        "num_prompts": count,
+        "request_rate": "inf" if args.request_rate == float("inf") else args.request_rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+    }
+
+
+def details(timings: list[Timing]) -> dict[str, Any]:
+    return {
+        "input_lens": [t.prompt_tokens for t in timings],
+        "output_lens": [t.output_tokens for t in timings],
+        "ttfts": [t.ttft if t.ok else None for t in timings],
+        "itls": [t.gaps for t in timings],
+        "errors": [t.error or "" for t in timings],
+    }
+
+
+def _stamp() -> str:
+    return datetime.now().strftime("%Y%m%d-%H%M%S")

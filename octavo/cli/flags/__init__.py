@@ -1,0 +1,1 @@
+"""Settings as they are given: on the command line, in a config file, by variables."""

@@ -1,0 +1,186 @@
+"""From flags, a config file and the environment to `EngineConfig` and `ServerConfig`.
+
+Where one setting is given more than once, the command line wins over the config file, and that over the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.flags.environment import OTHER_WORDS
+from octavo.cli.flags.flag import Flag
+from octavo.cli.flags.parser import OctavoParser, nearest
+from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
+from octavo.config import EngineConfig, ServerConfig
+from octavo.core.errors import ConfigError
+from octavo.foreign import FLAGS
+
+Groups = Mapping[str, tuple[Flag, ...]]
+_SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
+
+
+def add_settings(parser: OctavoParser, groups: Groups, *, without: frozenset[str] = frozenset()) -> None:
+    """Flags for the settings, one titled group each; a flag not given leaves no trace in the namespace."""
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            if flag.name not in without:
+                _add(group, flag)
+
+
+def add_engine_settings(
+    parser: OctavoParser, *, without: frozenset[str] = frozenset(), positional: bool = True
+) -> None:
+    """MODEL (unless `positional` is false), --config, and every flag of the engine."""
+    about = "a name listed by `octavo pull --list`, a folder, a .gguf file or a Hugging Face id (default: smollm2)"
+    if positional:
+        parser.add_argument("model_name", nargs="?", metavar="MODEL", help=about)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with these flags as keys")
+    add_settings(parser, ENGINE_GROUPS, without=without)
+
+
+def engine_config(parser: OctavoParser, args: argparse.Namespace) -> EngineConfig:
+    """The engine's settings from a parsed command line.
+
+    Raises:
+        ConfigError: the config file or an environment variable holds something wrong; the text names it.
+    """
+    return engine_from(values(parser, args))
+
+
+def values(parser: OctavoParser, args: argparse.Namespace) -> dict[str, Any]:
+    """Target -> value of every setting given anywhere that this command has."""
+    given = vars(args)
+    known = {
+        flag.name: flag for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS) if f"--{flag.name}" in parser.flag_names()
+    }
+    found = from_environment(known.values(), os.environ)
+    if given.get("config"):
+        found |= from_file(Path(given["config"]), known, parser)
+    found |= {flag.target: given[flag.target] for flag in known.values() if flag.target in given}
+    if name := given.get("model_name"):
+        if "model.model" in given and given["model.model"] != name:
+            raise ConfigError(f"the model is given twice: {name!r} and --model {given['model.model']!r}; leave one out")
+        found["model.model"] = name
+    targets = {flag.target: flag for flag in known.values()}
+    return {target: convert(targets[target], value) for target, value in found.items()}
+
+
+def convert(flag: Flag, value: Any) -> Any:
+    return flag.convert(value) if flag.convert else tuple(value) if flag.many else value
+
+
+def from_environment(flags: Iterable[Flag], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Settings from OCTAVO_* variables, or else from the VLLM_* ones of the same meaning."""
+    found: dict[str, Any] = {}
+    for flag in flags:
+        for name, read in OTHER_WORDS.get(flag.name, {}).items():
+            if value := read(environ.get(name, "")):
+                found[flag.target] = read_value(flag, value, f"environment variable {name}")
+        for name in (flag.env, flag.env.replace("OCTAVO_", "VLLM_")) if flag.env else ():
+            if environ.get(name):
+                found[flag.target] = read_value(flag, _word(flag, environ[name]), f"environment variable {name}")
+                break
+    return found
+
+
+def _word(flag: Flag, text: str) -> str | bool:
+    """A variable's text; for a switch what it stands for, if it stands for anything."""
+    return _SWITCH_WORDS.get(text.strip().lower(), text) if flag.switch else text
+
+
+def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> dict[str, Any]:
+    """Settings from a YAML file; keys are flag names with dashes or underscores.
+
+    Raises:
+        ConfigError: no such file, no YAML, or a key or value that can't be; the text names it.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
+    names = {alias: flag for flag in known.values() for alias in (flag.name, *flag.aliases)}
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("_", "-").removeprefix("--")
+        if name in names:
+            found[names[name].target] = read_value(names[name], value, f"--config {path}: {key}")
+        elif name in FLAGS:
+            if value is not False:
+                parser.judge(name, None if value is True else str(value))
+        else:
+            raise ConfigError(f"--config {path}: unknown setting {key!r}{nearest(name, names)}")
+    return found
+
+
+def read_value(flag: Flag, raw: Any, where: str) -> Any:
+    """A flag's value from text or from a YAML scalar or list.
+
+    Raises:
+        ConfigError: it is of the wrong form; the text begins with `where`.
+    """
+    if flag.switch:
+        if isinstance(raw, bool):
+            return raw
+        raise ConfigError(f"{where}: must be true or false, not {raw!r}")
+    if flag.many:
+        items = raw if isinstance(raw, list) else [raw]
+        return [_read_one(flag, item, where) for item in items]
+    return _read_one(flag, raw, where)
+
+
+def _read_one(flag: Flag, raw: Any, where: str) -> Any:
+    if isinstance(raw, dict) and flag.dotted:
+        return raw
+    if isinstance(raw, (dict, list, bool)) or raw is None:
+        raise ConfigError(f"{where}: must be one value, not {raw!r}")
+    try:
+        value = flag.read(str(raw))
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if flag.choices and value not in flag.choices:
+        raise ConfigError(f"{where}: {raw!r} is not one of {', '.join(flag.choices)}")
+    return value
+
+
+def engine_from(found: Mapping[str, Any]) -> EngineConfig:
+    """`EngineConfig` with the settings found, defaults elsewhere."""
+    sections: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "device": {}}
+    for target, value in found.items():
+        section, field = target.split(".")
+        if section in sections:
+            sections[section][field] = value
+    default = EngineConfig()
+    return EngineConfig(**{name: replace(getattr(default, name), **fields) for name, fields in sections.items()})
+
+
+def server_from(found: Mapping[str, Any]) -> ServerConfig:
+    """`ServerConfig` with the settings found, defaults elsewhere."""
+    return ServerConfig(
+        **{target.removeprefix("server."): value for target, value in found.items() if target.startswith("server.")}
+    )
+
+
+def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    text = f"{flag.help} (default: {flag.default})".replace("%", "%%")
+    common: dict[str, Any] = {"dest": flag.target, "default": argparse.SUPPRESS, "help": text}
+    if flag.switch:
+        group.add_argument(*flag.spelled(), action=argparse.BooleanOptionalAction, **common)
+    elif flag.many:
+        group.add_argument(*flag.spelled(), nargs="+", action="extend", type=flag.read, metavar=flag.metavar, **common)
+    else:
+        metavar = flag.metavar or (None if flag.choices else flag.name.split("-")[-1].upper())
+        group.add_argument(*flag.spelled(), type=flag.read, choices=flag.choices, metavar=metavar, **common)

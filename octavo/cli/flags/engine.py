@@ -1,0 +1,304 @@
+"""The flags of the engine's settings: model, KV cache, scheduling, device."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from octavo.cli.flags import units
+from octavo.cli.flags.flag import Flag, dtype
+from octavo.core.params import LogprobsMode
+from octavo.native import isa
+from octavo.schedule.policy import POLICIES
+
+MODEL = (
+    Flag("model", "model.model", "same as the positional MODEL", "smollm2", metavar="MODEL"),
+    Flag("tokenizer", "model.tokenizer", "take the tokenizer from this model instead", "the model's", metavar="MODEL"),
+    Flag("revision", "model.revision", "branch, tag or commit of a Hugging Face id", "main"),
+    Flag("tokenizer-revision", "model.tokenizer_revision", "the same of the tokenizer", "the model's"),
+    Flag(
+        "skip-tokenizer-init",
+        "model.skip_tokenizer_init",
+        "run without a tokenizer: prompts and outputs are token ids alone",
+        "off",
+        switch=True,
+        aliases=("tokens-only",),
+    ),
+    Flag(
+        "download-dir",
+        "model.download_dir",
+        "folder for downloaded models",
+        "Hugging Face's cache; for the catalogue, Octavo's",
+        metavar="FOLDER",
+    ),
+    Flag(
+        "hf-overrides",
+        "model.hf_overrides",
+        'fields that replace those of the model\'s config, as a JSON object: {"max_position_embeddings": 65536}',
+        "{}",
+        units.json_object,
+        metavar="JSON",
+    ),
+    Flag(
+        "rope-scaling",
+        "model.rope_scaling",
+        'rotary scaling in place of the model\'s, as JSON: {"rope_type": "yarn", "factor": 4.0}',
+        "{}",
+        units.json_object,
+        metavar="JSON",
+    ),
+    Flag("rope-theta", "model.rope_theta", "rotary base in place of the model's", "the model's", units.positive),
+    Flag(
+        "disable-sliding-window",
+        "model.disable_sliding_window",
+        "compute full attention in every layer, and limit requests to the model's window",
+        "off",
+        switch=True,
+    ),
+    Flag(
+        "dtype",
+        "model.dtype",
+        "dtype that weights and activations are computed in",
+        "auto",
+        dtype,
+        choices=("auto", "float32", "bfloat16", "float16", "float", "half"),
+    ),
+    Flag(
+        "activation-dtype",
+        "model.activation_dtype",
+        "precision of activations multiplied with quantized weights on a CPU: int8 is faster on long prompts, int16 "
+        "more exact",
+        "int16",
+        choices=("int16", "int8"),
+    ),
+    Flag(
+        "load-format",
+        "model.load_format",
+        "how to read the weights; dummy fills in random ones",
+        "auto",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    ),
+    Flag(
+        "max-model-len",
+        "model.max_model_len",
+        "prompt plus output of one request, in tokens (8k, 32K); auto fits the KV cache",
+        "auto",
+        units.context_length,
+        metavar="TOKENS",
+    ),
+    Flag(
+        "runner",
+        "model.runner",
+        "generate text, or only compute embeddings (pooling); auto goes by the checkpoint",
+        "auto",
+        choices=("auto", "generate", "pooling"),
+    ),
+    Flag(
+        "convert",
+        "model.convert",
+        "embed turns a generative model into an embedding model, as --runner pooling does",
+        "auto",
+        choices=("auto", "none", "embed"),
+    ),
+    Flag(
+        "pooler-config",
+        "model.pooler_config",
+        'how embeddings are pooled, overriding the model, as JSON: {"pooling_type": "MEAN", "normalize": true}',
+        "{}",
+        units.json_object,
+        metavar="JSON",
+        aliases=("override-pooler-config",),
+    ),
+    Flag(
+        "max-logprobs",
+        "model.max_logprobs",
+        "largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit",
+        "20",
+        units.count_or_all,
+        metavar="N",
+    ),
+    Flag(
+        "logprobs-mode",
+        "model.logprobs_mode",
+        "what `logprobs` tell: of the raw logits or of those a token is drawn from, normalized or not",
+        "raw_logprobs",
+        choices=get_args(LogprobsMode),
+    ),
+    Flag(
+        "stream-interval",
+        "model.stream_interval",
+        "tokens per streamed chunk, except the first and the last; requests may ask for more",
+        "1",
+        units.count,
+        metavar="N",
+    ),
+    Flag(
+        "generation-config",
+        "model.generation_config",
+        "where sampling defaults come from: auto (the model's generation_config.json), a folder with another one, or "
+        "none",
+        "auto",
+        metavar="PLACE",
+    ),
+    Flag(
+        "override-generation-config",
+        "model.override_generation_config",
+        "individual sampling defaults that replace those, as a JSON object",
+        "{}",
+        units.json_object,
+        metavar="JSON",
+    ),
+    Flag(
+        "structured-outputs-config",
+        "model.structured_outputs_config",
+        'what holds for the JSON of all structured outputs: {"disable_any_whitespace": true}, '
+        '{"disable_additional_properties": true}',
+        "{}",
+        units.json_object,
+        metavar="JSON",
+    ),
+    Flag(
+        "logits-processors",
+        "model.logits_processors",
+        "your own code that changes logits before sampling, each as module:Class",
+        "those of installed packages",
+        many=True,
+        metavar="MODULE:CLASS",
+    ),
+    Flag(
+        "enable-prompt-embeds",
+        "model.enable_prompt_embeds",
+        "take embeddings in prompts, in place of tokens (prompt_embeds)",
+        "off",
+        switch=True,
+    ),
+    Flag(
+        "enable-sleep-mode",
+        "model.enable_sleep_mode",
+        "allow requests to release the memory of KV cache and weights for a while (/sleep)",
+        "off",
+        switch=True,
+    ),
+    Flag(
+        "seed", "model.seed", "seed for random weights, and for requests without one", "0", units.natural, metavar="N"
+    ),
+)
+
+CACHE = (
+    Flag("block-size", "cache.block_size", "tokens in one block of the KV cache", "16", units.count, metavar="TOKENS"),
+    Flag(
+        "kv-cache-dtype",
+        "cache.kv_cache_dtype",
+        "dtype that keys and values are stored in; fp8 (fp8_e4m3) halves their memory on a GPU, int8 on a CPU",
+        "auto",
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head"),
+    ),
+    Flag(
+        "kv-cache-memory-bytes",
+        "cache.memory_bytes",
+        "size of the KV cache (512MiB, 2G, plain bytes)",
+        "what memory utilization leaves",
+        units.size,
+        metavar="BYTES",
+    ),
+    Flag(
+        "num-gpu-blocks-override",
+        "cache.num_blocks",
+        "size of the KV cache in blocks, on whichever device",
+        "what the memory holds",
+        units.count,
+        metavar="N",
+    ),
+    Flag(
+        "gpu-memory-utilization",
+        "cache.memory_utilization",
+        "fraction of the device's memory for weights and KV cache (on a CPU, of the free memory)",
+        "by the device",
+        units.fraction,
+        metavar="FRACTION",
+        aliases=("memory-utilization",),
+    ),
+    Flag(
+        "enable-prefix-caching",
+        "cache.enable_prefix_caching",
+        "share the KV cache of common prefixes between requests",
+        "on",
+        switch=True,
+    ),
+)
+
+SCHEDULING = (
+    Flag(
+        "max-num-seqs",
+        "scheduler.max_num_seqs",
+        "sequences that run at once",
+        "256; on a GPU of 60 GiB 1024",
+        units.count,
+        metavar="N",
+    ),
+    Flag(
+        "max-num-batched-tokens",
+        "scheduler.max_num_batched_tokens",
+        "tokens computed in one step; longer prompts are computed in chunks",
+        "2048; on a GPU of 60 GiB 8192",
+        units.count,
+        metavar="TOKENS",
+    ),
+    Flag(
+        "watermark",
+        "scheduler.watermark",
+        "part of the KV cache to keep free when a request starts beside others, so that fewer are preempted",
+        "0",
+        units.share,
+        metavar="FRACTION",
+    ),
+    Flag(
+        "scheduling-policy",
+        "scheduler.policy",
+        "who goes first: the earliest request, the one with the lowest `priority`, or with the largest `max_tokens`",
+        "fcfs",
+        choices=tuple(POLICIES),
+    ),
+    Flag(
+        "async-scheduling",
+        "scheduler.depth",
+        "plan the next step while the device computes this one",
+        "by the device",
+        switch=True,
+        convert=int,
+    ),
+)
+
+DEVICE = (
+    Flag("device", "device.device", "where the model runs", "auto", choices=("auto", "cpu", "cuda")),
+    Flag("threads", "device.threads", "compute threads on a CPU", "its cores", units.count, metavar="N"),
+    Flag(
+        "cpu-omp-threads-bind",
+        "device.cpu_bind",
+        "cores that the compute threads are bound to: a list like 0-3,8, nobind, or auto (those of one NUMA node)",
+        "auto",
+        env="OCTAVO_CPU_OMP_THREADS_BIND",
+    ),
+    Flag(
+        "attention-backend",
+        "device.attention_backend",
+        "attention kernels to use (docs/gpu.md lists the names)",
+        "the fastest that fits",
+    ),
+    Flag("cpu-isa", "device.cpu_isa", "instruction set of the CPU kernels", "auto", choices=("auto", *isa.NAMES)),
+    Flag(
+        "enforce-eager",
+        "device.enforce_eager",
+        "launch every operation of every step instead of replaying CUDA graphs (on a GPU)",
+        "off",
+        switch=True,
+    ),
+    Flag(
+        "profiler-config",
+        "device.profiler_config",
+        "allow requests to make profiles of the engine (/start_profile), as JSON: "
+        '{"profiler": "torch", "torch_profiler_dir": "FOLDER"}',
+        "{}",
+        units.json_object,
+        metavar="JSON",
+    ),
+)

@@ -1,0 +1,113 @@
+"""A process that compiles Triton kernels for a GPU which it never touches; `compilers.py` starts it and asks.
+
+It loads neither torch nor the GPU's driver, so it is ready within some tenths of a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import MockTensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """What Triton asks of torch's: its name, as "torch.float32", and its bytes."""
+
+    name: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A tensor among a launch's arguments, its address divisible by 16."""
+
+    dtype: Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A tensor descriptor among a launch's arguments: what Triton's own holds."""
+
+    base: Pointer
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A launch to compile for.
+
+    Attributes:
+        module, name: where the kernel stands.
+        args: numbers and texts as they are, tensors as `Pointer`, descriptors as `Tiles`.
+        target: backend, architecture and warp size.
+    """
+
+    module: str
+    name: str
+    args: list[Any]
+    options: dict[str, Any]
+    target: tuple[str, int | str, int]
+
+
+class NoDriver:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def serve() -> None:
+    """Compiles the jobs that come, pickled, from standard input, into Triton's cache folder; answers each on standard
+    output with None, or with what went wrong. Ends with its input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this stops it
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Triton loads it only to know its tensors
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            compile_job(job)
+            answer = None
+        except Exception as exc:
+            answer = f"{type(exc).__name__}: {exc}"
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def compile_job(job: Job) -> None:
+    driver.set_active(NoDriver(GPUTarget(*job.target)))  # type: ignore[arg-type]
+    kernel = getattr(importlib.import_module(job.module), job.name)
+    kernel.run(*map(_stand_in, job.args), grid=(1,), warmup=True, **job.options)
+
+
+def _stand_in(value: Any) -> Any:
+    if isinstance(value, Pointer):
+        return MockTensor(value.dtype)
+    if isinstance(value, Tiles):
+        return TensorDescriptor(MockTensor(value.base.dtype), value.shape, value.strides, value.block_shape)
+    return value

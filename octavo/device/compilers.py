@@ -1,0 +1,103 @@
+"""Processes that compile Triton kernels, because in threads Python's lock lets hardly more than one proceed."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.cache import FileCacheManager
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.device.compiler import Dtype, Job, Pointer, Tiles
+
+_SERVE = "from octavo.device.compiler import serve; serve()"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Compilers:
+    """One process for each thread that asks, from its first question on.
+
+    While this is open, a kernel that Triton looks for in its cache folder and does not find there is first compiled by
+    the thread's process, if the thread has said which (`compiling`). So what is cached starts no process.
+    """
+
+    def __init__(self) -> None:
+        self._mine = threading.local()
+        self._all: list[subprocess.Popen[bytes]] = []
+        self._before = knobs.cache.manager_class
+        knobs.cache.manager_class = _asking(self._before or FileCacheManager, self._ask)
+
+    @contextmanager
+    def compiling(self, job: Job | None) -> Iterator[None]:
+        """What this thread compiles in the block is the job; None if it can't be told to another process."""
+        self._mine.job = job
+        try:
+            yield
+        finally:
+            self._mine.job = None
+
+    def close(self) -> None:
+        knobs.cache.manager_class = self._before
+        for process in self._all:
+            process.kill()  # it holds nothing, and leaving in order takes it half a second
+        for process in self._all:
+            process.communicate()
+
+    def _ask(self) -> bool:
+        """Whether there is news in the cache folder. What fails here is compiled, or fails, in the thread itself."""
+        job, self._mine.job = getattr(self._mine, "job", None), None
+        if job is None:
+            return False
+        try:
+            process = self._process()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            pickle.dump(job, process.stdin)
+            process.stdin.flush()
+            return pickle.load(process.stdout) is None
+        except (OSError, EOFError, pickle.PickleError):
+            return False
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        mine: subprocess.Popen[bytes] | None = getattr(self._mine, "process", None)
+        if mine is None:
+            pipe = subprocess.PIPE
+            mine = subprocess.Popen([sys.executable, "-c", _SERVE], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            self._mine.process = mine
+            self._all.append(mine)
+        return mine
+
+
+def job_of(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> Job | None:
+    """This launch for another process, or None if it has something that can't be told."""
+    told = [_told(arg) for arg in args]
+    module, name = kernel.fn.__module__, kernel.fn.__name__
+    if NotImplemented in told or getattr(sys.modules.get(module), name, None) is not kernel:
+        return None
+    target = driver.active.get_current_target()
+    return Job(module, name, told, options, (target.backend, target.arch, target.warp_size))
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        return Tiles(_told(value.base), [*value.shape], [*value.strides], [*value.block_shape])
+    if hasattr(value, "data_ptr"):
+        dtype = Dtype(str(value.dtype), value.dtype.itemsize)
+        return Pointer(dtype) if value.data_ptr() % 16 == 0 else NotImplemented
+    return value if isinstance(value, _PLAIN) else NotImplemented
+
+
+def _asking(manager: Any, ask: Any) -> Any:
+    class Asking(manager):  # type: ignore[misc]
+        def get_group(self, filename: str) -> dict[str, str] | None:
+            found: dict[str, str] | None = super().get_group(filename)
+            return super().get_group(filename) if not found and ask() else found
+
+    return Asking

@@ -1,0 +1,152 @@
+"""What an engine loop's pauses rest on: `Gate`, which requests wait behind, and `Bed`, which knows what sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from octavo.core.errors import EngineStateError, InvalidRequestError
+from octavo.core.output import FinishReason, TokenDelta
+from octavo.core.pausing import AWAKE, Part, PauseMode
+from octavo.core.plan import StepPlan
+from octavo.core.request import GenerateRequest
+from octavo.core.spans import Spans
+from octavo.engine.executor import Executor, Sleeper, Step
+from octavo.schedule.limits import checked_max_tokens
+from octavo.schedule.scheduler import Scheduler
+
+
+class Gate:
+    """Stands before a scheduler. What comes while it is closed is checked and held until it opens, in order.
+
+    Attributes:
+        closed: whether new requests wait.
+        frozen: whether the scheduler's own stand still, too.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.closed = False
+        self.frozen = False
+        self._scheduler = scheduler
+        self._held: dict[str, GenerateRequest] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Choices that wait for the gate to open."""
+        return sum(request.params.n for request in self._held.values())
+
+    def add(self, request: GenerateRequest) -> None:
+        """Raises InvalidRequestError if the request can never fit."""
+        if not self.closed:
+            self._scheduler.add(request)
+            return
+        checked_max_tokens(request, self._scheduler.cache, self._scheduler.limits)
+        self._held[request.id] = request
+
+    def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]:
+        if request_id in self._held:
+            self._scheduler.add(self._held.pop(request_id))
+        return self._scheduler.abort(request_id, index)
+
+    def close(self, mode: PauseMode) -> list[TokenDelta]:
+        self.closed, self.frozen = True, mode is PauseMode.KEEP
+        return self._scheduler.abort(None) if mode is PauseMode.ABORT else []
+
+    def open(self) -> list[TokenDelta]:
+        """The news of requests that turn out not to be possible."""
+        self.closed = self.frozen = False
+        held, self._held = self._held, {}
+        return [delta for request in held.values() for delta in self._admit(request)]
+
+    def _admit(self, request: GenerateRequest) -> list[TokenDelta]:
+        try:
+            self._scheduler.add(request)
+        except InvalidRequestError as error:
+            return [
+                TokenDelta(
+                    request.id, index, [], finish=FinishReason.ERROR, error=error.message, refused=error.param or ""
+                )
+                for index in range(request.params.n)
+            ]
+        return []
+
+
+class NoExecutor:
+    """Stands where the executor was while its memory is given back."""
+
+    def forward(self, plan: StepPlan) -> Step:
+        raise AssertionError("a step was planned although the engine sleeps")
+
+    def sample(self, step: Step, payload: dict[str, Any]) -> None:
+        """No step comes here."""
+
+    def watch(self, spans: Spans) -> None:
+        """There are no steps."""
+
+    def close(self) -> None:
+        """Nothing is left to free."""
+
+
+class Bed:
+    """
+    Attributes:
+        level: how deep the engine sleeps; AWAKE if it does not.
+        empty: whether the executor's memory was given back, and no new one has been made.
+
+    Args:
+        sleeper: None where the engine was not started for sleeping.
+    """
+
+    def __init__(self, sleeper: Sleeper | None) -> None:
+        self.level = AWAKE
+        self._sleeper = sleeper
+        self._asleep: set[Part] = set()
+        self.empty = False
+
+    def check(self, level: int) -> Sleeper | None:
+        """Raises EngineStateError if the engine can't sleep so deep."""
+        if level and self._sleeper is None:
+            raise EngineStateError(
+                "The engine was not started for sleeping, so it keeps its memory; start it with --enable-sleep-mode "
+                "(enable_sleep_mode=True)."
+            )
+        return self._sleeper
+
+    def check_awake(self) -> None:
+        """Raises EngineStateError if anything sleeps."""
+        if self.level != AWAKE:
+            raise EngineStateError("The engine sleeps, so it can't go on; wake it up instead (/wake_up).")
+
+    def check_has(self, part: Part) -> None:
+        """Raises EngineStateError if this part sleeps."""
+        if part in self._asleep:
+            raise EngineStateError(
+                f"The engine sleeps without its {part}; wake up first, at least that (/wake_up?tags={part})."
+            )
+
+    def sleep(self, level: int) -> None:
+        """A deeper sleep may follow one that is not so deep; else nothing happens. From level 1 on the executor must
+        be closed."""
+        sleeper = self.check(level)
+        if level <= self.level:
+            return
+        if level and sleeper is not None:
+            self.empty = True
+            self._asleep = {Part.WEIGHTS, Part.KV_CACHE}
+            sleeper.sleep(level)
+        else:
+            self._asleep = {Part.SCHEDULING}
+        self.level = level
+
+    def wake_up(self, parts: Iterable[Part]) -> Executor | None:
+        """A new executor, if the last one's memory is all there again by this."""
+        for part in parts:
+            if part in self._asleep:
+                if self._sleeper is not None and part is not Part.SCHEDULING:
+                    self._sleeper.wake_up(part)
+                self._asleep.discard(part)
+        if self._asleep:
+            return None
+        executor = self._sleeper.executor() if self._sleeper is not None and self.empty else None
+        self.empty, self.level = False, AWAKE
+        return executor

@@ -1,0 +1,195 @@
+"""`Profiler`: a picture of what an engine's steps did, for https://ui.perfetto.dev and chrome://tracing.
+
+Format: Google's "Trace Event Format", in which torch's profiler writes too; our own spans go into its file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError
+from octavo.core.output import TokenDelta
+from octavo.core.plan import StepPlan
+from octavo.core.profiling import ProfileSettings
+from octavo.core.spans import Span, Spans
+
+log = logging.getLogger(__name__)
+
+_PREFIX = re.compile(r"[\w.-]{0,100}", re.ASCII)
+_HEAD = 1 << 16  # characters, within which a trace's head ends
+_BASE = re.compile(r'"baseTimeNanoseconds":\s*(\d+)')
+_EVENTS = re.compile(r'"traceEvents":\s*\[')
+_ROWS = ("steps", "kernels")
+
+Step = Callable[[], list[TokenDelta]]
+
+
+class Tracer(Protocol):
+    """What looks deeper than the loop, such as torch's profiler."""
+
+    def start(self) -> None: ...
+
+    def stop(self, path: Path) -> None:
+        """End, and write what was seen to `path` in the format above."""
+        ...
+
+
+class Profiler:
+    """One profile at a time, of a bounded length."""
+
+    def __init__(self, settings: ProfileSettings, tracer: Tracer) -> None:
+        """Raises ConfigError if the folder can't be written to."""
+        self._settings = settings
+        try:
+            settings.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=settings.folder).close()
+        except OSError as exc:
+            raise ConfigError(
+                f"--profiler-config: the folder {settings.folder} can't be used ({exc.strerror}); choose another "
+                "torch_profiler_dir."
+            ) from exc
+        self._tracer = tracer
+        self._spans: Spans | None = None
+        self._name = ""
+        self._steps = 0
+        self._began = 0.0
+        self._launched: dict[str, Any] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether a profile was started and not stopped."""
+        return self._spans is not None
+
+    def start(self, prefix: str) -> Spans:
+        """Begin a profile; the caller shows these spans what to watch.
+
+        Args:
+            prefix: how the trace's file name begins.
+
+        Raises:
+            EngineStateError: a profile is being made already.
+            InvalidRequestError: the prefix can't be part of a file's name.
+        """
+        if self.running:
+            raise EngineStateError("A profile is being made already; stop that one first (/stop_profile).")
+        if not _PREFIX.fullmatch(prefix):
+            raise InvalidRequestError(
+                "profile_prefix may have letters, digits, '.', '-' and '_'.", param="profile_prefix", value=prefix
+            )
+        self._settings.folder.mkdir(parents=True, exist_ok=True)
+        self._name = f"{prefix or 'octavo'}-{os.getpid()}.{time.time_ns() // 1_000_000}.pt.trace.json"
+        self._began, self._steps = time.monotonic(), 0
+        self._tracer.start()
+        self._spans = Spans()
+        return self._spans
+
+    def stop(self) -> str:
+        """End the profile, and write it; the path of the trace, or nothing if there was no profile."""
+        spans, self._spans = self._spans, None
+        if spans is None:
+            return ""
+        spans.release()
+        path = self._settings.folder / (self._name + (".gz" if self._settings.use_gzip else ""))
+        with tempfile.TemporaryDirectory(dir=self._settings.folder, prefix=".profile-") as folder:
+            seen, whole = Path(folder) / "seen.json", Path(folder) / path.name
+            self._tracer.stop(seen)
+            with seen.open(encoding="utf-8") as source, _open(whole) as out:
+                _merge(source, spans, out)
+            whole.replace(path)
+        log.info("a profile of %d steps was written to %s", self._steps, path)
+        return str(path)
+
+    def counted(self, step: Step) -> Step:
+        """A loop's step, with a span of its own; the profile that is too long after it ends itself."""
+
+        def noted() -> list[TokenDelta]:
+            spans, self._launched = self._spans, {}
+            began = time.monotonic_ns()
+            news = step()
+            self._steps += 1
+            if spans is not None:
+                about = {"step": self._steps, **self._launched}
+                spans.add(Span("step", "steps", began, time.monotonic_ns(), about))
+            self.end_if_due()
+            return news
+
+        return noted
+
+    def about(self, plan: StepPlan) -> dict[str, Any]:
+        """What a step's spans tell of it."""
+        self._launched = {"requests": len(plan.slots), "tokens": plan.total_tokens, "new_requests": len(plan.new)}
+        return self._launched
+
+    def end_if_due(self) -> None:
+        """End the profile if nobody has when its steps or its time are over."""
+        settings = self._settings
+        over = self._steps >= settings.max_steps or time.monotonic() - self._began >= settings.max_seconds
+        if self.running and over:
+            log.warning(
+                "the profile ends itself after %d steps; it may have %d (max_iterations) or %d seconds (max_seconds)",
+                self._steps,
+                settings.max_steps,
+                settings.max_seconds,
+            )
+            self.end()
+
+    def end(self) -> None:
+        """`stop`, for those who have other work to do: what goes wrong is only logged."""
+        try:
+            self.stop()
+        except Exception:
+            log.exception("the profile could not be written")
+
+
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "wt", compresslevel=3, encoding="utf-8")
+    return path.open("w", encoding="utf-8")
+
+
+def _merge(source: IO[str], spans: Iterable[Span], out: IO[str]) -> None:
+    """A trace with the spans before its own events. Its times are microseconds since a moment that its head tells."""
+    head = source.read(_HEAD)
+    base, events = _BASE.search(head), _EVENTS.search(head)
+    if events is None:
+        raise ValueError("the profiler's trace has no list of events in its head")
+    out.write(head[: events.end()])
+    # By the wall clock, as torch's are.
+    zero = time.time_ns() - time.monotonic_ns() - (int(base[1]) if base else 0)
+    for event in _events(spans, zero):
+        out.write(json.dumps(event) + ",\n")
+    out.write(head[events.end() :])
+    shutil.copyfileobj(source, out)
+
+
+def _events(spans: Iterable[Span], zero: int) -> Iterator[dict[str, Any]]:
+    process = os.getpid()
+    rows = {row: index + 1 for index, row in enumerate(_ROWS)}
+    for row, index in rows.items():
+        yield _meta("thread_name", process, index, name=f"octavo: {row}")
+        yield _meta("thread_sort_index", process, index, sort_index=index - len(rows) - 1)
+    for span in spans:
+        yield {
+            "ph": "X",
+            "cat": "octavo",
+            "name": span.name,
+            "pid": process,
+            "tid": rows[span.row],
+            "ts": (span.began + zero) / 1000,
+            "dur": (span.ended - span.began) / 1000,
+            "args": span.about,
+        }
+
+
+def _meta(what: str, process: int, row: int, **about: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": row, "args": about}

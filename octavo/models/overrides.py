@@ -1,0 +1,98 @@
+"""Whether the fields of the configuration that a user overrides are there to be read, and fit the weights."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.hub.files import ModelFiles
+from octavo.hub.overrides import ROPE_SETTINGS
+from octavo.models.encoders.registry import encoder_spec, is_encoder
+from octavo.models.registry import spec_of
+
+log = logging.getLogger(__name__)
+
+_READ_ELSEWHERE = {
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "id2label",
+    "num_labels",
+    "problem_type",
+    "is_matryoshka",
+    "matryoshka_dimensions",
+    "sbert_ce_default_activation_function",
+    "sentence_transformers",
+}
+"""Fields that are read by others than the model's architecture."""
+
+
+def check_overrides(files: ModelFiles, overrides: Mapping[str, Any]) -> None:
+    """Whether each overridden field exists; one that the model has and Octavo does not read is logged.
+
+    Args:
+        files: the model with the overrides.
+
+    Raises:
+        ConfigError: a field that neither the model has nor its architecture reads; the text names it. Or the overrides
+            make a configuration that can't be.
+        ModelFileError: the same, of a field that belongs to the architecture.
+    """
+    if not overrides:
+        return
+    watched, encoder = _Watched(files.config), is_encoder(files.config)
+    try:
+        (encoder_spec if encoder else spec_of)(watched)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"--hf-overrides {', '.join(overrides)}: a value is of the wrong kind ({exc}).") from exc
+    read = watched.read | _READ_ELSEWHERE
+    read = read - set(ROPE_SETTINGS) if encoder else read | set(ROPE_SETTINGS)
+    for name in overrides:
+        if name in read:
+            continue
+        if name not in files.own_fields:
+            near = difflib.get_close_matches(name, sorted(read | files.own_fields), n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            raise ConfigError(f"--hf-overrides {name}: neither the model nor its architecture has such a field{hint}")
+        log.warning("--hf-overrides %s has no effect: Octavo does not read this field of the model's config", name)
+
+
+@contextmanager
+def blamed(overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Loading of weights, which may not have the shapes that the overrides ask for.
+
+    Raises:
+        ConfigError: they don't; the text names the overrides.
+    """
+    try:
+        yield
+    except ModelFileError as exc:
+        if not overrides:
+            raise
+        raise ConfigError(
+            f"--hf-overrides {', '.join(overrides)}: the weights don't fit the overridden config: {exc} Leave out what "
+            "changes shapes, or say --load-format dummy for random weights."
+        ) from exc
+
+
+class _Watched(Mapping[str, Any]):
+    """A configuration that remembers which of its fields were asked for."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return self._config[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)

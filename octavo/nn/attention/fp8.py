@@ -1,0 +1,29 @@
+"""FP8 keys and values on a GPU, as the host must know them: see `triton_fp8.py` for what kernels do with them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+PLAIN, E4M3, E5M2 = 0, 1, 2
+FORMS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+
+
+def tile_width(head_dim: int, form: int) -> int:
+    """Channels of a tile, a power of two: the matrix units take 16 of them at once, and FP8's are divided in two."""
+    return max(16 if form == PLAIN else 32, triton.next_power_of_2(head_dim))
+
+
+@functools.cache
+def means_of(device: torch.device) -> int:
+    """What kernels take as MEANS."""
+    if device.type != "cuda":
+        return 0
+    return 2 if torch.cuda.get_device_capability(device) >= (8, 9) else 1
+
+
+def form_of(dtype: torch.dtype) -> int:
+    """What kernels take as FORM for a cache of this dtype."""
+    return FORMS.get(dtype, PLAIN)

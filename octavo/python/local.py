@@ -1,0 +1,81 @@
+"""`LocalEngine`: a model in this process with its text, which `LLM` and `LLMEngine` are made of."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from octavo.build import build_core
+from octavo.config import EngineConfig
+from octavo.core.params import SamplingParams
+from octavo.hub.progress import Progress, silent
+from octavo.python.loop import SharedLoop
+from octavo.python.tokenizer import ScriptTokenizer
+from octavo.text.answers import AnswerFormats
+from octavo.text.assembler import RequestAssembler
+from octavo.text.model_text import load_text
+from octavo.text.prepare import Preparer, Prompt, sampling_defaults, with_defaults
+from octavo.text.sources import model_files
+
+
+class LocalEngine:
+    """Loaded and ready; arguments and errors are those of `LLM`.
+
+    Attributes:
+        info: what was loaded.
+        tokenizer, template: the model's; the template is None if it has none.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        chat_template: str | None = None,
+        progress: Progress = silent,
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig.of(model=model, **settings) if model else EngineConfig.of(**settings)
+        files = model_files(config.model, weights=config.needs_weights, progress=progress)
+        loop, self.info = build_core(config, files)
+        self._core: SharedLoop | None = SharedLoop(loop)
+        text = load_text(files, config.model, chat_template=chat_template)
+        self.tokenizer, self.template = text.tokenizer, text.chat
+        reasoning = AnswerFormats.of(text.chat).reasoning
+        self._preparer = Preparer(text.tokenizer, self.info, reasoning=reasoning, max_tokens=text.max_tokens)
+        self._defaults = sampling_defaults(text.defaults)
+        self._ids = itertools.count()
+
+    @property
+    def core(self) -> SharedLoop:
+        """Raises RuntimeError if it was closed."""
+        if self._core is None:
+            raise RuntimeError("This LLM was closed; make a new one.")
+        return self._core
+
+    def open(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, **options: Any
+    ) -> RequestAssembler:
+        """Check and tokenize one prompt; its request is not added yet.
+
+        Args:
+            options: `priority` and how to tokenize.
+
+        Raises:
+            InvalidRequestError: it can't be served.
+        """
+        name = request_id or f"llm-{next(self._ids)}"
+        prepared = self._preparer.prepare(prompt, params, request_id=name, fit=True, **options)
+        return RequestAssembler(prepared.request, self.tokenizer, prepared.prompt_text)
+
+    def default_params(self) -> SamplingParams:
+        """What the model's authors recommend."""
+        return with_defaults(self._defaults, {})
+
+    def script_tokenizer(self) -> ScriptTokenizer:
+        return ScriptTokenizer(self.tokenizer, self.template)
+
+    def close(self) -> None:
+        """Free the model and its memory."""
+        if self._core is not None:
+            self._core.close()
+            self._core = None

@@ -1,0 +1,177 @@
+"""What `LLM` can do to what runs its model: give it other weights, and profile it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from octavo.core.errors import UnsupportedError
+from octavo.core.pausing import PauseMode
+from octavo.engine.rpc import bound, check_format
+from octavo.python.inputs import refuse
+from octavo.python.loop import SharedLoop
+
+
+class WorkerMethods(ABC):
+    """The part of `LLM` for trainers and research."""
+
+    @property
+    @abstractmethod
+    def _core(self) -> SharedLoop: ...
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        *,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+        abort_all_requests: bool = False,
+    ) -> None:
+        """Go on with the weights of another checkpoint of the same model, which are read beside those in use.
+
+        Args:
+            model_path: a folder or a .gguf file. Its tokenizer and its settings are not read.
+            load_format: as the setting of this name; by default it goes by the files.
+            flush_cache: forget what was computed with the old weights; open streams compute their tokens so far again.
+            weight_version: what the weights are called, in `stats()`.
+            abort_all_requests: end open streams, instead of letting them go on with the new weights.
+
+        Raises:
+            InvalidRequestError: the checkpoint can't be read, or is of another shape. The old weights stay.
+            EngineStateError: the weights are asleep.
+        """
+        mode = PauseMode.ABORT if abort_all_requests else PauseMode.KEEP
+        self._core.update_weights(
+            lambda weights: weights.stage(model_path, load_format), mode, weight_version, flush_cache=flush_cache
+        )
+
+    def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
+        """Agree on how weights are sent: by files, for which `init_info` is empty."""
+        check_transfer(request)
+
+    def start_weight_update(self) -> None:
+        """Expect `update_weights`."""
+        self._core.loop.check_weights().begin()
+
+    def update_weights(self, request: Mapping[str, Any]) -> None:
+        """Read some tensors.
+
+        Args:
+            request: {"update_info": {"path": a safetensors file, or a folder with some}}; or, of this process,
+                {"update_info": {"tensors": pairs of name and tensor}}.
+
+        Raises:
+            EngineStateError: `start_weight_update` was not called.
+            InvalidRequestError: there are none.
+        """
+        info = request.get("update_info") or {}
+        weights = self._core.loop.check_weights()
+        if "tensors" in info:
+            weights.take(info["tensors"])
+        else:
+            weights.receive(info)
+
+    def finish_weight_update(self, weight_version: str | None = None, *, flush_cache: bool = True) -> None:
+        """Go on with the tensors that came, which must be all of the model. The arguments are those of
+        `update_weights_from_disk`.
+
+        Raises:
+            InvalidRequestError: some are missing, or of another shape. The old weights stay; all must be sent again.
+        """
+        self._core.update_weights(
+            lambda weights: weights.stage_received(), PauseMode.KEEP, weight_version, flush_cache=flush_cache
+        )
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call something where the model runs, which is this process; a list of the one result.
+
+        Args:
+            method: a function, which gets the worker (`octavo.worker.worker.Worker`, or an encoder's) and then the
+                arguments; or a name of `octavo.engine.rpc.METHODS`.
+            timeout: None, for nothing is waited for.
+
+        Raises:
+            InvalidRequestError: there is no method of this name, or it takes other arguments.
+        """
+        refuse(timeout=timeout)
+        if callable(method):
+            return [method(self._core.loop.worker, *args, **(kwargs or {}))]
+        return [bound(_Calls(self, self._core), method, args, kwargs or {})]
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with the model, whose layers and weights it may read and change; a list of the one result.
+
+        On a CPU it is mostly a `NativeDecoder`, whose weights are packed for its kernels; with
+        `attention_backend="torch"`, and on GPUs, it is made of `torch.nn` modules.
+        """
+        return self.collective_rpc(lambda worker: func(worker.model))
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Note what each step does, until `stop_profile`, or until the profile is as long as it may be.
+
+        Args:
+            profile_prefix: how the name of the trace's file begins.
+
+        Raises:
+            EngineStateError: the LLM was not made with `profiler_config`, or a profile is being made.
+        """
+        self._core.loop.start_profile(profile_prefix or "")
+
+    def stop_profile(self) -> str:
+        """End the profile; the path of its trace, or nothing if there was none."""
+        return self._core.loop.stop_profile()
+
+
+class _Calls:
+    """The methods of `octavo.engine.rpc`, in this process."""
+
+    def __init__(self, llm: WorkerMethods, core: SharedLoop) -> None:
+        self._llm = llm
+        self._core = core
+
+    def check_health(self) -> None:
+        """An engine that is asked is well."""
+
+    def get_weight_version(self) -> str:
+        return self._core.stats().weight_version
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> str | None:
+        if not is_start:
+            return self._llm.stop_profile()
+        self._llm.start_profile(profile_prefix)
+        return None
+
+    def reload_weights(
+        self,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+        weight_version: str | None = None,
+        weights_iterator: Iterable[tuple[str, Any]] | None = None,
+    ) -> None:
+        check_format(is_checkpoint_format)
+        if weights_iterator is None:
+            self._core.update_weights(lambda weights: weights.stage(weights_path, None), version=weight_version)
+            return
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"tensors": weights_iterator}})
+        self._llm.finish_weight_update(weight_version)
+
+    def reset_prefix_cache(self) -> None:
+        self._core.loop.reset_prefix_cache()
+
+
+def check_transfer(request: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError unless weights are to be sent by files."""
+    if request.get("init_info"):
+        raise UnsupportedError(
+            "init_info must be empty: weights are read from files. Give their paths to update_weights.",
+            param="init_info",
+        )

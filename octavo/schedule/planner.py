@@ -1,0 +1,257 @@
+"""`Planner`: which requests get how many of their tokens computed in the next step.
+
+There is no prefill and no decode here. Every request has `uncomputed` tokens; a step computes as many of them as the
+budget and the KV cache allow. A new prompt, a chunk of one, a decode, a draft check and a resume after preemption
+differ only in that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.cache.cache import KVCache
+from octavo.core.errors import InvalidRequestError
+from octavo.core.request import Request
+from octavo.schedule.counters import Counters
+from octavo.schedule.hooks import EngineHook, admitted
+from octavo.schedule.limits import Limits
+from octavo.schedule.pace import Pace
+from octavo.schedule.policy import Policy, Rank
+from octavo.schedule.quarantine import Quarantine
+from octavo.schedule.roster import Roster
+from octavo.schedule.step import Admission, Step
+from octavo.schedule.victims import displaced_by, victim_of
+
+
+class Planner:
+    """Lays out steps, and seats and preempts requests for them.
+
+    Attributes:
+        num_deferred: requests that wait for something else than room, as of the last step.
+        refused: requests that a feature refused, or failed on, and why; whoever takes them ends them.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        cache: KVCache,
+        limits: Limits,
+        policy: Policy,
+        hooks: Sequence[EngineHook],
+        quarantine: Quarantine,
+        counters: Counters,
+    ) -> None:
+        self.num_deferred = 0
+        self.refused: list[tuple[Request, InvalidRequestError | RuntimeError]] = []
+        self._roster = roster
+        self._cache = cache
+        self._limits = limits
+        self._policy = policy
+        self._hooks = hooks
+        self._quarantine = quarantine
+        self._counters = counters
+        self._room = roster.room
+        self._beams = roster.beams
+        self._paced = policy.spreads_prompts and limits.paced_tokens > 0
+
+    def decide(self, *, in_flight: bool) -> Step:
+        """The next step; without rows if nothing can be computed. `in_flight`: launched steps are not committed yet."""
+        step = Step(budget=self._limits.max_num_batched_tokens)
+        alone = self._quarantine.current is not None
+        try:
+            if alone:
+                self._plan_alone(step, in_flight=in_flight)
+            else:
+                self._make_way(step)
+                self._fill(step)
+                while not step.rows and not in_flight and self._yield_beam(step):
+                    step.starved = None
+                    self._fill(step)
+        finally:
+            self.num_deferred = len(step.deferred)
+            for request in step.deferred:
+                self._roster.waiting.push(request)
+        left = 0 if self._quarantine.current is not None else len(self._roster.waiting) - self.num_deferred
+        head = self._roster.waiting.peek() if left else None
+        tokens = self._budget(step, head) if head else step.budget
+        self._counters.left(left, self._roster.num_free_slots, tokens)
+        return step
+
+    def preempt(self, request: Request) -> None:
+        """Let a request wait again; what it computed is computed anew, as far as it is not found again."""
+        self._counters.stats.num_preemptions += 1
+        self._roster.preempt(request)
+
+    def _fill(self, step: Step) -> None:
+        if self._paced:
+            head = self._roster.waiting.peek()
+            step.pace = Pace.of(self._limits.paced_tokens, [*self._roster.running, *([head] if head else [])])
+        self._plan_running(step)
+        self._plan_waiting(step)
+
+    def _plan_running(self, step: Step) -> None:
+        """Rows that only decode come first, so that no prompt holds them up; within each group by rank.
+
+        A waiting request may rank before one whose prompt still takes several steps; then it is admitted first.
+        """
+        small: list[Request] = []
+        large: list[Request] = []
+        for request in self._roster.running:
+            if self._beams.hold(request):
+                continue
+            if request.finish is None and request.inflight < self._limits.max_ahead and not request.certain_to_finish:
+                (small if request.uncomputed <= 1 + request.num_drafts else large).append(request)
+        for request in small:
+            if self._may_run(step, request):
+                self._plan_row(step, request)
+        for request in large:
+            self._plan_waiting(step, before=self._policy.rank(request))
+            if self._may_run(step, request):
+                self._plan_row(step, request)
+
+    def _may_run(self, step: Step, request: Request) -> bool:
+        preempted = request.slot < 0 or request in step.yielding
+        return not preempted and (step.starved is None or self._policy.rank(request) < step.starved)
+
+    def _plan_row(self, step: Step, request: Request) -> None:
+        num_tokens = self._allowed(step, request)
+        if num_tokens <= 0:
+            return
+        while not self._add_row(step, request, num_tokens):
+            victim = victim_of(request, self._roster.running, set(step.rows), self._policy)
+            if victim is None:
+                step.starved = self._policy.rank(request)
+                return
+            self.preempt(victim)
+
+    def _plan_waiting(self, step: Step, before: Rank | None = None) -> None:
+        """Admit by rank while there is room; with `before`, only those of a lower rank."""
+        waiting = self._roster.waiting
+        while step.starved is None and step.budget > 0 and self._roster.num_free_slots:
+            request = waiting.peek()
+            if request is None or (before is not None and self._policy.rank(request) > before):
+                return
+            if self._budget(step, request) <= 0:
+                return
+            admission = self._admit(step, request)
+            if admission is Admission.FULL:
+                return
+            waiting.pop()
+            if admission is Admission.WAIT:
+                step.deferred.append(request)
+
+    def _admit(self, step: Step, request: Request) -> Admission:
+        """Give a waiting request the KV it can share, a slot, and its first row."""
+        if not self._room.share(request, step.prompts):
+            return Admission.WAIT
+        shared = request.num_computed
+        num_tokens = self._allowed(step, request)
+        if num_tokens <= 0 or self._room.shortage(request, len(self._roster.running)) > 0:
+            self._room.unshare(request)
+            waits = num_tokens <= 0 and not self._limits.whole_prompts
+            return Admission.WAIT if waits else Admission.FULL
+        self._roster.seat(request)
+        if not self._add_row(step, request, num_tokens):
+            raise AssertionError(f"no KV block for request {request.id}, although there was room")
+        step.add_new(request, shared, self._beams.params(request))
+        self._counters.admission(request, shared)
+        return Admission.DONE
+
+    def _budget(self, step: Step, request: Request) -> int:
+        """How many tokens the step has left for a request; for a prompt that can wait they may be fewer."""
+        if step.pace is None or request.uncomputed <= 1 + request.num_drafts:
+            return step.budget
+        return step.pace.allowed(request, self._limits.max_num_batched_tokens - step.budget, step.budget)
+
+    def _allowed(self, step: Step, request: Request) -> int:
+        """How many of its tokens the request computes in this step; drafts go all together or not at all."""
+        num_tokens = min(request.uncomputed, self._budget(step, request))
+        if self._limits.whole_prompts and num_tokens < request.uncomputed:
+            return 0
+        num_tokens, error = admitted(self._hooks, request, num_tokens)
+        if error is not None:
+            self.refused.append((request, error))
+        end = request.num_computed + num_tokens
+        splits_drafts = num_tokens < request.uncomputed and end >= len(request.tokens) + request.pending
+        return 0 if request.num_drafts and splits_drafts else num_tokens
+
+    def _add_row(self, step: Step, request: Request, num_tokens: int) -> bool:
+        """Launch `num_tokens` of a request that has a slot; False, and nothing changed, if KV blocks lack."""
+        start, end = request.num_computed, request.num_computed + num_tokens
+        growth = self._cache.grow(request.table, start, end)
+        if growth is None:
+            return False
+        samples = num_tokens == request.uncomputed and request.max_tokens > 0
+        drafts = request.num_drafts if samples else 0
+        step.add_row(request, num_tokens, growth, samples=samples, drafts=drafts)
+        if self._beams.moved(request):
+            step.add_new(request, start, self._beams.params(request))
+        request.num_computed = end
+        request.inflight += 1
+        if samples:
+            request.pending += 1 + drafts
+            request.num_drafts = self._limits.num_drafts
+        self._room.register(request)
+        return True
+
+    # After a failure
+
+    def _plan_alone(self, step: Step, *, in_flight: bool) -> None:
+        """A step with one row, of a request under suspicion, and nothing else in flight."""
+        turns = 0 if in_flight else len(self._quarantine)
+        for _ in range(turns):
+            suspect = self._quarantine.current
+            if suspect is None or self._plan_suspect(step, suspect):
+                return
+            self._quarantine.postpone()
+
+    def _plan_suspect(self, step: Step, suspect: Request) -> bool:
+        """Whatever room it needs is taken from the others, who stand still meanwhile."""
+        roster = self._roster
+        others = sorted((r for r in roster.running if r is not suspect), key=self._policy.victim_rank)
+        if suspect.slot < 0:
+            while (found := self._admit(step, suspect) if roster.num_free_slots else Admission.FULL) is Admission.FULL:
+                self.preempt(others.pop())
+            if found is Admission.DONE:
+                roster.waiting.remove(suspect)
+            return found is Admission.DONE
+        num_tokens = self._allowed(step, suspect)
+        while num_tokens > 0 and not self._add_row(step, suspect, num_tokens):
+            self.preempt(others.pop())
+        return num_tokens > 0
+
+    # Who yields
+
+    def _make_way(self, step: Step) -> None:
+        """If the first in line finds no room, but may displace running requests, let as few of them yield as will do.
+
+        All of them or none: one that has steps in flight gets no further row now and is preempted when they are done.
+        """
+        running = self._roster.running
+        first = self._roster.waiting.peek()
+        if first is None or not running or not self._policy.displaces(first, running[-1]):
+            return
+        if not self._room.share(first, step.prompts):
+            return
+        shortage = self._room.shortage(first, len(running))
+        victims: list[Request] = []
+        if (shortage > 0 or not self._roster.num_free_slots) and self._allowed(step, first) > 0:
+            victims = displaced_by(first, running, shortage, self._policy, self._cache)
+        self._room.unshare(first)
+        if any(victim.inflight for victim in victims):
+            step.yielding.update(victims)
+        else:
+            for victim in victims:
+                self.preempt(victim)
+
+    def _yield_beam(self, step: Step) -> bool:
+        """Nothing runs because beams hold slots and blocks while they wait for one of theirs; whether one yielded."""
+        head = self._roster.waiting.peek()
+        needy = (step.starved, self._policy.rank(head) if head else None)
+        ranks = [rank for rank in needy if rank is not None]
+        if not ranks:
+            return False
+        victim = self._beams.yielding(self._roster.running, lambda r: self._policy.rank(r) > min(ranks))
+        if victim is not None:
+            self.preempt(victim)
+        return victim is not None

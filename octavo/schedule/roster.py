@@ -1,0 +1,111 @@
+"""`Roster`: who waits and who runs, and the slots and KV blocks that the running ones hold."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+
+from octavo.cache.cache import KVCache
+from octavo.core.output import FinishReason
+from octavo.core.request import Request
+from octavo.schedule.beam import Beams
+from octavo.schedule.hooks import EngineHook, released
+from octavo.schedule.limits import Limits
+from octavo.schedule.policy import Policy
+from octavo.schedule.queue import WaitingQueue
+from octavo.schedule.room import Room
+
+
+class Roster:
+    """Every request that has not been forgotten.
+
+    Attributes:
+        waiting: those without a slot, in the policy's order.
+        running: those with a slot, in the order of rank.
+        beams: which of them are beams of one search.
+        room: what of the KV cache is theirs.
+    """
+
+    def __init__(self, cache: KVCache, policy: Policy, limits: Limits, hooks: Sequence[EngineHook]) -> None:
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Request] = []
+        self.beams = Beams()
+        self.room = Room(cache, self.beams, share_prefixes=limits.share_prefixes, watermark=limits.watermark)
+        self._cache = cache
+        self._policy = policy
+        self._hooks = hooks
+        self._alive: dict[str, list[Request]] = {}
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._freed: list[int] = []
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._alive
+
+    def __len__(self) -> int:
+        """Requests that are alive; the choices of one count once."""
+        return len(self._alive)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def choices(self, request_id: str | None, index: int | None) -> Iterator[Request]:
+        """The choices of a request (None: of every one), or the one with this index; none of an unknown id."""
+        found = list(self._alive.values()) if request_id is None else [self._alive.get(request_id, [])]
+        return (choice for one in found for choice in one if index is None or choice.index == index)
+
+    def enter(self, choices: list[Request]) -> None:
+        """A request has come: its choices wait."""
+        self._alive[choices[0].id] = choices
+        self.beams.open(choices)
+        for choice in choices:
+            self.waiting.push(choice)
+
+    def seat(self, request: Request) -> None:
+        """Give a request that was taken from the queue a slot and let it run."""
+        request.slot = self._free_slots.pop()
+        bisect.insort(self.running, request, key=self._policy.rank)
+
+    def preempt(self, request: Request) -> None:
+        """Take slot and blocks back. Its full blocks stay findable, so a resume is often a prefix hit."""
+        request.num_lost = request.num_computed
+        request.num_preemptions += 1
+        self._give_back(request)
+        request.num_computed = request.pending = request.num_drafts = 0
+        self.waiting.push(request)
+
+    def leave(self, request: Request) -> None:
+        """A request has ended. Its slot and blocks go now if no launched step holds them, else with `release`."""
+        if request.slot < 0:
+            self.waiting.discard()
+            self._forget(request)
+        elif not request.inflight:
+            self.release(request)
+
+    def release(self, request: Request) -> None:
+        """Take slot and blocks of a request that has ended, and forget it."""
+        self._give_back(request)
+        self._forget(request)
+
+    def take_freed(self) -> list[int]:
+        """The slots given back since the last call."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def _give_back(self, request: Request) -> None:
+        if request.inflight:
+            raise AssertionError(f"request {request.id} has {request.inflight} steps in flight and can't be freed")
+        if request.finish is not FinishReason.ERROR:
+            self.room.register(request)
+        self._cache.release(request.table)
+        self.running.remove(request)
+        self._free_slots.append(request.slot)
+        self._freed.append(request.slot)
+        self.beams.moved(request)  # if it comes back, its slot is filled anyway
+        request.slot = -1
+
+    def _forget(self, request: Request) -> None:
+        released(self._hooks, request)
+        if all(r.finish is not None and r.slot < 0 for r in self._alive.get(request.id, ())):
+            self._alive.pop(request.id, None)
+            self.beams.close(request)

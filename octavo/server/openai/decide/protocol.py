@@ -1,0 +1,189 @@
+"""What `POST /v1/decisions` takes and gives, as OpenAI's client declares them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+
+_TEXTS = ("input_text", "output_text")
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequestError("what is said must be a string or a list of parts.")
+    return "\n".join(map(_part, value))
+
+
+def _part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image":
+        raise UnsupportedError("Decisions take text input only: images are not supported. Leave out input_image.")
+    if kind in _TEXTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if kind == "input_json" and isinstance(part.get("data"), dict | list):
+        return json.dumps(part["data"], ensure_ascii=False)
+    raise InvalidRequestError("a part must be an object of the type input_text, with text, or input_json, with data.")
+
+
+_PARTS = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
+}
+Words = Annotated[str, BeforeValidator(_words), WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS]})]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class Turn(_Body):
+    """One message of the input."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Words
+    type: Literal["message"] = "message"
+
+
+def _turns(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+_TURN = {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role", "content"]}
+Said = Annotated[
+    list[Turn],
+    BeforeValidator(_turns),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TURN}]}),
+]
+
+
+class _Question(_Body):
+    instructions: Words
+    name: str | None = None
+
+
+class PredicateQuestion(_Question):
+    """How likely it is that a statement is true."""
+
+    type: Literal["predicate"]
+
+
+class Choice(_Body):
+    value: str | bool
+    description: str = ""
+
+
+class ChoiceQuestion(_Question):
+    """Which of the choices it is."""
+
+    type: Literal["choice"]
+    choices: Annotated[list[Choice], Field(min_length=2, max_length=255)]
+
+
+class Level(_Body):
+    label: str
+    description: str = ""
+
+
+class ScoreQuestion(_Question):
+    """How far up on a scale it is; the lowest level is worth 0, the next 1."""
+
+    type: Literal["score"]
+    levels: Annotated[list[Level], Field(min_length=2, max_length=10)]
+
+
+Question = PredicateQuestion | ChoiceQuestion | ScoreQuestion
+
+
+def _plain(schema: dict[str, Any]) -> None:
+    """Each kind names its type: readers of the document need no further hint."""
+    schema.pop("discriminator", None)
+
+
+_OneQuestion = Annotated[Question, Field(discriminator="type", json_schema_extra=_plain)]
+
+
+class DecisionBody(_Body):
+    """`input` is what all the questions are about, a text or messages. `prompt_cache_*` and `safety_identifier` are
+    for OpenAI's own service and change nothing."""
+
+    input: Said
+    questions: Annotated[list[_OneQuestion], Field(min_length=1, max_length=400)]
+    model: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    safety_identifier: Any = None
+
+
+class PredicateAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    type: str = "predicate"
+    name: str | None
+    probability: float
+
+
+class ChoiceProbability(msgspec.Struct, frozen=True):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`confidence` is the probability of the choice among all that the model could have said."""
+
+    type: str = "choice"
+    name: str | None
+    choice: str | bool
+    probabilities: list[ChoiceProbability]
+    confidence: float
+
+
+class LevelProbability(msgspec.Struct, frozen=True):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`score` is the expected level; `confidence` as for choices, of the likeliest level."""
+
+    type: str = "score"
+    name: str | None
+    score: float
+    probabilities: list[LevelProbability]
+    confidence: float
+
+
+Answer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class DecisionUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The answers, in the questions' order."""
+
+    model: str
+    answers: list[Any]
+    usage: DecisionUsage
+    warnings: list[str] | UnsetType = UNSET

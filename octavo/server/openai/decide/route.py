@@ -1,0 +1,81 @@
+"""`POST /v1/decisions`."""
+
+from __future__ import annotations
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.output import RequestOutput
+from octavo.core.params import OutputKind, SamplingParams
+from octavo.core.request import BACKGROUND
+from octavo.server.body import parse_body, require
+from octavo.server.context import ServerContext, engine_id
+from octavo.server.errors import json_response
+from octavo.server.openai.decide.protocol import (
+    Decision,
+    DecisionBody,
+    DecisionUsage,
+    InputDetails,
+    OutputDetails,
+    Question,
+)
+from octavo.server.openai.decide.questions import answer_to, conversation, labels_for, logprobs_of, options_of
+from octavo.server.openai.generation import Job, collect
+from octavo.server.stream import until_disconnect
+
+
+async def decisions(ctx: ServerContext, request: Request) -> Response:
+    """Answer each question by the token with which the model would go on."""
+    body = await parse_body(request, DecisionBody, ctx.config.max_body_bytes)
+    model = ctx.check_model(body.model)
+    unknown = list(body.model_extra or {})
+    strict = next(iter(unknown), None) if ctx.config.strict_params else None
+    require(strict is None, strict or "", None, f"{strict} is not a parameter that this server knows.")
+    name = f"decision-{request.state.request_id}"
+    jobs, tokens = [], []
+    for number, question in enumerate(body.questions):
+        labels = labels_for(len(options_of(question)), ctx.frontend.tokenizer, f"questions.{number}")
+        tokens.append(list(labels.values()))
+        jobs.append(await _job(ctx, body, question, labels, name))
+    outputs = await until_disconnect(request.receive, collect(ctx, jobs))
+    answers = [
+        answer_to(question, logprobs_of((output.outputs[0].logprobs or [{}])[0], asked))
+        for question, output, asked in zip(body.questions, outputs, tokens, strict=True)
+    ]
+    warnings = [f"The unknown field `{one}` was ignored." for one in unknown]
+    return json_response(
+        Decision(model=model, answers=answers, usage=_usage(jobs, outputs), warnings=warnings or UNSET)
+    )
+
+
+async def _job(ctx: ServerContext, body: DecisionBody, question: Question, labels: dict[str, int], name: str) -> Job:
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        detokenize=False,
+        logprob_token_ids=list(labels.values()),
+        output_kind=OutputKind.FINAL_ONLY,
+    )
+    messages = conversation(body.input, question, list(labels))
+    try:
+        text = ctx.frontend.render_chat(messages, template_kwargs={"enable_thinking": False})
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, param="input", value=error.value) from None
+    made = await ctx.frontend.prepare_async(
+        text,
+        params,
+        request_id=engine_id(name),
+        priority=BACKGROUND if ctx.background else 0,
+        namespace=body.cache_salt or "",
+        add_special_tokens=False,
+        param="input",
+    )
+    return Job(made, None, params)
+
+
+def _usage(jobs: list[Job], outputs: list[RequestOutput]) -> DecisionUsage:
+    asked = sum(len(job.prompt_tokens) for job in jobs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return DecisionUsage(asked, InputDetails(cached), len(jobs), OutputDetails(), asked + len(jobs))

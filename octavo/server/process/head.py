@@ -1,0 +1,161 @@
+"""`HttpConnection`: uvicorn's HTTP/1 connection, with what there is to do before a request is one.
+
+A request's head (its first line and headers) may take so much time and room and no more, failures are told in the form
+of all others, an offer of HTTP/2 is passed over, and HTTP/1.0 gets answers that it can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from octavo.server.errors import ApiError
+
+MAX_HEAD = 64 << 10
+
+
+def http_class(head_timeout_s: float) -> type[HttpConnection]:
+    """Connections on which a head may take so long."""
+    return type("HttpConnection", (HttpConnection,), {"head_timeout_s": head_timeout_s})
+
+
+class HttpConnection(HttpToolsProtocol):
+    """A connection.
+
+    Attributes:
+        head_timeout_s: from its first byte, and of a new connection from its beginning, until a head is complete.
+    """
+
+    head_timeout_s = 60.0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._in_head = True
+        self._num_heads = 0
+        self._head_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        within, heads = self._in_head, self._num_heads
+        self._feed(data)
+        if not self._in_head or self.transport.is_closing():
+            return
+        if within and heads == self._num_heads:  # nothing but a part of a head
+            self._start_timer()
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD:
+                self._refuse(431, f"The request's headers are too large: at most {MAX_HEAD:,} bytes are taken.")
+
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            else:
+                self._stay(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _stay(self, rest: bytes) -> None:
+        """Read a request that offers another protocol, such as HTTP/2, as if it did not, for that is allowed (RFC 9110,
+        7.8); the parser has let go of what follows its headers."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("There is nothing here to connect to.")
+            return
+        lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] not in (b"upgrade", b"http2-settings")]
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(b"\r\n".join([*lines, b"", rest]))
+
+    def on_message_begin(self) -> None:
+        self._start_timer()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self._offers_another_protocol():
+            return
+        self._in_head, self._head_bytes = False, 0
+        self._num_heads += 1
+        self._stop_timer()
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.send = _UntilClosed(self.cycle).send  # type: ignore[method-assign]
+
+    def on_message_complete(self) -> None:
+        if self._offers_another_protocol():
+            return
+        self._in_head = True
+        super().on_message_complete()
+
+    def _offers_another_protocol(self) -> bool:
+        return bool(self.parser.should_upgrade()) and not self._should_upgrade()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._in_head = False  # for good: the connection is another protocol's from now on
+        super().handle_websocket_upgrade()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, f"{msg} Send HTTP/1.1 as RFC 9112 has it; HTTP libraries do.")
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.head_timeout_s, self._too_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_late(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self.flow.read_paused or (self.cycle is not None and not self.cycle.response_complete):
+            self._start_timer()  # it is the answer before that takes so long
+        elif self._head_bytes:
+            self._refuse(408, f"The request's headers took longer than {self.head_timeout_s:g} s (--body-timeout).")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = ApiError(status, message).body()
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+class _UntilClosed:
+    """An answer to HTTP/1.0, which knows no chunks: one of unknown length ends with the connection (RFC 9112, 6.3)."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._open = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._open = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._open:
+                self._cycle.chunked_encoding = False
+        elif self._open:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)

@@ -1,0 +1,133 @@
+"""Running the server: bind first, open the engine, serve, and leave in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.config import ServerConfig
+from octavo.core.errors import ConfigError, OctavoError
+from octavo.server.fingerprint import check_fingerprint
+from octavo.server.middleware import load_middleware
+from octavo.server.process.address import bind_all, release
+from octavo.server.process.garbage import seldom_collecting
+from octavo.server.process.keys import with_key_file
+from octavo.server.process.log import log_to
+from octavo.server.process.stop import Stop
+from octavo.server.process.tls import check_tls
+from octavo.server.tracing.start import check_traces
+
+if TYPE_CHECKING:
+    from octavo.text.frontend import Frontend
+
+logger = logging.getLogger("octavo.server")
+
+OpenFrontend = Callable[[], AbstractAsyncContextManager["Frontend"]]
+Announce = Callable[[str], None]
+Lead = Callable[["Frontend", ServerConfig, list[socket.socket], Announce, Stop], Awaitable[None]]
+
+
+_OPEN_FILES = 65_536
+_FEW_FILES = 1024
+
+
+def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: Announce = print) -> int:
+    """Bind, open the engine, serve until a signal comes; the process's exit status.
+
+    Args:
+        open_frontend: starts the engine when entered and closes it when left.
+        announce: told where the server is, once it is ready.
+    """
+    try:
+        log_to(config)
+        raise_open_files()
+        config = with_key_file(config)
+        check_tls(config)
+        check_fingerprint(config)
+        load_middleware(config.middleware)
+        check_traces(config)
+        check_jobs_dir(config)
+        with ExitStack() as stack:
+            socks = [stack.enter_context(sock) for sock in bind_all(config)]
+            stack.callback(release, config)
+            runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
+            return runner.run(_run(open_frontend, config, socks, announce))
+    except OctavoError as exc:
+        print(f"octavo: error: {exc}", file=sys.stderr)
+        return 1
+
+
+async def _run(
+    open_frontend: OpenFrontend, config: ServerConfig, socks: list[socket.socket], announce: Announce
+) -> int:
+    with Stop().listening() as stop:
+        stop.loading = asyncio.current_task()
+        # As long as the engine's process is busy importing and loading, another core is free for ours.
+        importing = asyncio.create_task(asyncio.to_thread(_import_lead))
+        try:
+            async with open_frontend() as frontend:
+                lead = await importing
+                stop.loading = None
+                with seldom_collecting():
+                    await lead(frontend, config, socks, announce, stop)
+        except asyncio.CancelledError:
+            if not stop.first.is_set():
+                raise
+            print("octavo: stopped before the server was ready.", file=sys.stderr)
+            return 128 + stop.number
+    return 0
+
+
+def _import_lead() -> Lead:
+    from octavo.server.process.serving import lead
+
+    return lead
+
+
+def check_jobs_dir(config: ServerConfig) -> None:
+    """
+    Raises:
+        ConfigError: the folder that the settings name for files and batches can't be written to.
+    """
+    if config.jobs_dir is None:
+        return
+    folder = Path(config.jobs_dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as exc:
+        reason = exc.strerror or exc
+        raise ConfigError(
+            f"--jobs-dir {folder} can't be used ({reason}); give a folder that can be written to."
+        ) from exc
+
+
+def raise_open_files() -> None:
+    """Each connection is an open file, and the limit that most shells set, 1,024, would soon break them off unheard."""
+    try:
+        import resource
+    except ImportError:  # there are no such limits on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if wanted < _FEW_FILES:
+        text = "Only %d files may be open at once (ulimit -n): connections beyond about as many are closed unheard."
+        logger.warning(text, wanted)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # there is none for Windows
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,0 +1,251 @@
+"""`serve`: a front end behind HTTP, until it is asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from octavo.config import ServerConfig
+from octavo.core.errors import EngineDeadError
+from octavo.server.app import create_app
+from octavo.server.batch.service import BatchService
+from octavo.server.metrics.log_line import log_stats
+from octavo.server.metrics.metrics import Metrics
+from octavo.server.process.address import base_url, bind
+from octavo.server.process.connection import connection_class
+from octavo.server.process.head import http_class
+from octavo.server.process.lifecycle import Lifecycle
+from octavo.server.process.log import silent_access, uvicorn_log
+from octavo.server.process.stop import Stop
+from octavo.server.process.tls import refresh
+from octavo.server.routes.home import curl_example
+from octavo.server.siblings.crew import Crew, leading
+from octavo.server.siblings.link import listening
+from octavo.server.siblings.siblings import Siblings
+from octavo.server.tracing.start import tracing
+from octavo.text.frontend import Frontend
+
+logger = logging.getLogger("octavo.server")
+
+_AFTER_ABORT_S = 5.0
+_AT_ONCE_S = 1.0
+_BACKLOG = 4096
+_LOOK_S = 0.1
+
+
+async def lead(
+    frontend: Frontend, config: ServerConfig, socks: list[socket.socket], announce: Callable[[str], None], stop: Stop
+) -> None:
+    """`serve` as the first of the server's API processes, or as the only one."""
+    if config.api_server_count == 1:
+        await serve(frontend, config, sock=socks[0], announce=announce, stop=stop)
+        return
+    async with leading(frontend, config, socks) as crew:
+        siblings = crew.siblings
+        await serve(frontend, config, sock=socks[0], announce=announce, stop=stop, siblings=siblings, crew=crew)
+
+
+async def serve(
+    frontend: Frontend,
+    config: ServerConfig,
+    *,
+    sock: socket.socket | None = None,
+    announce: Callable[[str], None] = print,
+    stop: Stop | None = None,
+    siblings: Siblings | None = None,
+    crew: Crew | None = None,
+) -> None:
+    """Serve until the first stop signal, then finish what is in flight, for `shutdown_timeout_s` at most.
+
+    A second signal ends at once. The engine is left open, unless it hangs: whoever opened it closes it.
+
+    Args:
+        sock: bound already; it is closed at the end.
+        announce: told where the server is, once it is ready.
+        stop: listens to signals already; by default this listens itself.
+        siblings: the other API processes, where there are several.
+        crew: those, for the one that starts and ends them.
+
+    Raises:
+        ConfigError: the address can't be had.
+        EngineDeadError: the engine has died; whoever was being answered has been told.
+        CrewError: the other processes can't be kept up.
+    """
+    if stop is None:
+        with Stop().listening() as stop:
+            await serve(frontend, config, sock=sock, announce=announce, stop=stop)
+        return
+    lifecycle = Lifecycle(siblings.board if siblings else None)
+    leads = siblings is None or siblings.leads
+    async with AsyncExitStack() as stack:
+        traces = await stack.enter_async_context(tracing(config, frontend.info.name))
+        app = create_app(frontend, config, lifecycle=lifecycle, siblings=siblings, crew=crew, traces=traces)
+        stack.enter_context(silent_access(config.disable_access_log_for_endpoints))
+        bound = stack.enter_context(sock or bind(config))
+        if siblings is not None:
+            await stack.enter_async_context(listening(app.state.private, siblings.path(siblings.index)))
+        server = _Server(_uvicorn_config(app, config))
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        batches: BatchService = app.state.batches
+        interval = 0 if config.disable_log_stats or not leads else config.log_stats_interval_s
+        lost = asyncio.Event()
+        background = [asyncio.create_task(log_stats(frontend.engine.stats, interval))]
+        if leads:
+            background.append(asyncio.create_task(_watch_for_death(frontend, lost)))
+        try:
+            await _until(serving, server.ready)
+            if leads:
+                await batches.start()
+            if config.enable_ssl_refresh and server.config.ssl is not None:
+                background.append(asyncio.create_task(refresh(server.config.ssl, config)))
+            if crew is not None:
+                await _until(serving, crew.ready, crew.failed, lost, stop.first)
+                crew.check()
+            if not stop.first.is_set() and not lost.is_set():
+                announce(_ready_line(frontend, config, bound))
+            await _until(serving, stop.first, lost, *([crew.failed] if crew else ()))
+            await _wind_down(frontend, config, lifecycle, batches, stop, crew)
+            server.should_exit = True
+            server.force_exit = stop.second.is_set()
+            await serving
+            if lost.is_set() and not stop.first.is_set():
+                raise EngineDeadError(frontend.engine.health().reason)
+            if crew is not None:
+                crew.check()
+        finally:
+            await batches.stop()
+            for task in (*background, serving):
+                task.cancel()
+            await asyncio.wait([*background, serving])
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's server, with signals left to us. `ready` is set once it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    metrics: Metrics = app.state.metrics
+    return uvicorn.Config(
+        app,
+        http=connection_class(http_class(config.body_timeout_s), config.unread_timeout_s, metrics.http.count_unread),
+        ws=connection_class(WebSocketsSansIOProtocol, config.unread_timeout_s, metrics.http.count_unread),
+        ws_max_size=config.max_body_bytes,
+        ws_per_message_deflate=False,  # a chunk is small: compressing it costs more than it saves
+        lifespan="off",
+        **uvicorn_log(config),
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=config.keep_alive_s,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile_password=config.ssl_keyfile_password,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+        ssl_ciphers=config.ssl_ciphers,
+        timeout_graceful_shutdown=1,
+    )
+
+
+async def _until(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
+    """Wait for the first of `events`; if the server ends before, with its error, so does this."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait({serving, *waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
+    if serving.done():
+        serving.result()
+
+
+async def _watch_for_death(frontend: Frontend, lost: asyncio.Event) -> None:
+    """Set `lost` once the engine has died: the server then ends, so that whoever keeps it up starts it anew."""
+    while not frontend.engine.health().final:
+        await asyncio.sleep(_LOOK_S)
+    lost.set()
+
+
+async def _wind_down(
+    frontend: Frontend, config: ServerConfig, lifecycle: Lifecycle, batches: BatchService, stop: Stop, crew: Crew | None
+) -> None:
+    """Take no new requests, and let those in flight finish, here and in the other processes."""
+    lifecycle.drain()
+    if crew is not None:
+        crew.stop()
+    await batches.stop()
+    await _drain(frontend, lifecycle, config, stop)
+    if crew is not None:
+        await _follow(crew, stop)
+
+
+async def _drain(frontend: Frontend, lifecycle: Lifecycle, config: ServerConfig, stop: Stop) -> None:
+    if lifecycle.inflight:
+        logger.info(
+            "Stopping: %d requests in flight have %.0f s to finish; a second signal ends them now.",
+            lifecycle.inflight,
+            config.shutdown_timeout_s,
+        )
+    await _wait_any(lifecycle.idle, stop.second, timeout=config.shutdown_timeout_s)
+    if lifecycle.idle.is_set():
+        return
+    logger.warning("Stopping: %d requests did not finish and are aborted.", lifecycle.inflight)
+    for request_id in sorted(lifecycle.active):
+        await frontend.abort(request_id)
+    if not stop.second.is_set():
+        await _wait_any(lifecycle.idle, stop.second, timeout=_AFTER_ABORT_S)
+    if not lifecycle.idle.is_set():  # an engine that steps tells of their ends within one step
+        await _wait_any(lifecycle.idle, timeout=_AT_ONCE_S)
+    if not lifecycle.idle.is_set():
+        logger.warning("Stopping: the engine did not end %d requests; they end with an error.", lifecycle.inflight)
+        await frontend.engine.close()
+        await _wait_any(lifecycle.idle, timeout=_AFTER_ABORT_S)
+
+
+async def _follow(crew: Crew, stop: Stop) -> None:
+    """Wait until the other processes have finished too; they keep to the same times."""
+    if not stop.second.is_set():
+        await _wait_any(crew.ended, stop.second, timeout=crew.patience_s)
+    if stop.second.is_set():
+        crew.stop()
+
+
+async def _wait_any(*events: asyncio.Event, timeout: float) -> None:
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -> str:
+    url = base_url(config, sock)
+    model = (*config.served_model_name, frontend.info.name)[0]
+    curl = curl_example(
+        url + config.root_path.rstrip("/"),
+        model,
+        needs_key=bool(config.api_keys),
+        generates="generate" in frontend.info.tasks,
+        by_ids=not frontend.tokenizer.present,
+        uds=config.uds,
+    )
+    return f"The server is ready at {config.uds or url} and serves {model}. Try it:\n  {curl}"

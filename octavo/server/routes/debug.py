@@ -1,0 +1,78 @@
+"""What the server is doing right now, for whoever is called when it does too little."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.context import ServerContext
+from octavo.server.errors import json_response
+from octavo.server.metrics.requests import RequestRecord
+
+
+class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has not ended. Times in seconds; tokens are those of all choices.
+
+    Attributes:
+        state: "first token" as long as that is awaited: it is in the queue, or its prompt is computed.
+        since_last_token: None while there is no token.
+    """
+
+    id: str
+    state: str
+    age: float
+    prompt_tokens: int
+    generated_tokens: int
+    since_last_token: float | None
+    max_tokens: int | None
+    n: int
+    priority: int
+
+
+def debug_routes(ctx: ServerContext) -> APIRouter:
+    """GET /debug/requests."""
+    router = APIRouter(tags=["status"])
+
+    async def requests(request: Request) -> Response:
+        """The requests that this process is answering, the oldest first, and how the engine is."""
+        now = time.monotonic()
+        stats, health = ctx.frontend.engine.stats(), ctx.frontend.engine.health()
+        oldest_first = sorted(ctx.metrics.requests.live, key=lambda record: record.arrival)
+        return json_response(
+            {
+                "engine": {
+                    "healthy": health.ok,
+                    "reason": health.reason,
+                    "running": stats.num_running,
+                    "waiting": stats.num_waiting,
+                    "waits_for": stats.waits_for,
+                    "kv_cache_usage": round(stats.kv_usage, 4),
+                    "preemptions": stats.num_preemptions,
+                    "last_step_seconds": round(stats.last_step_s, 4),
+                },
+                "requests": [_live(ctx, record, now) for record in oldest_first],
+            }
+        )
+
+    router.add_api_route("/debug/requests", requests, methods=["GET"])
+    return router
+
+
+def _live(ctx: ServerContext, record: RequestRecord, now: float) -> LiveRequest:
+    request = record.request
+    received = ctx.frontend.engine.received(request.id)
+    return LiveRequest(
+        id=request.id,
+        state="generating" if received.tokens else "first token",
+        age=round(now - record.arrival, 3),
+        prompt_tokens=len(request.tokens),
+        generated_tokens=received.tokens,
+        since_last_token=None if received.at is None else round(now - received.at, 3),
+        max_tokens=request.params.max_tokens,
+        n=request.params.n,
+        priority=request.priority,
+    )

@@ -1,0 +1,1 @@
+"""The OpenAPI document: request bodies, and what of them this server takes."""

@@ -1,0 +1,53 @@
+"""Request bodies in the OpenAPI document. The routes read their bodies themselves, so FastAPI can't know them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from octavo.server.schema.limits import narrow
+
+_REF = "#/components/schemas/{model}"
+
+
+def describe(body: type[BaseModel]) -> dict[str, Any]:
+    """What a route's `openapi_extra` says of its body."""
+    schema = {"$ref": _REF.format(model=body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def install(app: FastAPI, bodies: list[type[BaseModel]], limits: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Let the app's OpenAPI document define `bodies`, narrowed to `limits`, which `limits.py` makes."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            defined = copy.deepcopy(definitions.get("$defs", {}))
+            for name, schema in defined.items():
+                for field, part in schema.get("properties", {}).items():
+                    narrow(part, [*limits.get(field, ()), *limits.get(f"{name}.{field}", ())])
+            schemas.update(defined)
+            for path, methods in document["paths"].items():
+                for operation in methods.values():
+                    _declare(operation, re.findall(r"{(\w+)}", path))
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _declare(operation: dict[str, Any], names: list[str]) -> None:
+    """The parts of a path that its route reads off the request itself."""
+    known = operation.setdefault("parameters", []) if names else []
+    declared = {one["name"] for one in known}
+    form = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    known += [{"name": name, **form} for name in names if name not in declared]

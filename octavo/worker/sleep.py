@@ -1,0 +1,92 @@
+"""`WorkerSleep`: gives back the memory of weights and KV cache while the engine sleeps, and takes it again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from octavo.core.pausing import Part
+from octavo.worker.runner import Runner
+from octavo.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from octavo.worker.resident.runner import ResidentRunner
+
+
+class WorkerSleep:
+    """A `Sleeper` for one worker.
+
+    Args:
+        make_runner: a runner over the worker's model, with an empty KV cache.
+    """
+
+    def __init__(self, worker: Worker, make_runner: Callable[[], Runner | ResidentRunner]) -> None:
+        self._worker = worker
+        self._make_runner = make_runner
+        self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    def sleep(self, level: int) -> None:
+        """The KV cache went with the runner. Weights on a host stay where they are at level 1."""
+        worker = self._worker
+        if level == 2:
+            self._kept, worker.model = [], None
+        elif worker.device.torch_device.type != "cpu":
+            self._kept = [(storage, _put_away(storage)) for storage in _storages(worker.model)]
+        gc.collect()
+        worker.device.give_back()
+
+    def wake_up(self, part: Part) -> None:
+        """The KV cache is taken by the next runner."""
+        if part is not Part.WEIGHTS:
+            return
+        if self._worker.model is None:
+            self._worker.load()
+        for storage, copy in self._kept:
+            storage.resize_(copy.numel())
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+        if self._kept:
+            torch.cuda.synchronize()
+        self._kept = []
+
+    def executor(self) -> Runner | ResidentRunner:
+        return self._make_runner()
+
+
+def _storages(model: object) -> list[torch.UntypedStorage]:
+    """The device memory behind all tensors of a model, each piece once."""
+    storages = (tensor.untyped_storage() for tensor in tensors_of(model) if tensor.device.type != "cpu")
+    return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
+
+
+def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """All tensors in modules, in Octavo's own objects and in collections, from `value` on."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_of(one, seen)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_of(one, seen)
+    elif id(value) not in seen and (isinstance(value, torch.nn.Module) or type(value).__module__.startswith("octavo.")):
+        seen.add(id(value))
+        for name in [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]:
+            yield from tensors_of(getattr(value, name, None), seen)
+        yield from tensors_of(getattr(value, "__dict__", {}), seen)
+
+
+def _put_away(storage: torch.UntypedStorage) -> Tensor:
+    """A copy on the host, in memory from which it comes back fast; the device's is given back."""
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+    copy.copy_(_bytes_of(storage))
+    storage.resize_(0)
+    return copy
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,56 @@
+"""Which of the kernels' libraries a model needs is told by its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Kind
+
+from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_file import GGUFTensor
+from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks
+from octavo.native import needs
+from octavo.native.needs import INTEGER_KINDS, needed_libraries
+
+
+@pytest.fixture
+def files(monkeypatch):
+    """Makes a GGUF file of matrices of some kinds, with a norm beside them."""
+
+    def make(*kinds: Kind) -> ModelFiles:
+        tensors = {"norm": GGUFTensor("norm", (32,), Kind.F32, 0, 128)}
+        for kind in kinds:
+            tensors[kind.name] = GGUFTensor(kind.name, (32, 256), kind, 0, 1)
+        head = type("Head", (), {"tensors": tensors})
+        monkeypatch.setattr(needs, "read_gguf", lambda path: head)
+        return ModelFiles(name="m", path=Path("m.gguf"), format="gguf", weights=(), config={})
+
+    return make
+
+
+def test_a_file_of_integers_needs_no_products_of_floats(files):
+    assert needed_libraries(files(Kind.Q4_1, Kind.Q8_0), "auto", "auto", "auto") == ["blocks"]
+
+
+def test_formats_that_are_read_as_floats_need_them(files):
+    assert needed_libraries(files(Kind.Q4_K, Kind.Q6_K), "auto", "auto", "auto") == ["blocks", "words"]
+    assert needed_libraries(files(Kind.BF16), "auto", "auto", "auto") == ["words"]
+
+
+@pytest.mark.parametrize(("dtype", "load_format"), [("float32", "auto"), ("auto", "dummy")])
+def test_integers_that_become_floats_are_floats(files, dtype, load_format):
+    assert needed_libraries(files(Kind.Q4_1), dtype, load_format, "auto") == ["words"]
+
+
+def test_a_cache_of_integers_needs_its_attention():
+    folder = ModelFiles(name="m", path=Path("m"), format="safetensors", weights=(), config={})
+    assert needed_libraries(folder, "auto", "auto", "int8_per_token_head") == ["attention_int8", "words"]
+
+
+@pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda kind: kind.name)
+def test_the_kinds_that_stay_integers_are_those_that_the_loader_keeps(kind):
+    row = torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8)
+    assert (as_blocks(row, kind) is not None) == (kind in INTEGER_KINDS)
