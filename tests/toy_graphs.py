@@ -1,4 +1,4 @@
-"""Recorded decoding on machines that can't record."""
+"""Recorded steps on machines that can't record."""
 
 from __future__ import annotations
 
@@ -9,28 +9,39 @@ import pytest
 
 from octavo.worker.resident import graphs
 from octavo.worker.resident.graphs import DecodeGraphs
+from octavo.worker.resident.mixed import MixedGraphs
 from octavo.worker.resident.runner import ResidentRunner
 from octavo.worker.worker import Worker
+
+REPLAYED: dict[str, int] = {}
 
 
 class Unrecorded(DecodeGraphs):
     """Graphs that compute anew what they would replay, and count how often."""
 
-    replayed: dict[str, int]
-
     def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
         self._reserve(max_rows)
         for size in self._sizes:
-            self._graphs[size] = graphs._Size(Again(self, "forward", size), Again(self, "sample", size))  # type: ignore[arg-type]
+            forward = Again(self, "_forward", "forward", size)
+            self._graphs[size] = graphs._Size(forward, Again(self, "_sample", "sample", size))  # type: ignore[arg-type]
+
+
+class UnrecordedMixed(MixedGraphs):
+    """The same of steps with prompts."""
+
+    def capture(self, max_tokens: int, loaded: Collection[int] = ()) -> None:
+        self._reserve(max_tokens)
+        self._graphs = {size: Again(self, "_forward", "mixed", size) for size in self._counts}  # type: ignore[misc]
 
 
 class Again:
-    def __init__(self, owner: Unrecorded, what: str, size: int) -> None:
-        self._owner, self._what, self._size = owner, what, size
+    def __init__(self, owner: Any, method: str, name: str, size: int) -> None:
+        self._run = lambda: getattr(owner, method)(size)
+        self._name = name
 
     def replay(self) -> None:
-        Unrecorded.replayed[self._what] += 1
-        getattr(self._owner, f"_{self._what}")(self._size)
+        REPLAYED[self._name] += 1
+        self._run()
 
 
 def unrecorded_graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -40,10 +51,11 @@ def unrecorded_graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def recorded(self: Worker, **settings: Any) -> Any:
         runner = make(self, **settings)
         if isinstance(runner, ResidentRunner):
-            runner.capture(settings["num_slots"])
+            runner.capture(settings["num_slots"], settings["max_step_tokens"])
         return runner
 
-    Unrecorded.replayed = {"forward": 0, "sample": 0}
+    REPLAYED.update(forward=0, sample=0, mixed=0)
     monkeypatch.setattr(Worker, "make_runner", recorded)
     monkeypatch.setattr("octavo.worker.resident.runner.DecodeGraphs", Unrecorded)
-    return Unrecorded.replayed
+    monkeypatch.setattr("octavo.worker.resident.runner.MixedGraphs", UnrecordedMixed)
+    return REPLAYED

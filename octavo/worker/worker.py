@@ -312,6 +312,7 @@ class Worker:
     ) -> ResidentRunner:
         from octavo.models.products import choose_products
         from octavo.worker.resident.graphs import sizes
+        from octavo.worker.resident.mixed import token_counts
         from octavo.worker.resident.rows import ResidentSlots  # a machine without a GPU need not have triton
         from octavo.worker.resident.runner import ResidentRunner
 
@@ -322,14 +323,14 @@ class Worker:
         runner = ResidentRunner(self.model, self.attention, slots, self._block_size, hooks)
         if device.type == "cuda":
             eager = self._settings.enforce_eager or not isinstance(self.attention, FusedBackend)
-            recorded = [] if eager else sizes(num_slots)
+            recorded = [] if eager else [*sizes(num_slots), *token_counts(max_step_tokens)]
             if self._ahead is not None:
                 began = time.perf_counter()
                 count = self._ahead.wait()  # first of all: what is compiled meanwhile would spoil what is measured
                 log.info("%d kernels compiled or loaded; waited %.1f s", count, time.perf_counter() - began)
             chosen = choose_products(self.model, recorded)
             if recorded:
-                runner.capture(num_slots, chosen)
+                runner.capture(num_slots, max_step_tokens, chosen)
             runner.warm_up(max_step_tokens)
         return runner
 

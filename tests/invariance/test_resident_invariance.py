@@ -29,6 +29,8 @@ from octavo.features import Feature
 from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import WorkerHook
+from octavo.worker.resident.graphs import MAX_ROWS, sizes
+from octavo.worker.resident.mixed import token_counts
 
 GPU = torch.cuda.is_available()
 COUNT = 40 if GPU else 4
@@ -294,6 +296,27 @@ def test_bans_features_and_reports_are_those_of_the_cpu(name, worker, monkeypatc
 
 
 @pytest.mark.skipif(GPU, reason="on a GPU all other tests replay graphs")
+@pytest.mark.parametrize(("tokens", "prompts"), [(34, 1), (70, 16)])
+def test_recorded_steps_with_prompts(tokens, prompts, monkeypatch):
+    """Prompts alone and beside decoding, in chunks and whole; a step with more of them than foreseen is launched."""
+    expected = truth()
+    monkeypatch.setattr("octavo.worker.resident.mixed._MAX_PROMPTS", prompts)
+    replayed = unrecorded_graphs(monkeypatch)
+    settings = {"max_num_batched_tokens": tokens, "max_num_seqs": 5}
+    assert run(requests(), **behind(monkeypatch), **settings) == expected
+    assert replayed["mixed"] > 1
+    assert replayed["sample"] > 1
+
+
+def test_numbers_of_tokens_that_are_recorded_can_be_drawn_for():
+    """Each is a batch size of decoding, or above all of them."""
+    for rows in range(1, MAX_ROWS + 1):
+        drawn_for = sizes(rows)
+        assert all(count in drawn_for or count >= drawn_for[-1] for count in token_counts(8192))
+    assert token_counts(100) == [16, 32, 64]
+
+
+@pytest.mark.skipif(GPU, reason="on a GPU all other tests replay graphs")
 @pytest.mark.parametrize("worker", [OddWorker(), Following(), Forbidding()], ids=lambda worker: type(worker).__name__)
 def test_a_feature_that_only_changes_logits_leaves_the_graphs(worker, monkeypatch):
     """Its own steps replay the forward pass, all others the sampling too; its own as well if it only forbids tokens."""
@@ -309,9 +332,10 @@ def test_a_feature_that_only_changes_logits_leaves_the_graphs(worker, monkeypatc
     found = summary(deltas(asked, **behind(monkeypatch), max_num_seqs=4))
     assert {key: each[:2] for key, each in found.items()} == {key: each[:2] for key, each in expected.items()}
     if isinstance(worker, Following):
-        assert replayed == {"forward": 0, "sample": 0}
+        assert replayed == {"forward": 0, "sample": 0, "mixed": 0}
         assert Following.told > 10
     elif isinstance(worker, Forbidding):
-        assert replayed["forward"] == replayed["sample"] > 10
+        assert replayed["forward"] + replayed["mixed"] == replayed["sample"] > 10
     else:
         assert replayed["forward"] > replayed["sample"] > 3
+    assert bool(replayed["mixed"]) != isinstance(worker, Following)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,7 +65,8 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class FusedBackend(AttentionBackend, Protocol):
-    """A backend that does all there is between a layer's two projections, and knows caches in FP8.
+    """A backend that does all there is between a layer's two projections, and knows caches in FP8. A row of length 0 is
+    padding.
 
     It reads nothing of the device's on the host, so on a GPU its work can be recorded in a graph; that of others can't.
     """
@@ -90,6 +92,26 @@ class FusedBackend(AttentionBackend, Protocol):
 
         Returns:
             [T, num_heads, head_dim].
+        """
+        ...
+
+    def cut(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+        """Divides rows with so many queries, after so many tokens each.
+
+        Returns:
+            [2 n] int32: tiles of the rows with several queries, each a row and the first query in it; and the other
+            rows, [m] int32.
+        """
+        ...
+
+    def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
+        """How many tiles `cut` makes at most of so many rows with several queries, and so many tokens in all."""
+        ...
+
+    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Any:
+        """What becomes `step.attn` of a step that is recorded before `cut` is known, which these tensors will hold.
+
+        What is left of them names a row without queries. No row will have more than `longest` queries.
         """
         ...
 

@@ -40,10 +40,12 @@ class Few:
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """Tiles of rows with more queries: [count, 2] int32, a row and the first of the tile's queries in it."""
+    """Tiles of rows with more queries: [count, 2] int32, a row and the first of the tile's queries in it. No row has
+    more than `longest` queries."""
 
     tiles: Tensor
     count: int
+    longest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +123,31 @@ class TritonAttention:
         """See `FusedBackend`."""
         return cache.abs().amax((0, 3, 4)).float()
 
-    def _divide(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> Launches:
-        """One query goes to the first kernel, more to the second, whose tiles with the most keys come first."""
+    def cut(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+        """See `FusedBackend`. One query goes to the first kernel, more to the second, whose tiles with the most keys
+        come first."""
         single = np.flatnonzero(lens == 1).astype(np.int32)
-        size = prefill_shape(self._dtype, self._head_dim, 1, device).queries
+        size = self._tile_size(device)
         tiles = [(row, first) for row in np.flatnonzero(lens > 1).tolist() for first in range(0, lens[row], size)]
         tiles.sort(key=lambda tile: -(past[tile[0]] + tile[1]))
-        sent_tiles, sent_single = upload_parts([np.asarray(tiles, dtype=np.int32).ravel(), single], device)
+        return np.asarray(tiles, dtype=np.int32).ravel(), single
+
+    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Launches:
+        """See `FusedBackend`."""
+        return Launches(Few(single, len(single), 1), Many(tiles, len(tiles) // 2, longest))
+
+    def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
+        """See `FusedBackend`."""
+        return tokens // self._tile_size(device) + rows
+
+    def _tile_size(self, device: torch.device) -> int:
+        return prefill_shape(self._dtype, self._head_dim, 1, device).queries
+
+    def _divide(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> Launches:
+        tiles, single = self.cut(lens, past, device)
+        sent_tiles, sent_single = upload_parts([tiles, single], device)
         few = Few(sent_single, len(single), 1) if len(single) else None
-        return Launches(few, Many(sent_tiles, len(tiles)))
+        return Launches(few, Many(sent_tiles, len(tiles) // 2, int(lens.max())))
 
 
 def rotate_and_write(
@@ -275,7 +293,7 @@ def _attend_many(
     out: Tensor,
 ) -> None:
     form, cells = _cells(cache)
-    shape = prefill_shape(q.dtype, spec.head_dim, step.max_query_len, q.device)
+    shape = prefill_shape(q.dtype, spec.head_dim, many.longest, q.device)
     bulk = fresh is not None and shape.bulk
     prefill_kernel[(spec.num_heads, many.count)](
         q,

@@ -48,7 +48,8 @@ def compile_ahead(
         slots = ResidentSlots(_SLOTS + 1, max_model_len, -(-max_model_len // block_size), spec.vocab_size, device)
         long = min(max_model_len - 1, _LONG)
         few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))
-        for counts in ([long], [1] * _SLOTS + [9], [2, 2], [1, 9], *few):
+        mixed = ([1] * rows + [9] for rows in (_SLOTS, 64, 32, 16, 1))
+        for counts in ([long], *mixed, [2, 2], *few):
             step = _step(slots, counts, block_size)
             for window in {*spec.windows}:
                 _attend(spec, dtype, kv_dtype, attention, step, window, block_size)

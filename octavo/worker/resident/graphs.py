@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,11 @@ def sizes(max_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Static buffers for the largest size, of which each graph uses the beginning."""
+    """Static buffers for the largest size, of which each graph uses the beginning.
+
+    Attributes:
+        pool: the memory of what is computed on the way, once something is recorded.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Size] = {}
         self._sizes: list[int] = []
         self._loaded: tuple[int, list[int]] = (0, [])
+        self.pool: Any = None
 
     def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
         """Record all sizes, the largest first, so that the others find their memory in its pool.
@@ -74,17 +80,17 @@ class DecodeGraphs:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self._slots.device)[0]
         self._reserve(max_rows)
-        pool = torch.cuda.graph_pool_handle()
-        with _no_collection():
+        self.pool = torch.cuda.graph_pool_handle()
+        with no_collection():
             for size in reversed(self._sizes):
                 if size not in loaded or size & (size - 1) == 0 or size == self._sizes[-1]:
                     self._forward(size)
                     self._sample(size)
                 torch.cuda.synchronize()
                 graphs = _Size(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
-                with torch.cuda.graph(graphs.forward, pool=pool):
+                with torch.cuda.graph(graphs.forward, pool=self.pool):
                     self._forward(size)
-                with torch.cuda.graph(graphs.sample, pool=pool):
+                with torch.cuda.graph(graphs.sample, pool=self.pool):
                     self._sample(size)
                 self._graphs[size] = graphs
         taken = (free - torch.cuda.mem_get_info(self._slots.device)[0]) / (1 << 30)
@@ -117,6 +123,22 @@ class DecodeGraphs:
             self._loaded = wanted
         self._graphs[size].forward.replay()
         return self._hidden[: len(slots)], self._rows[: len(slots)]
+
+    def adopt(self, hidden: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
+        """Have a batch drawn for that was computed elsewhere: the first `count` hidden states [T, H].
+
+        `slots` [T] are theirs, and behind them stands for padding. T is a recorded size, or larger than all are.
+
+        Returns:
+            hidden states [S, H] and slots [S], and the size for `sample`; 0 if so many are not recorded.
+        """
+        size = self.bucket(count)
+        if not size or not count:
+            return hidden[:count], slots[:count], 0
+        self._loaded = (0, [])
+        self._hidden[:count].copy_(hidden[:count])
+        self._rows[:size].copy_(slots[:size])
+        return self._hidden[:count], self._rows[:count], size
 
     def sample(self, size: int) -> Tensor:
         """The plain draw of the batch just computed: [size] int32, overwritten by the next step."""
@@ -156,7 +178,7 @@ class DecodeGraphs:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Each capture collects garbage, which takes longer than the capture where the heap is large."""
     gc.collect()
     gc.freeze()

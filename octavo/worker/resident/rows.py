@@ -141,7 +141,7 @@ class ResidentSlots:
     def lay_out(self, batch: Batch, into: StepInput, page: int) -> None:
         """Write the tokens, positions, cells and lengths of a batch into `into`'s tensors."""
         rows, tokens = into.num_rows, into.num_tokens
-        layout_kernel[(triton.cdiv(tokens, _BLOCK),)](
+        layout_kernel[(triton.cdiv(max(rows, tokens), _BLOCK),)](
             batch.slots,
             batch.query_start,
             batch.row_of_token,

@@ -18,12 +18,13 @@ from octavo.core.plan import NewRow, StepPlan
 from octavo.core.spans import Spans, Watched
 from octavo.device.transfer import Download, mark
 from octavo.models.model import Model, watch_model
-from octavo.nn.attention.base import AttentionBackend
+from octavo.nn.attention.base import AttentionBackend, FusedBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.resident import ResidentSampler, Row, Sampled
 from octavo.sampling.resident_logprobs import Columns, PromptRow, entries_of, prompt_columns
 from octavo.worker.hooks import Findings, Hooks, WorkerHook, gather
 from octavo.worker.resident.graphs import DecodeGraphs
+from octavo.worker.resident.mixed import MixedGraphs
 from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
 
 
@@ -35,7 +36,7 @@ class ResidentStep:
         input: its batch; None for a step that was replayed.
         hidden: [S, H], the states of the tokens that get logits.
         slots: [S] int32, their slots.
-        bucket: the size of the recorded batch; 0 for a step that was launched piece by piece.
+        bucket: the recorded batch size by which tokens are drawn; 0 if by none.
         prompted: row -> log-probabilities of its prompt.
         failed: why hooks end the requests of some of the S rows.
         began: when the device got to it.
@@ -95,6 +96,7 @@ class ResidentRunner:
 
     Attributes:
         graphs: replays what decoding repeats; None computes everything launch by launch.
+        mixed: replays steps with prompts, where they are short.
     """
 
     def __init__(
@@ -115,11 +117,12 @@ class ResidentRunner:
         self._hooks = Hooks(hooks)
         self._last: ResidentStep | None = None
         self.graphs: DecodeGraphs | None = None
+        self.mixed: MixedGraphs | None = None
         self._hooks.attach(model)
 
     @torch.inference_mode()
-    def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
-        """Record the graphs of decoding. With a feature that follows each step there are none.
+    def capture(self, max_rows: int, max_tokens: int, loaded: Collection[int] = ()) -> None:
+        """Record decoding and the smaller ones of other steps. With a feature that follows each step there are none.
 
         `loaded` as in `DecodeGraphs.capture`. One that only forbids tokens leaves all as it is; one that changes logits
         has the forward pass of its steps replayed, and their sampling launched.
@@ -127,6 +130,9 @@ class ResidentRunner:
         if not self._hooks.follow_steps:
             self.graphs = DecodeGraphs(self._model, self._attention, self._slots, self._sampler, self._block_size)
             self.graphs.capture(max_rows, loaded)
+            assert isinstance(self._attention, FusedBackend)
+            self.mixed = MixedGraphs(self._model, self._attention, self._slots, self._block_size, self.graphs)
+            self.mixed.capture(max_tokens, loaded)
 
     def warm_up(self, max_tokens: int) -> None:
         """Run the largest and the oddest steps, before anything lives in slots or cache, so that nothing is compiled
@@ -154,16 +160,24 @@ class ResidentRunner:
         self._hooks.add(plan.new)
         self._copy_blocks(plan.copies)
         rows = slots.sample_rows(plan)
-        alike = max(plan.num_tokens) == 1 and len(rows) == len(plan.slots)
-        aside = self._hooks.read_hidden(plan.payload) or self._hooks.feed(plan.payload)
-        if self.graphs is not None and alike and not aside:
-            bucket = self.graphs.bucket(len(rows))
-            if bucket:
-                began = mark(slots.device)
-                hidden, device_slots = self.graphs.forward(plan.slots, bucket)
-                slots.note(plan)
-                return ResidentStep(plan, None, hidden, device_slots, rows, bucket, began=began)
-        return self._eager(plan, rows)
+        aside = self._hooks.read_hidden(plan.payload) or self._hooks.feed(plan.payload) or slots.reports(plan)
+        return (None if aside else self._replayed(plan, rows)) or self._eager(plan, rows)
+
+    def _replayed(self, plan: StepPlan, rows: list[Row]) -> ResidentStep | None:
+        """The step, if it is one of those that are recorded."""
+        began = mark(self._slots.device)
+        if max(plan.num_tokens) == 1 and len(rows) == len(plan.slots):
+            bucket = 0 if self.graphs is None else self.graphs.bucket(len(rows))
+            if self.graphs is None or not bucket:
+                return None
+            hidden, slots = self.graphs.forward(plan.slots, bucket)
+        else:
+            size = 0 if self.mixed is None else self.mixed.bucket(plan)
+            if self.mixed is None or not size:
+                return None
+            hidden, slots, bucket = self.mixed.forward(plan, size)
+        self._slots.note(plan)
+        return ResidentStep(plan, None, hidden, slots, rows, bucket, began=began)
 
     @torch.inference_mode()
     def sample(self, step: ResidentStep, payload: dict[str, Any]) -> None:
@@ -195,11 +209,13 @@ class ResidentRunner:
         if self.graphs is not None:
             spans.watch(Watched(self.graphs, "forward", "replay layers"))
             spans.watch(Watched(self.graphs, "sample", "replay sampling"))
+        if self.mixed is not None:
+            spans.watch(Watched(self.mixed, "forward", "replay layers"))
         spans.watch(Watched(self._sampler, "sample", "choose"))
 
     def close(self) -> None:
         """Drop the graphs and the KV cache; the model goes with the runner."""
-        self.graphs = None
+        self.graphs = self.mixed = None
         for layer in self._model.attention_layers:
             layer.cache = torch.empty(0)
 

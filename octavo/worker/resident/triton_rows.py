@@ -89,7 +89,6 @@ def layout_kernel(
     tl.store(positions + t, position.to(tl.int64), mask=valid)
     cell = block.to(tl.int64) * PAGE + position % PAGE
     tl.store(slot_mapping + t, tl.where(held, cell, -1), mask=valid)
-    # No row is empty, so there are at least as many tokens as rows and these programs cover both.
     is_row = t < num_rows
     row_slot = tl.load(slots + t, mask=is_row, other=0).to(tl.int64)
     row_held = is_row & (row_slot < num_slots)

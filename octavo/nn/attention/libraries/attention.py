@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from octavo.device.transfer import upload
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.libraries.prompts import PromptLibrary, Prompts
-from octavo.nn.attention.triton import Few, TritonAttention, attend_few, rotate_and_write
+from octavo.nn.attention.triton import Few, Launches, TritonAttention, attend_few, rotate_and_write
 from octavo.nn.step import StepInput
 
 
@@ -81,6 +82,8 @@ class LibraryAttention:
         spec: AttentionSpec,
     ) -> Tensor:
         """See `FusedBackend`."""
+        if isinstance(step.attn, Launches):
+            return self.own.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec)
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=False)
         return self.attend(qkv[:, : spec.num_heads], cache, step, spec)
 
@@ -95,6 +98,18 @@ class LibraryAttention:
             tokens = parts.prompts.tokens
             out[tokens] = self._library.attend(q[tokens], cache, parts.prompts, spec)
         return out
+
+    def cut(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+        """See `FusedBackend`. A library's work can't be recorded."""
+        return self.own.cut(lens, past, device)
+
+    def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
+        """See `FusedBackend`."""
+        return self.own.most_tiles(tokens, rows, device)
+
+    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Launches:
+        """See `FusedBackend`."""
+        return self.own.foreseen(tiles, single, longest)
 
     def peaks(self, cache: Tensor) -> Tensor:
         """See `FusedBackend`."""
