@@ -96,6 +96,7 @@ class MixedGraphs:
         with no_collection():
             for count in reversed(self._counts):
                 if count not in loaded or count & (count - 1) == 0 or count == self._counts[-1]:
+                    self._send(None, count)
                     self._forward(count)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
