@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument("--scheduling-policy", default="fcfs", help="fcfs or longest-first")
+    parser.add_argument("--scheduling-policy", default="longest-first", help="as LLM has it; or fcfs")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--attention-backend", help="triton, flash_attn or flashinfer; by default the fastest")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8_e4m3 or fp8_e5m2")

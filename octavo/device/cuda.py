@@ -45,7 +45,7 @@ class CudaDevice:
         self.default_depth = 1
         large = torch.cuda.get_device_properties(self.torch_device).total_memory >= _LARGE
         self.default_limits = (1024, 8192) if large else (256, 2048)
-        self.balanced_tokens = 384
+        self.balanced_tokens = 512
         self.resident = True
 
     def setup(self, threads: int | None, binding: str) -> None:

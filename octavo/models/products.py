@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -17,14 +17,25 @@ from octavo.nn.quant.gpu import OnGpu
 _LIKE = 4
 
 
-def choose_products(model: Model, rows: Iterable[int]) -> Collection[int]:
+def choose_products(model: Model, rows: Iterable[int], wait: Callable[[], None]) -> Collection[int]:
     """Choose algorithms for all linear layers and these numbers of rows; with fewer there is nothing to choose.
+
+    Args:
+        wait: returns once the kernels of our own are compiled; called once in any case.
 
     Returns:
         the numbers of rows whose products are chosen and loaded.
     """
+    wanted = sorted({count for count in rows if count > OnGpu.fused_rows})
+    groups = _groups(model)
+    products.choose(groups, wanted, wait)
+    return wanted if groups else ()
+
+
+def _groups(model: Model) -> list[products.Like]:
+    """Like matrices; none if the products of some are not the library's."""
     if not isinstance(model, CausalLM) or products.products() is None:
-        return ()
+        return []
     groups: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
     last = {layer for block in model.layers for layer in (block.attention.out, block.mlp.down)}
     added: set[torch.Size] = set()
@@ -34,7 +45,7 @@ def choose_products(model: Model, rows: Iterable[int]) -> Collection[int]:
         if isinstance(module, Linear | TiedHead) and isinstance(module.scheme, OnGpu):
             weight = module.scheme.weight
             if weight is None or weight.dtype.itemsize != 2 or module.scheme.bias is not None:
-                return ()
+                return []
             like = groups.setdefault((weight.shape, torch.float32 if module is model.head else weight.dtype), [])
             if len(like) < _LIKE:
                 like.append(weight)
@@ -42,7 +53,4 @@ def choose_products(model: Model, rows: Iterable[int]) -> Collection[int]:
                 added.add(weight.shape)
             if module in gates:
                 gated.add(weight.shape)
-    wanted = sorted({count for count in rows if count > OnGpu.fused_rows})
-    made = [products.Like(like, dtype, shape in added, shape in gated) for (shape, dtype), like in groups.items()]
-    products.choose(made, wanted)
-    return wanted
+    return [products.Like(like, dtype, shape in added, shape in gated) for (shape, dtype), like in groups.items()]

@@ -60,6 +60,7 @@ class LLM(PoolingMethods, WorkerMethods):
         progress: told how a download gets on.
         settings: any field of `octavo.config`'s dataclasses by its name, or by the name of its command-line flag:
             `dtype`, `max_model_len`, `kv_cache_memory_bytes`, `max_num_seqs`, `enable_prefix_caching`, `threads`, ...
+            `scheduling_policy` is "longest-first" here, since all prompts are there at once; a server's is "fcfs".
 
     Raises:
         ModelNotFoundError, ModelFileError, ConfigError: with what to do about it.
@@ -74,6 +75,8 @@ class LLM(PoolingMethods, WorkerMethods):
         progress: Progress = silent,
         **settings: Any,
     ) -> None:
+        if settings.get("scheduling_policy") is None and settings.get("policy") is None:
+            settings["policy"] = "longest-first"
         self._engine = LocalEngine(model, chat_template=chat_template, progress=progress, **settings)
         self._pooling = PoolingDriver(self._engine.tokenizer, self._engine.info)
         self._queue: list[RequestAssembler] = []

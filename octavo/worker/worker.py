@@ -324,15 +324,17 @@ class Worker:
         if device.type == "cuda":
             eager = self._settings.enforce_eager or not isinstance(self.attention, FusedBackend)
             recorded = [] if eager else [*sizes(num_slots), *token_counts(max_step_tokens)]
-            if self._ahead is not None:
-                began = time.perf_counter()
-                count = self._ahead.wait()  # first of all: what is compiled meanwhile would spoil what is measured
-                log.info("%d kernels compiled or loaded; waited %.1f s", count, time.perf_counter() - began)
-            chosen = choose_products(self.model, recorded)
+            chosen = choose_products(self.model, recorded, self._await_kernels)
             if recorded:
                 runner.capture(num_slots, max_step_tokens, chosen)
             runner.warm_up(max_step_tokens)
         return runner
+
+    def _await_kernels(self) -> None:
+        if self._ahead is not None:
+            began = time.perf_counter()
+            count = self._ahead.wait()
+            log.info("%d kernels compiled or loaded; waited %.1f s", count, time.perf_counter() - began)
 
     def _workspace_bytes(self, num_seqs: int, step_tokens: int) -> int:
         """Activations of the largest step: residual stream and widest layer; logits, a copy and counts; slots."""

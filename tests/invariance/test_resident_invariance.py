@@ -304,7 +304,7 @@ def test_recorded_steps_with_prompts(tokens, prompts, monkeypatch):
     replayed = unrecorded_graphs(monkeypatch)
     settings = {"max_num_batched_tokens": tokens, "max_num_seqs": 5}
     assert run(requests(), **behind(monkeypatch), **settings) == expected
-    assert replayed["mixed"] > 1
+    assert replayed["mixed"]
     assert replayed["sample"] > 1
 
 

@@ -49,7 +49,7 @@ def test_products_stored_and_added(rows, dtype, choosing):
     x, weight, stream = factors(rows, dtype)
     on_device = weight.to(DEVICE)
     if choosing:
-        products.choose([products.Like([on_device], dtype, added=True)], [rows])
+        products.choose([products.Like([on_device], dtype, added=True)], [rows], lambda: None)
     expected = x.double() @ weight.double().t()
     check(products.linear(x.to(DEVICE), on_device, None), expected, dtype)
     added = stream.clone().to(DEVICE)
@@ -63,7 +63,7 @@ def test_products_stored_and_added(rows, dtype, choosing):
 def test_products_that_are_gated(rows, dtype):
     x, weight, _ = factors(rows, dtype)
     there = weight.to(DEVICE)
-    products.choose([products.Like([there], dtype, gated=True)], [rows])
+    products.choose([products.Like([there], dtype, gated=True)], [rows], lambda: None)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
     check(products.gated(x.to(DEVICE), there), torch.nn.functional.silu(gate) * up, dtype)
 
@@ -94,7 +94,7 @@ def test_what_is_chosen_for_halves_is_kept():
     x, weight, _ = factors(256, torch.bfloat16)
     for _ in range(2):
         like = products.Like([weight.to(DEVICE)], torch.bfloat16, added=True)
-        products.choose([like], [256])
+        products.choose([like], [256], lambda: None)
         owner = products.products()
         assert owner is not None
         parts = products.halves(x.to(DEVICE), weight.to(DEVICE))

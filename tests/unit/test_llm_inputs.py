@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from octavo.config import EngineConfig
 from octavo.python.inputs import as_list
+from octavo.python.llm import LLM
 
 
 @pytest.mark.parametrize("odd", [5, 5.0, None, object(), (text for text in ("a", "b"))])
@@ -28,3 +30,27 @@ def test_what_can_not_be_a_prompt(odd: Any) -> None:
 )
 def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
     assert as_list(given) == prompts
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({}, "longest-first"),
+        ({"scheduling_policy": None}, "longest-first"),
+        ({"scheduling_policy": "fcfs"}, "fcfs"),
+        ({"policy": "priority"}, "priority"),
+    ],
+    ids=str,
+)
+def test_longest_answers_go_first_unless_told_otherwise(given: dict[str, Any], policy: str, monkeypatch: Any) -> None:
+    class Loaded(Exception):
+        pass
+
+    def engine(model: str | None, **settings: Any) -> None:
+        settings = {name: value for name, value in settings.items() if name not in ("chat_template", "progress")}
+        assert EngineConfig.of(**settings).scheduler.policy == policy
+        raise Loaded
+
+    monkeypatch.setattr("octavo.python.llm.LocalEngine", engine)
+    with pytest.raises(Loaded):
+        LLM(**given)

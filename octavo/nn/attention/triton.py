@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,10 +51,12 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What one step's attention runs: at most one launch of each kind a layer."""
+    """What one step's attention runs: at most one launch of each kind a layer, the tiles `beside` the rows if that is
+    another stream."""
 
     few: Few | None
     many: Many | None
+    beside: torch.cuda.Stream | None = None
 
 
 class TritonAttention:
@@ -134,7 +137,8 @@ class TritonAttention:
 
     def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Launches:
         """See `FusedBackend`."""
-        return Launches(Few(single, len(single), 1), Many(tiles, len(tiles) // 2, longest))
+        many = Many(tiles, len(tiles) // 2, longest)
+        return Launches(Few(single, len(single), 1), many, _stream(tiles.device))
 
     def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
         """See `FusedBackend`."""
@@ -200,10 +204,13 @@ def attend_parts(
     """`fresh` [T, 2 num_kv_heads, head_dim] are the step's keys and values, in the rows of the tensor q is part of."""
     launches: Launches = step.attn
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if launches.many is not None:
+        with _forked(launches.beside):
+            _attend_many(q, fresh, cache, scales, step, spec, launches.many, out)
     if launches.few is not None:
         attend_few(q, cache, scales, step, spec, launches.few, out)
-    if launches.many is not None:
-        _attend_many(q, fresh, cache, scales, step, spec, launches.many, out)
+    if launches.beside is not None:
+        torch.cuda.current_stream(q.device).wait_stream(launches.beside)
     return out
 
 
@@ -361,6 +368,22 @@ def _two_strides(x: Tensor) -> Sequence[int]:
     if x.stride(2) != 1:
         raise AssertionError("the channels of a head must be contiguous")
     return x.stride()[:2]
+
+
+@contextmanager
+def _forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is launched in the block runs on this stream, after what came before the block."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 @functools.cache

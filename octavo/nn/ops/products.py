@@ -113,11 +113,23 @@ class Products:
         return len(self._halved), len(self._gated)
 
     def choose(self, like: Like, rows: Iterable[int]) -> None:
-        """Make choices for these numbers of rows. The outcome is run once, which loads it."""
-        for count in sorted(rows, key=lambda rows: (_tried_for(rows) != rows, rows)):
-            if like.dtype == like.weights[0].dtype and few_rows.pays(count, like.weights[0].shape[0]):
-                continue
+        """Choose among the library's algorithms for these numbers of rows. The outcome is run once, which loads it."""
+        for count in _tried_first(like, rows):
             self._choose_one(count, like)
+
+    def pair(self, like: Like, rows: Iterable[int]) -> None:
+        """Choose, where an algorithm was, whether a product is computed with what follows it, by kernels of our own."""
+        weight = like.weights[0]
+        outputs, inputs = weight.shape
+        for count in _tried_first(like, rows):
+            shape = (count, outputs, inputs, weight.dtype, like.dtype)
+            if shape not in self._chosen or count > _MAX_PAIRED:
+                continue
+            x = torch.randn(count, inputs, dtype=weight.dtype, device=weight.device)
+            if like.added and like.dtype == weight.dtype and inputs % _EVEN == 0:
+                self._choose_halves(shape, x, like)
+            if like.gated and gating.serves(count, weight):
+                self._choose_gated(shape, x, like)
 
     def _choose_one(self, count: int, like: Like) -> None:
         weights, dtype = like.weights, like.dtype
@@ -139,10 +151,6 @@ class Products:
         out = self.run(x, weights[0], dtype)
         if like.added:
             self.run(x, weights[0], dtype, add_to=out)
-            if dtype == kind and count <= _MAX_PAIRED and inputs % _EVEN == 0:
-                self._choose_halves(shape, x, like)
-        if like.gated and count <= _MAX_PAIRED and gating.serves(count, weights[0]):
-            self._choose_gated(shape, x, like)
 
     def _choose_halves(self, shape: Shape, x: Tensor, like: Like) -> None:
         """Whether the product in halves, which a norm adds up, is faster than one that adds to the stream itself."""
@@ -251,20 +259,30 @@ def products() -> Products | None:
     return Products(lib, kernel_dir() / "products" / f"{chip}-{lib.version}.json")
 
 
-def choose(groups: Sequence[Like], rows: Sequence[int]) -> None:
-    """Choose for some groups of like matrices and all these numbers of rows."""
+def choose(groups: Sequence[Like], rows: Sequence[int], wait: Callable[[], None]) -> None:
+    """Choose for some groups of like matrices and all these numbers of rows.
+
+    Args:
+        wait: returns once the kernels of our own are compiled; called when the library's have been tried.
+    """
     owner = products()
-    if owner is None:
+    narrow = [like for like in groups if like.weights[0].dtype.itemsize == 2]
+    if owner is None or not narrow:
+        wait()
         return
     began = time.perf_counter()
-    for like in groups:
-        if like.weights[0].dtype.itemsize == 2:
-            owner.choose(like, rows)
+    for like in narrow:
+        owner.choose(like, rows)
+    middle = time.perf_counter()
+    wait()
+    again = time.perf_counter()
+    for like in narrow:
+        owner.pair(like, rows)
     owner.save()
     log.info(
         "matrix products for %d shapes in %.1f s, %d tried out; %d come in halves, %d with their gate",
         len(groups) * len(rows),
-        time.perf_counter() - began,
+        time.perf_counter() - again + middle - began,
         owner.tried,
         *owner.paired,
     )
@@ -320,6 +338,14 @@ def _same(other: Callable[[Tensor], Tensor], usual: Callable[[Tensor], Tensor], 
         log.warning("a kernel that can't be used here is passed over: %s", error)
         return False
     return bool(off < _ROUNDED)
+
+
+def _tried_first(like: Like, rows: Iterable[int]) -> list[int]:
+    """The numbers of rows that the library multiplies, those before all others that stand for others, too."""
+    weight = like.weights[0]
+    ours = like.dtype == weight.dtype
+    counts = sorted(rows, key=lambda rows: (_tried_for(rows) != rows, rows))
+    return [count for count in counts if not (ours and few_rows.pays(count, weight.shape[0]))]
 
 
 def _tried_for(rows: int) -> int:
