@@ -43,14 +43,14 @@ def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
     ids=str,
 )
 def test_longest_answers_go_first_unless_told_otherwise(given: dict[str, Any], policy: str, monkeypatch: Any) -> None:
-    class Loaded(Exception):
+    class LoadedError(Exception):
         pass
 
     def engine(model: str | None, **settings: Any) -> None:
         settings = {name: value for name, value in settings.items() if name not in ("chat_template", "progress")}
         assert EngineConfig.of(**settings).scheduler.policy == policy
-        raise Loaded
+        raise LoadedError
 
     monkeypatch.setattr("octavo.python.llm.LocalEngine", engine)
-    with pytest.raises(Loaded):
+    with pytest.raises(LoadedError):
         LLM(**given)
