@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from octavo.device.cpu import CpuDevice
 from octavo.hub.files import ModelFiles
 
@@ -74,3 +76,13 @@ class Behind(CpuDevice):
         super().__init__()
         self.resident = True
         self.default_depth = 1
+
+
+def behind(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings under which the resident runner computes: on a GPU, or else in Triton's interpreter."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {"device": "cuda"}
+    monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
+    return {"attention_backend": "triton"}

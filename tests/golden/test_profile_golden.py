@@ -41,7 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_where_the_time_went(model: Path, tmp_path: Path, backend: str) -> None:
     profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
-    with LLM(str(model), attention_backend=backend, kv_cache_memory_bytes=1 << 20, profiler_config=profiler) as llm:
+    where = {"attention_backend": backend, "device": "cpu"}
+    with LLM(str(model), **where, kv_cache_memory_bytes=1 << 20, profiler_config=profiler) as llm:
         before = tokens(llm)
         llm.start_profile()
         during = tokens(llm)

@@ -15,7 +15,7 @@ import toy_tokenizers
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny import load_model, model_files
-from toy_models import Behind
+from toy_models import behind
 
 from octavo import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from octavo.core.errors import EngineStateError, InvalidRequestError, UnsupportedError
@@ -70,7 +70,7 @@ def fresh(model: Path, prompts: list[Any] = PROMPTS, length: int = 10, **setting
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize(("old", "new"), [("first", "second"), ("tied 1", "tied 2")])
 def test_the_model_is_the_other_one_afterwards(models: dict[str, Path], old: str, new: str, backend: str) -> None:
-    settings = {"attention_backend": backend}
+    settings = {"attention_backend": backend, "device": "cpu"}
     before, after = fresh(models[old], **settings), fresh(models[new], **settings)
     with LLM(str(models[old]), **SETTINGS, **settings) as llm:
         assert tokens(llm) == before != after
@@ -88,9 +88,8 @@ def test_and_so_it_is_on_a_device_behind_its_host(
     models: dict[str, Path], old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    before, after = fresh(models[old], length=4), fresh(models[new], length=4)
-    monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
-    with LLM(str(models[old]), **SETTINGS, dtype="float32", attention_backend="triton") as llm:
+    before, after = (fresh(models[name], length=4, device="cpu") for name in (old, new))
+    with LLM(str(models[old]), **SETTINGS, dtype="float32", **behind(monkeypatch)) as llm:
         for model, expected in (old, before), (new, after), (old, before):
             llm.update_weights_from_disk(str(models[model]))
             assert tokens(llm, length=4) == expected
@@ -115,7 +114,7 @@ def test_weights_stay_where_recorded_graphs_read_them(
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_what_runs_goes_on_with_the_new_weights(models: dict[str, Path], backend: str) -> None:
-    settings = {"attention_backend": backend}
+    settings = {"attention_backend": backend, "device": "cpu"}
     prompt = PROMPTS[0]["prompt_token_ids"]
     with LLM(str(models["first"]), **SETTINGS, **settings) as llm:
         stream = stream_of(llm, prompt)
@@ -250,13 +249,13 @@ def test_a_server_process_takes_other_weights_while_requests_run(models: dict[st
 
 def test_programs_reach_into_the_worker(models: dict[str, Path]) -> None:
     tensors = load_file(models["second"] / "model.safetensors")
-    with LLM(str(models["first"]), attention_backend="torch", **SETTINGS) as llm:
+    with LLM(str(models["first"]), attention_backend="torch", device="cpu", **SETTINGS) as llm:
         before = tokens(llm)
         assert llm.collective_rpc(lambda worker, more: worker.spec.num_layers + more, args=(1,)) == [3]
         assert llm.apply_model(lambda model: model.spec.vocab_size) == [464]
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors.items(), "weight_version": "two"})
         assert llm.collective_rpc("get_weight_version") == ["two"]
-        assert tokens(llm) == fresh(models["second"], attention_backend="torch")
+        assert tokens(llm) == fresh(models["second"], attention_backend="torch", device="cpu")
         assert llm.collective_rpc("reload_weights") == [None]
         assert tokens(llm) == before
         with pytest.raises(InvalidRequestError, match="one of check_health"):

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from torch import Tensor
 from toy_engine import drive, tiny_config
 from toy_graphs import unrecorded_graphs
-from toy_models import QWEN3, VOCAB, Behind, model_files
+from toy_models import QWEN3, VOCAB, behind, model_files
 
 from octavo.build import build_core
 from octavo.core.output import TokenDelta, TokenLogprobs
@@ -99,14 +99,6 @@ def deltas(asked: list[GenerateRequest], **settings: Any) -> list[TokenDelta]:
 
 def resident(asked: list[GenerateRequest], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dict[str, list[int]]:
     return run(asked, **behind(monkeypatch), **settings)
-
-
-def behind(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings under which the resident runner computes."""
-    if GPU:
-        return {"device": "cuda"}
-    monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
-    return {"attention_backend": "triton"}
 
 
 @cache

@@ -12,7 +12,7 @@ import plain_sampler
 import pytest
 import torch
 from torch import Tensor
-from toy_models import LLAMA, QWEN3, VOCAB, Behind, model_files
+from toy_models import LLAMA, QWEN3, VOCAB, behind, model_files
 
 from octavo.build import build_core
 from octavo.config import EngineConfig
@@ -128,13 +128,12 @@ def test_what_is_told(way: Way, mode: LogprobsMode) -> None:
 def test_prompts_and_beams_keep_to_raw_logprobs(resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if resident:
         pytest.importorskip("triton")
-        monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
+    where = behind(monkeypatch) if resident else {"device": "cpu"}
     rng = random.Random(3)
     prompt = [rng.randrange(4, VOCAB) for _ in range(9)]
 
     def deltas(mode: LogprobsMode) -> list[TokenDelta]:
-        settings = {"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 21, "threads": 1}
-        settings |= {"attention_backend": "triton"} if resident else {}
+        settings = {"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 21, "threads": 1, **where}
         loop, _ = build_core(EngineConfig.of(logprobs_mode=mode, **settings), model_files(QWEN3 if resident else LLAMA))
         told = SamplingParams(max_tokens=2, temperature=0, logprobs=1, prompt_logprobs=2, ignore_eos=True)
         beams = SamplingParams(max_tokens=3, beam_width=2, n=2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from toy_engine import tiny_config
-from toy_models import LLAMA_KV_BYTES_PER_TOKEN, VOCAB, Behind, model_files
+from toy_models import LLAMA_KV_BYTES_PER_TOKEN, VOCAB, behind, model_files
 
 from octavo.build import build_core
 from octavo.core.params import SamplingParams
@@ -220,8 +220,4 @@ def test_the_resident_runner_gives_the_same_tokens(monkeypatch: pytest.MonkeyPat
         for name, extra in (("all", {"sums": 1, "once": 1, "target": 30}), ("bad", {"sums": "fail"}), ("plain", None))
     ]
     expected = run(asked)
-    if torch.cuda.is_available():
-        assert run(asked, device="cuda") == expected
-        return
-    monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
-    assert run(asked, attention_backend="triton") == expected
+    assert run(asked, **behind(monkeypatch)) == expected

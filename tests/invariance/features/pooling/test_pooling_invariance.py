@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from toy_engine import drive, tiny_config
-from toy_models import QWEN3, VOCAB, Behind, model_files
+from toy_models import QWEN3, VOCAB, behind, model_files
 
 pytest.importorskip("triton")
 
@@ -102,11 +102,7 @@ def test_decoders(settings: dict[str, Any]) -> None:
 
 
 def test_the_resident_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {"device": "cuda"}
-    if not GPU:
-        monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
-        settings = {"attention_backend": "triton"}
-    check(run(QWEN3, asked(), max_num_batched_tokens=24, max_num_seqs=4, **settings), truth())
+    check(run(QWEN3, asked(), max_num_batched_tokens=24, max_num_seqs=4, **behind(monkeypatch)), truth())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from toy_engine import drive, tiny_config, tokens_of
-from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, VOCAB, Behind, model_files
+from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, VOCAB, behind, model_files
 
 from octavo.build import build_core
 from octavo.core.embeds import OPTION
@@ -37,9 +37,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "no prefix cache": {"enable_prefix_caching": False},
     "small batches": {"max_num_seqs": 3},
-    "torch attention": {"attention_backend": "torch"},
+    "torch attention": {"attention_backend": "torch", "device": "cpu"},
     "plain attention": {"attention_backend": "reference"},
-    "torch attention + overlap + preemption": {"attention_backend": "torch", "async_scheduling": True, **SMALL},
+    "torch attention + overlap + preemption": {
+        "attention_backend": "torch",
+        "device": "cpu",
+        "async_scheduling": True,
+        **SMALL,
+    },
 }
 
 
@@ -136,7 +141,7 @@ def test_equal_embeddings_share_the_cache_and_others_do_not() -> None:
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_step_of_one_embedding_is_no_plain_decoding(backend: str) -> None:
     """Nor is one of the last of a prompt, of which the cache has all but that."""
-    loop = engine(attention_backend=backend)
+    loop = engine(attention_backend=backend, device="cpu")
     params = SamplingParams(max_tokens=4, temperature=0)
     for count in (1, 33, 33):
         tokens = list(range(4, 4 + count))
@@ -155,8 +160,8 @@ def test_a_step_of_one_embedding_is_no_plain_decoding(backend: str) -> None:
 def test_embeddings_of_other_dtypes_are_rounded_to_the_models(dtype: torch.dtype, backend: str) -> None:
     request = requests()[0]
     weight = table().to(dtype)
-    given = results(engine(attention_backend=backend), [embedded(request, weight)])
-    assert given[0] == results(engine(attention_backend=backend), [embedded(request, weight.float())])[0]
+    given = results(engine(attention_backend=backend, device="cpu"), [embedded(request, weight)])
+    assert given[0] == results(engine(attention_backend=backend, device="cpu"), [embedded(request, weight.float())])[0]
 
 
 def test_a_gpus_runner_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,11 +170,9 @@ def test_a_gpus_runner_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [request for request in requests(4, (17,), 9) if not request.params.temperature]
     expected = results(engine(QWEN3, device="cpu", attention_backend="torch"), asked)[0]
     given = [embedded(request, table(qwen=True)) for request in asked]
-    where: dict[str, Any] = {"device": "cuda"}
-    if not torch.cuda.is_available():
-        monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
-        where = {"attention_backend": "triton"}
-    assert results(engine(QWEN3, **where, max_num_batched_tokens=12, max_num_seqs=8), given)[0] == expected
+    assert (
+        results(engine(QWEN3, **behind(monkeypatch), max_num_batched_tokens=12, max_num_seqs=8), given)[0] == expected
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the test above replays graphs")
@@ -179,11 +182,10 @@ def test_a_step_of_one_embedding_is_no_graph_of_a_gpus_runner(monkeypatch: pytes
 
     params = SamplingParams(max_tokens=3, temperature=0)
     plain = GenerateRequest(id="a", tokens=[9], params=params)
-    expected = results(engine(QWEN3, attention_backend="torch"), [plain])[0]
+    expected = results(engine(QWEN3, attention_backend="torch", device="cpu"), [plain])[0]
     given = made("a", {"prompt_embeds": table(qwen=True)[[9]]}, params, 64)
-    monkeypatch.setattr("octavo.worker.worker.select_device", lambda name: Behind())
     replayed = unrecorded_graphs(monkeypatch)
-    assert results(engine(QWEN3, attention_backend="triton", max_num_seqs=2), [given])[0] == expected
+    assert results(engine(QWEN3, **behind(monkeypatch), max_num_seqs=2), [given])[0] == expected
     assert replayed["forward"] > 1, "the tokens that follow"
 
 
