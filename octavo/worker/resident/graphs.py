@@ -41,7 +41,7 @@ class _Size:
 def sizes(max_rows: int) -> list[int]:
     """Batch sizes to record, ascending; the largest is `max_rows` or 1,024."""
     top = min(max_rows, MAX_ROWS)
-    wanted = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MAX_ROWS + 1, 32)]
+    wanted = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *range(576, MAX_ROWS + 1, 64)]
     return sorted({size for size in wanted if size < top} | {top})
 
 
