@@ -11,14 +11,14 @@
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define OCTAVO_AMX 1
+#endif
 
 namespace octavo {
 namespace amx {
 
-constexpr int kRows = 16;        // of a tile
+constexpr int kRows = 16;  // of a tile
 constexpr int kRowBytes = 64;
-constexpr int kWords = 16;       // of the inner dimension that one instruction multiplies
-constexpr int kRegisters = 8;
+constexpr int kWords = 16;  // of the inner dimension that one instruction multiplies
 
 // The tile registers, in the shapes of blocks of two by two: accumulators of two tiles of rows by two panels, and what
 // they are sums of. Which numbers they have: sum(half, p), row(half) and panel(p).
@@ -33,7 +33,7 @@ struct alignas(64) Config {
     uint8_t rows[16] = {};
 
     // Of `count` rows in two halves, up to 16 in the first; `words` words of the inner dimension at a time.
-    explicit Config(int count, int words = kWords) {
+    Config(int count, int words) {
         for (int half = 0; half < 2; half++) {
             const int of_half = half == 0 ? (count < kRows ? count : kRows) : count - kRows;
             if (of_half <= 0) continue;
@@ -46,17 +46,32 @@ struct alignas(64) Config {
     void shape(int tile, int count, int bytes) { rows[tile] = (uint8_t)count, row_bytes[tile] = (uint16_t)bytes; }
 };
 
-// The registers in use while it lives. To release them saves the system their 8 KiB at each change of threads.
-class Session {
+// A thread's tile registers. They are shaped only when that changes something: the processor waits for all that it has
+// begun to read before it does. And they are released before the thread sleeps, which saves the system their 8 KiB.
+class alignas(64) Registers {
 public:
-    explicit Session(const Config& config) { configure(config); }
-    ~Session() { asm volatile("tilerelease" ::: "memory"); }
-    Session(const Session&) = delete;
-    Session& operator=(const Session&) = delete;
+    // For blocks of `count` rows, 1 to 32. What the registers hold is lost.
+    void shape(int count, int words = kWords) {
+#if defined(OCTAVO_AMX)
+        if (count == count_ && words == words_) return;
+        const Config config(count, words);
+        asm volatile("ldtilecfg %0" ::"m"(config));
+        count_ = count, words_ = words;
+#endif
+    }
 
-    // Other shapes; what the registers hold is lost.
-    void configure(const Config& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+    void release() {
+#if defined(OCTAVO_AMX)
+        if (count_ > 0) asm volatile("tilerelease" ::: "memory");
+        count_ = 0;
+#endif
+    }
+
+private:
+    int count_ = 0, words_ = 0;
 };
+
+#if defined(OCTAVO_AMX)
 
 // (Not the compilers' intrinsics: those take numbers of tiles as literals only, and GCC's don't say that they read
 // memory.)
@@ -89,7 +104,52 @@ inline void add_bytes() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Row), "i"(Panel));
 }
 
-}  // namespace amx
-}  // namespace octavo
+// Adds `steps` times kWords words of rows, which lie `stride` bytes apart, times those of panels. `meanwhile` is called
+// before each step.
+template <int Halves, int P, class Meanwhile>
+__attribute__((always_inline)) inline void add_words(const char* rows, int64_t stride,
+                                                     const uint32_t* const (&panels)[P], int steps,
+                                                     const Meanwhile& meanwhile) {
+    const char* second = rows + kRows * stride;
+    const uint32_t *first_panel = panels[0], *last_panel = panels[P - 1];
+    for (int step = 0; step < steps; step++) {
+        meanwhile(step);
+        load<panel(0)>(first_panel, kRowBytes);
+        load<row(0)>(rows, stride);
+        add_bfloat<sum(0, 0), row(0), panel(0)>();
+        if constexpr (P == 2) {
+            load<panel(1)>(last_panel, kRowBytes);
+            add_bfloat<sum(0, 1), row(0), panel(1)>();
+        }
+        if constexpr (Halves == 2) {
+            load<row(1)>(second, stride);
+            add_bfloat<sum(1, 0), row(1), panel(0)>();
+            if constexpr (P == 2) add_bfloat<sum(1, 1), row(1), panel(1)>();
+        }
+        rows += kRowBytes, second += kRowBytes;
+        first_panel += kWords * kPanel, last_panel += kWords * kPanel;
+    }
+}
+
+template <int Halves, int P>
+inline void clear_sums() {
+    clear<sum(0, 0)>();
+    if constexpr (P == 2) clear<sum(0, 1)>();
+    if constexpr (Halves == 2) clear<sum(1, 0)>();
+    if constexpr (Halves == 2 && P == 2) clear<sum(1, 1)>();
+}
+
+// To rows that lie `stride` floats apart.
+template <int Halves, int P>
+inline void store_sums(float* to, int64_t stride) {
+    float* const second = to + kRows * stride;
+    store<sum(0, 0)>(to, stride * 4);
+    if constexpr (P == 2) store<sum(0, 1)>(to + kPanel, stride * 4);
+    if constexpr (Halves == 2) store<sum(1, 0)>(second, stride * 4);
+    if constexpr (Halves == 2 && P == 2) store<sum(1, 1)>(second + kPanel, stride * 4);
+}
 
 #endif
+
+}  // namespace amx
+}  // namespace octavo
