@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +24,13 @@ class Isa:
 
 
 _V4 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "fma", "f16c", "bmi2"})
+_V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
+_V4_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mtune=native")
+_AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 
 LEVELS: tuple[Isa, ...] = (
-    Isa(
-        "avx512_bf16",
-        _V4 | {"avx512_bf16", "avx512_vnni"},
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mtune=native"),
-    ),
+    Isa("amx_bf16", _V4_BF16 | _AMX, (*_V4_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    Isa("avx512_bf16", _V4_BF16, _V4_BF16_FLAGS),
     Isa("avx512_vnni", _V4 | {"avx512_vnni"}, ("-march=x86-64-v4", "-mavx512vnni", "-mtune=native")),
     Isa("avx512", _V4, ("-march=x86-64-v4", "-mtune=native")),
     Isa("avx2", frozenset({"avx2", "fma", "f16c", "bmi2"}), ("-march=x86-64-v3", "-mtune=native")),
@@ -38,11 +40,30 @@ NAMES = tuple(level.name for level in LEVELS)
 
 
 def usable() -> list[Isa]:
-    """The levels that this processor can run, fastest first; "portable" is always the last."""
+    """The levels that this processor can run, fastest first; "portable" is always the last.
+
+    Where AMX is among them, the system has been asked for it: this process and its threads may use it from now on.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return [LEVELS[-1]]
     flags = _cpu_flags()
+    if flags >= _AMX and not _tiles_granted():
+        flags -= _AMX
     return [level for level in LEVELS if level.cpu_flags <= flags]
+
+
+@functools.cache
+def _tiles_granted() -> bool:
+    """Whether the system lets this process use AMX's tiles: Linux keeps their 8 KiB only for processes that ask.
+
+    Older kernels, sandboxes and seccomp filters refuse. See https://docs.kernel.org/arch/x86/xstate.html.
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    try:
+        asked: int = ctypes.CDLL(None).syscall(*map(ctypes.c_long, (arch_prctl, request_permission, tile_data)))
+    except (OSError, AttributeError):
+        return False
+    return asked == 0
 
 
 def _cpu_flags() -> frozenset[str]:

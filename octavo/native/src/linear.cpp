@@ -17,7 +17,11 @@ int64_t panel_bytes(const OctavoOp& op) {
 namespace {
 
 constexpr int64_t kChunkBytes = 384 << 10;  // of inputs that a task goes over: they stay in the second-level cache
-constexpr int kChunkRows = 2 * kWideRows;   // a chunk is a multiple of it: the rows of the largest tile
+#if defined(OCTAVO_AMX)
+constexpr int kChunkRows = 2 * amx::kRows;  // a chunk is a multiple of it: the rows of the largest tile
+#else
+constexpr int kChunkRows = 2 * kWideRows;
+#endif
 
 int64_t chunk_rows(const OctavoOp& op) {
     const bool words = op.dtype == kFloat || op.dtype == kBfloat;

@@ -25,6 +25,7 @@ Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widt
       bases_(buffers),
       buffers_(buffers),
       thread_scratch_(pool.threads()),
+      registers_(pool.threads()),
       shares_(new Share[(size_t)count * pool.threads()]),
       progress_(new Progress[count]) {}
 
@@ -104,6 +105,7 @@ void Program::work(int thread) {
         });
         if (ends) ends[i] = now();
     }
+    registers_[thread].release();
 }
 
 // Runs the tasks of operation i that nobody has taken yet; returns how many those were.

@@ -11,6 +11,7 @@
 #include <new>
 #include <vector>
 
+#include "amx.h"
 #include "pool.h"
 #include "sample.h"
 
@@ -147,6 +148,8 @@ public:
 
     void* scratch(int thread, size_t bytes) { return thread_scratch_[thread].need(bytes); }
 
+    amx::Registers& registers(int thread) { return registers_[thread]; }
+
     const AttentionPlan& attention() const { return attention_; }
     float* partials(int64_t floats) { return static_cast<float*>(partials_.need(floats * sizeof(float))); }
     float* partials() const { return static_cast<float*>(partials_.get()); }
@@ -161,6 +164,7 @@ private:
     std::vector<int64_t> widths_;
     std::vector<void*> bases_;
     std::vector<Scratch> buffers_, thread_scratch_;
+    std::vector<amx::Registers> registers_;  // [thread]
     std::unique_ptr<Share[]> shares_;  // [operation][thread]
     std::unique_ptr<Progress[]> progress_;  // [operation]
     AttentionPlan attention_;

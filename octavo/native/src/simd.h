@@ -145,6 +145,15 @@ inline Vec maximum(Vec a, Vec b) {
 #endif
 }
 
+// b where one of them is NaN.
+inline Vec minimum(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return select(a < b, a, b);
+#endif
+}
+
 // The numbers whose bits are set, of the lowest W; minus infinity in the other lanes.
 inline Vec load_where(const float* p, uint32_t bits) {
 #if defined(__AVX512F__)

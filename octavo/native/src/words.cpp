@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "linear.h"
+#include "words_amx.h"
 
 namespace octavo {
 
@@ -51,6 +52,16 @@ struct Columns {
     }
 };
 
+#if defined(OCTAVO_AMX)
+void multiply_tiles(Program& program, const OctavoOp& op, int panel, int first, int count, int thread) {
+    amx::Registers& registers = program.registers(thread);
+    if (panel + kPair <= panels_of(op))
+        TileColumns<kPair>(program, op, panel, first, count).run(registers);
+    else
+        TileColumns<1>(program, op, panel, first, count).run(registers);
+}
+#endif
+
 template <class T>
 void multiply_chunk(const Program& program, const OctavoOp& op, int panel, int first, int count) {
     if (panel + kPair <= panels_of(op)) {
@@ -65,7 +76,10 @@ void multiply_chunk(const Program& program, const OctavoOp& op, int panel, int f
 }  // namespace octavo
 
 extern "C" void octavo_multiply_words(octavo::Program& program, const OctavoOp& op, int panel, int first, int count,
-                                      int) {
+                                      int thread) {
+#if defined(OCTAVO_AMX)
+    if (op.dtype == octavo::kBfloat) return octavo::multiply_tiles(program, op, panel, first, count, thread);
+#endif
     if (op.dtype == octavo::kBfloat)
         octavo::multiply_chunk<octavo::bf16>(program, op, panel, first, count);
     else

@@ -1,0 +1,110 @@
+// Products of bfloat16 in AMX's tiles, up to 32 rows over a pair of panels at a time.
+//
+// A tile's sums run in an order of their own, so every row goes this way, alone too: it has the same bits in any batch.
+// What is left of the inner dimension behind whole tiles is added as the other instruction sets add all of it.
+#pragma once
+
+#include "amx.h"
+
+#if defined(OCTAVO_AMX)
+
+#include <algorithm>
+
+#include "linear.h"
+
+namespace octavo {
+
+template <int P>
+struct TileColumns {
+    static constexpr int kMaxRows = 2 * amx::kRows;
+
+    Program& program;
+    const OctavoOp& op;
+    const uint32_t* weights[P];
+    const int words, panel, begin, count;  // rows [begin, begin + count) of the batch
+    const int steps = words / amx::kWords;
+
+    TileColumns(Program& program, const OctavoOp& op, int panel, int begin, int count)
+        : program(program), op(op), words(op.columns / kPerWord<bf16>), panel(panel), begin(begin), count(count) {
+        for (int p = 0; p < P; p++)
+            weights[p] = static_cast<const uint32_t*>(op.weight) + (int64_t)(panel + p) * words * kPanel;
+    }
+
+    void run(amx::Registers& registers) const {
+        for (int row = 0; row < count; row += kMaxRows) {
+            const int rows = std::min(count - row, kMaxRows);
+            registers.shape(rows);
+            rows > amx::kRows ? block<2>(row, rows) : block<1>(row, rows);
+        }
+    }
+
+    // Memory is read while the first rows are computed. Of each panel the next step's words are fetched, which the
+    // processor's own prefetching then follows: it does not follow loads of tiles, and to fetch much more than that
+    // keeps these waiting.
+    template <int Halves>
+    void block(int row, int rows) const {
+        const int first = begin + row;
+        const char* a = program.at<const char>(op.input, first);
+        const int64_t stride = program.at<const char>(op.input, first + 1) - a;
+        fetch_results(first, rows);
+        alignas(64) float sums[kMaxRows * P * kPanel];
+        amx::clear_sums<Halves, P>();
+        amx::add_words<Halves>(a, stride, weights, steps, [&](int step) __attribute__((always_inline)) {
+            if (row == 0) fetch_step<3>(step + 1 < steps ? step + 1 : steps_to_next());
+        });
+        if (row + rows == count)
+            for (int step = 1; step < 3; step++) fetch_step<2>(steps_to_next() + step);
+        amx::store_sums<Halves, P>(sums, P * kPanel);
+        for_row_tiles<4>(rows, Rest{*this, sums, first});
+    }
+
+    // To those panels that this thread most likely takes next.
+    int steps_to_next() const { return P * words / amx::kWords; }
+
+    // (Always inline as Ahead::fetch is, and unrolled because a loop would take longer than what is in it.)
+    template <int Locality>
+    __attribute__((always_inline)) void fetch_step(int step) const {
+#pragma GCC unroll 16
+        for (int word = 0; word < amx::kWords; word++)
+            for (const uint32_t* from : weights)
+                __builtin_prefetch(from + ((int64_t)step * amx::kWords + word) * kPanel, 0, Locality);
+    }
+
+    // The lines that will be written.
+    __attribute__((always_inline)) void fetch_results(int first, int rows) const {
+        if (op.epilogue == kGate) return;
+        for (int m = 0; m < rows; m++)
+            for (int p = 0; p < P; p++)
+                __builtin_prefetch(program.at<float>(op.output, first + m) + (panel + p) * kPanel, 1);
+    }
+
+    // From the tiles' sums on, a few rows at a time.
+    struct Rest {
+        const TileColumns& columns;
+        const float* sums;
+        int first;
+
+        template <int M>
+        void run(int row) const {
+            Tile<M, P> tile;
+            for (int m = 0; m < M; m++)
+                for (int j = 0; j < P * VP; j++) tile.sums[m][j] = load(sums + ((row + m) * P * VP + j) * W);
+            if (columns.words % amx::kWords) columns.add_rest(tile, first + row);
+            finish(columns.program, columns.op, tile, columns.panel, first + row);
+        }
+    };
+
+    template <int M>
+    void add_rest(Tile<M, P>& tile, int first) const {
+        const int done = steps * amx::kWords;
+        const uint32_t* a = program.at<const uint32_t>(op.input, first);
+        const int64_t stride = program.at<const uint32_t>(op.input, first + 1) - a;
+        const uint32_t* rest[P];
+        for (int p = 0; p < P; p++) rest[p] = weights[p] + (int64_t)done * kPanel;
+        multiply<bf16>(tile, Rowwise<M>(a + done, stride), rest, words - done, Ahead<P>{});
+    }
+};
+
+}  // namespace octavo
+
+#endif
