@@ -27,6 +27,7 @@ class TorchTracer:
             record_shapes=settings.record_shapes,
             profile_memory=settings.with_memory,
             with_flops=settings.with_flops,
+            acc_events=True,  # there is one cycle only, but without this torch 2.11 warns of lost ones
         )
         self._profile.start()
 

@@ -360,7 +360,7 @@ def test_vectors_are_made_as_an_object_says(llm: LLM) -> None:
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_an_llm_that_has_slept_says_the_same(folder: Path, backend: str, level: int) -> None:
-    settings = {"kv_cache_memory_bytes": 1 << 20, "threads": 1, "attention_backend": backend}
+    settings = {"kv_cache_memory_bytes": 1 << 20, "threads": 1, "attention_backend": backend, "device": "cpu"}
     with LLM(str(folder), enable_sleep_mode=True, **settings) as llm:
         expected = llm.generate(["abc", "xyz"], GREEDY)
         stream = llm.stream("abc", GREEDY)
@@ -382,7 +382,7 @@ def test_an_llm_that_has_slept_says_the_same(folder: Path, backend: str, level: 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_memory_is_given_back_in_a_sleep(folder: Path, backend: str) -> None:
-    settings = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 1024, "attention_backend": backend}
+    settings = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 1024, "attention_backend": backend, "device": "cpu"}
     with LLM(str(folder), enable_sleep_mode=True, **settings) as llm:
         model: Any = llm._core.loop._executor._model  # type: ignore[attr-defined]
         for layer in model.attention_layers:
