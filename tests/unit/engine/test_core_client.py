@@ -103,6 +103,21 @@ class GatedLoop(EngineLoop):
         return super().step()
 
 
+class Turnstile:
+    """A gate that lets so many steps through, and all of them once it is set."""
+
+    def __init__(self, steps):
+        self._places, self._open = threading.Semaphore(steps), False
+
+    def wait(self):
+        if not self._open:
+            self._places.acquire()
+
+    def set(self):
+        self._open = True
+        self._places.release()
+
+
 @contextlib.asynccontextmanager
 async def client_of(folder, *, stall_after_s=60.0, on_phase=None, max_unread_tokens=None, **core):
     process = ThreadCore(folder, **core)
@@ -398,12 +413,10 @@ def test_a_pause_is_over_all_clients_and_ends_when_it_has_settled(tmp_path):
 
 def test_a_pause_that_somebody_ends_before_it_has_settled_says_so(tmp_path):
     async def main():
-        gate = threading.Event()
-        gate.set()
+        gate = Turnstile(1)
         async with client_of(tmp_path, gate=gate) as (owner, _):
             stream = owner.generate(ask("r", max_tokens=150, ignore_eos=True))
             await anext(stream)
-            gate.clear()
             pausing = asyncio.create_task(owner.pause(PauseMode.WAIT))
             await asyncio.sleep(0)
             resuming = asyncio.create_task(owner.resume())
