@@ -258,7 +258,7 @@ def test_health_tells_a_stall_from_idleness_and_from_death(short_path):
 def test_a_stall_is_logged_once_with_the_stacks_and_so_is_its_end(short_path, caplog):
     async def main():
         gate = threading.Event()
-        async with client_of(short_path, gate=gate, stall_after_s=0.02) as (client, process):
+        async with client_of(short_path, gate=gate, stall_after_s=0.3) as (client, process):
             reading = asyncio.create_task(tokens_of(client, ask("r")))
             await until(lambda: process.stacks_shown)
             assert "1 requests wait, but no step has completed" in caplog.text
