@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +30,13 @@ def smollm2_files() -> ModelFiles:
 def minilm_files() -> ModelFiles:
     """The catalogue's embedding model, pulled into Octavo's cache on the first use."""
     return resolve("minilm")
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets, whose names may have 107 bytes (unix(7)), wherever temporary files go."""
+    with tempfile.TemporaryDirectory(prefix="sockets-", dir=min(tempfile.gettempdir(), "/tmp", key=len)) as folder:
+        yield Path(folder)
 
 
 # On a machine with other work to do, a slow example says nothing about the code.

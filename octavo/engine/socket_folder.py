@@ -11,6 +11,8 @@ from pathlib import Path
 
 _PREFIX = "octavo-"
 _OWNER = "owner"
+_LONGEST = 72
+"""Bytes of the path that holds such folders: a socket's name may have 107 (unix(7)), and theirs add up to 35."""
 
 
 class SocketFolder:
@@ -24,8 +26,9 @@ class SocketFolder:
     """
 
     def __init__(self) -> None:
-        _remove_orphans(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        parent = _parent()
+        _remove_orphans(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         unlocked = self.path / f"{_OWNER}.new"
         self._lock = unlocked.open("x")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -35,6 +38,12 @@ class SocketFolder:
         """With all that is in it. More than once does no harm."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+def _parent() -> Path:
+    """Where temporary files go, unless that is too long a path."""
+    usual = tempfile.gettempdir()
+    return Path(usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp")
 
 
 def _remove_orphans(parent: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import Server, wait_until
+from serving import WAIT_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -30,7 +30,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         command = ["/usr/bin/env", f"PYTHONPATH={PYTHONPATH}", sys.executable, str(STUB), str(STEP_S)]
         one = Server("", tmp_path / f"log-{len(started)}", "--api-server-count", "2", *flags, command=command)
         one.http.close()  # its connections would be kept, and break with the process at their other end
-        one.http = httpx.Client(base_url=one.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+        one.http = httpx.Client(base_url=one.url, timeout=WAIT_S, limits=httpx.Limits(max_keepalive_connections=0))
         started.append(one)
         return one
 
@@ -66,13 +66,13 @@ def goes_on(lines: Iterator[str], steps: float) -> bool:
 
 
 def test_one_that_dies_takes_only_its_own_streams_along_and_is_started_again(start: Callable[..., Server]) -> None:
-    server = start("--shutdown-timeout", "60")
+    server = start("--shutdown-timeout", str(WAIT_S))
     wait_all_ready(server)
     (victim,) = api_processes(server)
     with contextlib.ExitStack() as stack:
         streams = []
         for _ in range(16):  # each on a connection of its own
-            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60))
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=WAIT_S))
             streams.append(stack.enter_context(client.stream("POST", "/v1/completions", json=ENDLESS)).iter_lines())
         wait_until(lambda: server.metric("octavo:num_requests_running") == 16, "all streams")
         assert server.http.get("/load").json() == {"server_load": 16}
@@ -92,7 +92,7 @@ def test_one_that_dies_takes_only_its_own_streams_along_and_is_started_again(sta
     with contextlib.ExitStack() as stack:
         said = []
         for _ in range(12):
-            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60))
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=WAIT_S))
             response = stack.enter_context(client.stream("POST", "/v1/completions", json=short))
             lines = response.iter_lines()
             said.append((next(lines), lines))
@@ -100,7 +100,7 @@ def test_one_that_dies_takes_only_its_own_streams_along_and_is_started_again(sta
         for first, lines in said:
             assert first.startswith("data: ")
             assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert server.process.wait(60) == 0, server.output()
+    assert server.process.wait(WAIT_S) == 0, server.output()
     assert "Traceback" not in server.output()
 
 
@@ -112,20 +112,21 @@ def test_one_that_dies_again_and_again_ends_the_server(start: Callable[..., Serv
         (victim,) = api_processes(server)
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda victim=victim: victim not in api_processes(server), "its death")  # type: ignore[misc]
-    assert server.process.wait(60) == 1
+    assert server.process.wait(WAIT_S) == 1
     assert "octavo: error: API process 1 was killed by SIGKILL, 3 times" in server.output()
 
 
-def test_they_share_a_socket_file_and_stop_with_one_signal(start: Callable[..., Server], tmp_path: Path) -> None:
-    path = tmp_path / "socket"
+def test_they_share_a_socket_file_and_stop_with_one_signal(start: Callable[..., Server], short_path: Path) -> None:
+    path = short_path / "socket"
     server = start("--uds", str(path))
     wait_until(lambda: "The server is ready" in server.output(), "the start")
     transport = httpx.HTTPTransport(uds=str(path))
-    with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
+    with httpx.Client(transport=transport, base_url="http://localhost", timeout=WAIT_S) as client:
         made = client.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 4}).json()
         assert made["status"] == "incomplete"
     for _ in range(6):
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=WAIT_S) as client:
             assert client.get(f"/v1/responses/{made['id']}").json() == made
     assert server.stop() == 0, server.output()
     assert not path.exists()

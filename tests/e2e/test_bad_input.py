@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from serving import Server, free_port, serve_command
+from serving import START_S, Server, free_port, serve_command
 from toy_gguf import write_gguf
 
 from octavo.hub.files import ModelFiles
@@ -199,7 +199,7 @@ def test_a_model_that_can_not_be_served(
 ) -> None:
     model = make(tmp_path, smollm2_files.path)
     command = serve_command(str(model), "--tokenizer", "smollm2", "--port", str(free_port()), "--threads", "1")
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     assert result.returncode == 1
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()

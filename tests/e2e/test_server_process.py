@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving import Server, free_port, serve_command, wait_until
+from serving import START_S, WAIT_S, Server, free_port, serve_command, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +41,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = subprocess.run(serve_command("--port", str(port)), capture_output=True, text=True, timeout=120)
+        result = subprocess.run(serve_command("--port", str(port)), capture_output=True, text=True, timeout=START_S)
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert str(port) in line
@@ -51,7 +51,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 
 def test_a_model_that_is_not_there_is_told() -> None:
     command = serve_command("/no/such/model", "--port", str(free_port()))
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     assert result.returncode == 1
     assert "/no/such/model" in result.stderr
     assert "Traceback" not in result.stderr
@@ -68,7 +68,7 @@ def test_a_stop_signal_lets_streams_finish(start_server: Callable[..., Server]) 
         said = events([first, *lines])
     assert said[-1] == "[DONE]"
     assert json.loads(said[-2])["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(60) == 0, server.output()
+    assert server.process.wait(WAIT_S) == 0, server.output()
     wait_until(lambda: all(map(gone, children)), "the end of the engine's process")
     assert "Traceback" not in server.output()
 
@@ -85,7 +85,7 @@ def test_a_dead_engine_is_told_to_all(start_server: Callable[..., Server]) -> No
     error = json.loads(said[-2])["error"]
     assert error["code"] == 503
     assert "SIGKILL" in error["message"]
-    assert server.process.wait(60) == 1, server.output()
+    assert server.process.wait(WAIT_S) == 1, server.output()
     assert "octavo: error: The engine core was killed by SIGKILL." in server.output()
     assert "Traceback" not in server.output()
 
@@ -108,7 +108,7 @@ def test_a_start_that_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> No
         wait_until(lambda: any(tmp_path.rglob("*.cpp")), "the compilers' start")
         started = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)
-        output = "".join(process.communicate(timeout=60))
+        output = "".join(process.communicate(timeout=WAIT_S))
     assert process.returncode == 128 + signal.SIGINT, output
     assert "octavo: stopped before the server was ready." in output
     assert "Traceback" not in output

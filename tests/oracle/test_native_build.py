@@ -38,6 +38,7 @@ def fresh(monkeypatch, tmp_path):
     on what the real ones become.
     """
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("OCTAVO_KERNEL_CACHE", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     sources = tmp_path / "sources"
     sources.mkdir()

@@ -93,7 +93,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, engine: FakeEngine) ->
         config = run_batch.server_from({})
         task = asyncio.create_task(run_batch.answer_with(frontend, Path(source), output, config, 1))
         journal = tmp_path / "out.journal"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not journal.exists() or journal.read_bytes().count(b"\n") < 4:  # its source, and three answers
                 allowed.release()
                 await asyncio.sleep(0)

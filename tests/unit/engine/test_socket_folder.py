@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.engine.connections import listen_at
 from octavo.engine.socket_folder import SocketFolder
 
 _OWNER = """
@@ -42,9 +43,9 @@ class Owner:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
+def temporary(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    return short_path
 
 
 def test_only_the_folders_of_the_dead_are_removed(temporary: Path) -> None:
@@ -80,3 +81,15 @@ def test_a_folder_is_removed_with_all_that_is_in_it(temporary: Path) -> None:
     folder.remove()
     folder.remove()
     assert list(temporary.iterdir()) == []
+
+
+def test_its_path_is_short_wherever_temporary_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    folder = SocketFolder()
+    try:
+        listen_at(str(folder.path / "api-1000.sock")).close()
+    finally:
+        folder.remove()
+    assert not folder.path.exists()

@@ -211,7 +211,7 @@ def test_processes_that_pull_at_once_download_once(entry: CatalogueEntry, cache:
     barrier, results = context.Barrier(3), context.Queue()
     codes = run_processes(_pull_and_report, [(entry, cache, barrier, results)] * 3)
     assert codes == [0, 0, 0]
-    reports = [results.get(timeout=10) for _ in range(3)]
+    reports = [results.get(timeout=120) for _ in range(3)]
     assert all(same for same, _ in reports)
     assert sum("downloading" in phases for _, phases in reports) == 1
     results.close()

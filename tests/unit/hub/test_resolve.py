@@ -156,7 +156,7 @@ def resolve_elsewhere(endpoint: str, home: Path) -> str:
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
     command = [sys.executable, "-c", RESOLVE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     return done.stderr.strip().splitlines()[-1]
 
 

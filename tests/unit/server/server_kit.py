@@ -210,7 +210,7 @@ def get_now(app: FastAPI, path: str, **options: Any) -> Answer:
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Let others run until `condition` holds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0)
 
@@ -222,7 +222,7 @@ async def running(config: ServerConfig) -> AsyncIterator[tuple[str, socket.socke
     lines: asyncio.Queue[str] = asyncio.Queue()
     stop, sock = Stop(), bind(config)
     task = asyncio.create_task(serve(make_frontend(engine), config, sock=sock, announce=lines.put_nowait, stop=stop))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         try:
             yield await lines.get(), sock
         finally:

@@ -19,7 +19,7 @@ async def never() -> None:
 
 def in_time(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await scenario()
 
     asyncio.run(bounded())

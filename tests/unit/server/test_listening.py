@@ -37,10 +37,10 @@ def test_it_serves_tls_and_says_so() -> None:
         async with running(ServerConfig(port=0, log_stats_interval_s=0, ssl_certfile=FIRST)) as (line, sock):
             url = f"https://127.0.0.1:{sock.getsockname()[1]}"
             assert f"curl {url}{CHAT}" in line
-            async with httpx.AsyncClient(verify=trusting(FIRST)) as client:
+            async with httpx.AsyncClient(verify=trusting(FIRST), timeout=120) as client:
                 answer = await client.post(url + CHAT, json=HELLO)
             assert answer.json()["choices"][0]["message"]["content"] == "Bonjour"
-            async with httpx.AsyncClient() as stranger:
+            async with httpx.AsyncClient(timeout=120) as stranger:
                 with pytest.raises(httpx.ConnectError, match="certificate"):
                     await stranger.get(url + "/health")
 
@@ -55,9 +55,9 @@ def test_clients_may_have_to_show_a_certificate() -> None:
     async def scenario() -> None:
         async with running(config) as (_, sock):
             url = f"https://127.0.0.1:{sock.getsockname()[1]}/health"
-            async with httpx.AsyncClient(verify=trusting(FIRST, SECOND)) as known:
+            async with httpx.AsyncClient(verify=trusting(FIRST, SECOND), timeout=120) as known:
                 assert (await known.get(url)).status_code == 200
-            async with httpx.AsyncClient(verify=trusting(FIRST)) as unknown:
+            async with httpx.AsyncClient(verify=trusting(FIRST), timeout=120) as unknown:
                 with pytest.raises(httpx.TransportError):
                     await unknown.get(url)
 
@@ -130,15 +130,15 @@ def test_such_settings_are_told_before_the_model_is_loaded(capsys: pytest.Captur
     assert "/nowhere.pem" in capsys.readouterr().err
 
 
-def test_it_listens_on_a_socket_file(tmp_path: Path) -> None:
-    path = str(tmp_path / "octavo.sock")
+def test_it_listens_on_a_socket_file(short_path: Path) -> None:
+    path = str(short_path / "octavo.sock")
     config = ServerConfig(uds=path, log_stats_interval_s=0)
 
     async def scenario() -> None:
         async with running(config) as (line, _):
             assert f"ready at {path}" in line
             assert f"curl --unix-socket {path} http://localhost{CHAT}" in line
-            async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path)) as client:
+            async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path), timeout=120) as client:
                 assert (await client.post(f"http://localhost{CHAT}", json=HELLO)).status_code == 200
             with pytest.raises(ConfigError, match="A server already listens on"):
                 bind(config)

@@ -40,7 +40,7 @@ class Running:
         self.line = line
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=30)
+        return httpx.AsyncClient(base_url=self.url, timeout=120)
 
 
 @asynccontextmanager
@@ -54,7 +54,7 @@ async def running(
     lines: asyncio.Queue[str] = asyncio.Queue()
     stop = Stop()
     task = asyncio.create_task(serve(make_frontend(engine), settings, sock=sock, announce=lines.put_nowait, stop=stop))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         line = await lines.get()
         try:
             yield Running(engine, stop, task, url, line)
@@ -317,7 +317,7 @@ def test_a_server_whose_engine_has_died_answers_what_it_has_and_ends(capsys: pyt
         yield make_frontend(engine)
 
     async def ask(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
             while not engine.requests:
                 await asyncio.sleep(0)

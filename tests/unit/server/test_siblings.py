@@ -54,9 +54,9 @@ def played(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(within())
 
 
-def test_a_response_is_known_wherever_a_client_lands(tmp_path: Path) -> None:
+def test_a_response_is_known_wherever_a_client_lands(short_path: Path) -> None:
     async def scenario() -> None:
-        async with family(tmp_path, 3) as apps:
+        async with family(short_path, 3) as apps:
             made = (await ask(apps[1], "/v1/responses", {"input": "Hello"})).json()
             for app in apps:
                 found = await ask(app, f"/v1/responses/{made['id']}", method="GET")
@@ -74,10 +74,10 @@ def test_a_response_is_known_wherever_a_client_lands(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_response_in_the_background_is_cancelled_from_another_process(tmp_path: Path) -> None:
+def test_a_response_in_the_background_is_cancelled_from_another_process(short_path: Path) -> None:
     async def scenario() -> None:
         gate = asyncio.Event()
-        async with family(tmp_path, pace=gate.wait) as (first, second):
+        async with family(short_path, pace=gate.wait) as (first, second):
             made = (await ask(first, "/v1/responses", {"input": "Hello", "background": True})).json()
             cancelled = await ask(second, f"/v1/responses/{made['id']}/cancel")
             assert cancelled.json()["status"] == "cancelled"
@@ -86,11 +86,11 @@ def test_a_response_in_the_background_is_cancelled_from_another_process(tmp_path
     played(scenario)
 
 
-def test_files_and_batches_are_with_the_first_process(tmp_path: Path) -> None:
+def test_files_and_batches_are_with_the_first_process(short_path: Path) -> None:
     content = jsonl([line("a"), line("b")])
 
     async def scenario() -> None:
-        async with family(tmp_path) as (first, second):
+        async with family(short_path) as (first, second):
             answer = await upload(second, content)
             assert answer.status == 200, answer.body
             facts = answer.json()
@@ -105,11 +105,11 @@ def test_files_and_batches_are_with_the_first_process(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_large_upload_goes_through_and_one_too_large_is_told_so(tmp_path: Path) -> None:
+def test_a_large_upload_goes_through_and_one_too_large_is_told_so(short_path: Path) -> None:
     content = jsonl([line("a")] * 20_000)
 
     async def scenario() -> None:
-        async with family(tmp_path, max_file_bytes=len(content)) as (_, second):
+        async with family(short_path, max_file_bytes=len(content)) as (_, second):
             body, headers = form(content, purpose="batch")
             parts = [body[start : start + 65536] for start in range(0, len(body), 65536)]
             headers = headers | {"content-length": str(len(body))}
@@ -123,10 +123,10 @@ def test_a_large_upload_goes_through_and_one_too_large_is_told_so(tmp_path: Path
     played(scenario)
 
 
-def test_a_leader_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_leader_that_is_gone_is_told(short_path: Path) -> None:
     async def scenario() -> None:
-        async with family(tmp_path) as (_, second):
-            (tmp_path / "api-0.sock").unlink()
+        async with family(short_path) as (_, second):
+            (short_path / "api-0.sock").unlink()
             for path in ("/v1/files", "/v1/batches"):
                 answer = await ask(second, path, method="GET")
                 assert answer.error()["code"] == 503
@@ -135,7 +135,7 @@ def test_a_leader_that_is_gone_is_told(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_client_that_leaves_ends_what_was_relayed(tmp_path: Path) -> None:
+def test_a_client_that_leaves_ends_what_was_relayed(short_path: Path) -> None:
     left = asyncio.Event()
 
     async def scenario() -> None:
@@ -146,8 +146,8 @@ def test_a_client_that_leaves_ends_what_was_relayed(tmp_path: Path) -> None:
                 pass
             left.set()
 
-        siblings = Siblings(1, 2, tmp_path)
-        async with listening(slow, siblings.path(0)), family(tmp_path / "x") as (_, second):
+        siblings = Siblings(1, 2, short_path)
+        async with listening(slow, siblings.path(0)), family(short_path / "x") as (_, second):
             second.router.add_route("/slow", siblings.relayed, methods=["GET"])
             visitor = Visitor(second, "/slow", method="GET")
             await visitor.heard.wait()
@@ -156,19 +156,19 @@ def test_a_client_that_leaves_ends_what_was_relayed(tmp_path: Path) -> None:
             await visitor.task
             await left.wait()
 
-    (tmp_path / "x").mkdir()
+    (short_path / "x").mkdir()
     played(scenario)
 
 
 @pytest.mark.parametrize(("limit", "message"), [("reqs", "1 requests are waiting"), ("tokens", "tokens are waiting")])
-def test_limits_of_the_queue_hold_for_all_processes_together(tmp_path: Path, limit: str, message: str) -> None:
+def test_limits_of_the_queue_hold_for_all_processes_together(short_path: Path, limit: str, message: str) -> None:
     async def scenario() -> None:
         gate = asyncio.Event()
         limits = {"max_num_queued_reqs": 1} if limit == "reqs" else {"max_num_queued_tokens": 50}
-        async with family(tmp_path, pace=gate.wait, max_num_seqs=1, **limits) as (first, second):
+        async with family(short_path, pace=gate.wait, max_num_seqs=1, **limits) as (first, second):
             running = [Visitor(app, "/v1/completions", WORK) for app in (first, second)]
             for index in range(2):
-                board = Board(index, 2, tmp_path / "board")
+                board = Board(index, 2, short_path / "board")
                 await eventually(lambda board=board: board.own(Count.CHOICES) == 1)  # type: ignore[misc]
             for app in (first, second):
                 refused = await ask(app, "/v1/completions", WORK)
@@ -184,12 +184,12 @@ def test_limits_of_the_queue_hold_for_all_processes_together(tmp_path: Path, lim
     played(scenario)
 
 
-def test_requests_at_once_are_limited_over_all_processes(tmp_path: Path) -> None:
+def test_requests_at_once_are_limited_over_all_processes(short_path: Path) -> None:
     async def scenario() -> None:
         gate = asyncio.Event()
-        async with family(tmp_path, pace=gate.wait, max_concurrent_requests=1) as (first, second):
+        async with family(short_path, pace=gate.wait, max_concurrent_requests=1) as (first, second):
             running = Visitor(first, "/v1/completions", WORK)
-            await eventually(lambda: Board(0, 2, tmp_path / "board").own(Count.SERVED) == 1)
+            await eventually(lambda: Board(0, 2, short_path / "board").own(Count.SERVED) == 1)
             assert (await ask(second, "/v1/completions", WORK)).error()["code"] == 503
             gate.set()
             assert (await running.whole()).status == 200
@@ -198,8 +198,8 @@ def test_requests_at_once_are_limited_over_all_processes(tmp_path: Path) -> None
     played(scenario)
 
 
-def test_what_a_dead_process_held_is_given_back(tmp_path: Path) -> None:
-    boards = [Board(index, 2, tmp_path / "board") for index in range(2)]
+def test_what_a_dead_process_held_is_given_back(short_path: Path) -> None:
+    boards = [Board(index, 2, short_path / "board") for index in range(2)]
     boards[0].add(Count.CHOICES, 3)
     boards[1].add(Count.CHOICES, 4)
     assert boards[0].total(Count.CHOICES) == boards[1].total(Count.CHOICES) == 7

@@ -61,7 +61,7 @@ class Socket:
         self.say({"type": "request", "id": name, "url": url, "body": {"prompt": "go", "max_tokens": 50} | body})
 
     async def hear(self) -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return await self._told.get()
 
     async def answer(self, name: str) -> tuple[list[Any], Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving import Server, serve_command
+from serving import START_S, Server, serve_command
 
 pytestmark = pytest.mark.e2e
 
@@ -68,7 +68,7 @@ def test_a_start_that_can_not_be(tmp_path: Path) -> None:
     arguments = ["--load-format", "dummy", "--logits-processors", "nowhere:Mine"]
     server = Server("", tmp_path / "log", command=[*serve_command("smollm2"), *arguments])
     try:
-        assert server.process.wait(60) != 0
+        assert server.process.wait(START_S) != 0
         assert "--logits-processors nowhere:Mine: the module nowhere can't be imported" in server.output()
         assert "Traceback" not in server.output()
     finally:
