@@ -8,10 +8,12 @@ part of it names an empty row. Attention has as many programs as such a step cou
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -39,9 +41,12 @@ def token_counts(max_tokens: int) -> list[int]:
     return [count for count in wanted if count <= max_tokens]
 
 
+A = TypeVar("A", Tensor, np.ndarray)
+
+
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """What a batch of up to T tokens is made of: int32 tensors, parts of one.
+class _Layout(Generic[A]):
+    """What a batch of up to T tokens is made of: parts of one int32 array, on the host or the device.
 
     Rows are those of the batch, then one of padding tokens, and further ones up to the last, which is always empty.
 
@@ -55,20 +60,31 @@ class _Layout:
         tiles: [2 n], tiles of the other rows.
     """
 
-    slots: Tensor
-    query_start: Tensor
-    row_of_token: Tensor
-    logit_rows: Tensor
-    sample_slots: Tensor
-    single: Tensor
-    tiles: Tensor
+    slots: A
+    query_start: A
+    row_of_token: A
+    logit_rows: A
+    sample_slots: A
+    single: A
+    tiles: A
 
     @classmethod
-    def of(cls, packed: Tensor, tokens: int, tiles: int) -> _Layout:
-        """Views of the beginning of `packed`."""
-        sizes = _sizes(tokens, tiles)
-        room = [_aligned(size) for size in sizes]
-        return cls(*(part[:size] for part, size in zip(packed[: sum(room)].split(room), sizes, strict=True)))
+    def of(cls, packed: A, tokens: int, tiles: int) -> _Layout[A]:
+        """Views of the beginning of `packed`, whose parts begin on 16 bytes each."""
+        ends = _ends(tokens, tiles)
+        return cls(*(packed[begin:end] for begin, end in ends))
+
+    @staticmethod
+    def room(tokens: int, tiles: int) -> int:
+        """The length of `packed`."""
+        return -(-_ends(tokens, tiles)[-1][1] // 4) * 4
+
+
+def _ends(tokens: int, tiles: int) -> list[tuple[int, int]]:
+    """Where the parts begin and end."""
+    sizes = (tokens + 2, tokens + 3, tokens, tokens, tokens, tokens, 2 * tiles)
+    starts = itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0)
+    return [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 class MixedGraphs:
@@ -86,7 +102,7 @@ class MixedGraphs:
         self._block_size = block_size
         self._decoding = decoding
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts: dict[int, _Layout[Tensor]] = {}
         self._counts: list[int] = []
 
     def capture(self, max_tokens: int, loaded: Collection[int] = ()) -> None:
@@ -130,7 +146,7 @@ class MixedGraphs:
             return
         device, largest = self._slots.device, self._counts[-1]
         self._tiles = {count: self._attention.most_tiles(count, _MAX_PROMPTS, device) for count in self._counts}
-        room = sum(map(_aligned, _sizes(largest, self._tiles[largest])))
+        room = _Layout.room(largest, self._tiles[largest])
         self._packed = torch.empty(room, dtype=torch.int32, device=device)
         self._layouts = {count: _Layout.of(self._packed, count, self._tiles[count]) for count in self._counts}
         self._buffers = empty_step(largest + 2, largest, device)
@@ -139,31 +155,30 @@ class MixedGraphs:
 
     def _send(self, plan: StepPlan | None, size: int) -> None:
         """What the plan's batch is made of; None stands for one that is all padding."""
-        host = np.zeros(sum(map(_aligned, _sizes(size, self._tiles[size]))), dtype=np.int32)
-        into = _Layout.of(torch.from_numpy(host), size, self._tiles[size])
-        parts = {field.name: getattr(into, field.name).numpy() for field in fields(_Layout)}
-        counts = np.asarray(plan.num_tokens if plan is not None else [], dtype=np.int32)
-        rows, tokens = len(counts), int(counts.sum())
-        for name, padding in (("slots", self._slots.num_slots), ("sample_slots", self._slots.num_slots)):
-            parts[name].fill(padding)
-        parts["query_start"].fill(size)
-        parts["row_of_token"].fill(rows)
-        parts["single"].fill(size + 1)
-        parts["tiles"][::2] = size + 1
-        start = parts["query_start"]
-        start[0] = 0
-        np.cumsum(counts, out=start[1 : rows + 1])
-        parts["row_of_token"][:tokens] = np.repeat(np.arange(rows, dtype=np.int32), counts)
+        host = np.zeros(_Layout.room(size, self._tiles[size]), dtype=np.int32)
+        into = _Layout.of(host, size, self._tiles[size])
+        into.slots.fill(self._slots.num_slots)
+        into.query_start[1:].fill(size)
+        into.sample_slots.fill(self._slots.num_slots)
+        into.single.fill(size + 1)
+        into.tiles[::2] = size + 1
         if plan is not None:
-            samples = np.asarray(plan.samples, dtype=bool)
-            sampled = int(samples.sum())
-            parts["slots"][:rows] = plan.slots
-            parts["logit_rows"][:sampled] = start[1 : rows + 1][samples] - 1
-            parts["sample_slots"][:sampled] = parts["slots"][:rows][samples]
-            tiles, single = self._attention.cut(counts, self._slots.past_lens(plan), self._slots.device)
-            parts["tiles"][: len(tiles)] = tiles
-            parts["single"][: len(single)] = single
+            self._fill(into, plan)
         self._packed[: len(host)].copy_(upload(host, self._slots.device))
+
+    def _fill(self, into: _Layout[np.ndarray], plan: StepPlan) -> None:
+        counts = np.asarray(plan.num_tokens, dtype=np.int32)
+        rows, tokens = len(counts), plan.total_tokens
+        into.slots[:rows] = plan.slots
+        np.cumsum(counts, out=into.query_start[1 : rows + 1])
+        into.row_of_token[:tokens] = np.repeat(np.arange(rows, dtype=np.int32), counts)
+        into.row_of_token[tokens:] = rows
+        sampled = np.flatnonzero(plan.samples)
+        into.logit_rows[: len(sampled)] = into.query_start[1 + sampled] - 1
+        into.sample_slots[: len(sampled)] = into.slots[sampled]
+        tiles, single = self._attention.cut(counts, self._slots.past_lens(plan), self._slots.device)
+        into.tiles[: len(tiles)] = tiles
+        into.single[: len(single)] = single
 
     def _forward(self, size: int) -> None:
         self._hidden[:size].copy_(self._computed(size))
@@ -188,13 +203,3 @@ class MixedGraphs:
         hidden = self._model.forward(self._model.embed(step), step)
         slots.advance(batch)
         return hidden
-
-
-def _sizes(tokens: int, tiles: int) -> list[int]:
-    """Of the parts of a layout."""
-    return [tokens + 2, tokens + 3, tokens, tokens, tokens, tokens, 2 * tiles]
-
-
-def _aligned(size: int) -> int:
-    """Each part begins on 16 bytes."""
-    return -(-size // 4) * 4
