@@ -96,7 +96,7 @@ def test_window_and_soft_cap(backend, dtype, options, trial):
     check(ragged.make_case(fresh_seed(), dtype, block_size=block_size(backend), **options), backend)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("blocks", [8, 16, 32])
 def test_shapes(backend, head_dim, blocks):
     size = 2 * blocks if backend.name == "native" else blocks

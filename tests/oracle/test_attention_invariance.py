@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 import ragged
@@ -27,6 +28,12 @@ def native(threads: int = 2, *, int8: bool = False) -> NativeAttention:
         pytest.skip(f"no native kernel on this machine: {error}")
 
 
+def shape(rng: random.Random) -> dict[str, Any]:
+    """Keys for one head, for some, or for more than AMX takes together; channels that are whole tiles of it, or not."""
+    heads = rng.choice([(3, 3), (2, 4), (2, 1), (1, 5), (1, 40)])
+    return {"heads": heads, "head_dim": rng.choice([32, 64, 80, 96, 128])}
+
+
 def one(case: ragged.Case, row: int) -> ragged.Case:
     return ragged.Case(case.spec, case.dtype, case.block_size, case.num_blocks, [case.sequences[row]], case.label)
 
@@ -38,7 +45,7 @@ def test_native_rows_are_the_same_alone_and_in_a_batch_bit_for_bit(dtype, trial,
     backend = native(int8=int8)
     rng = random.Random(os.urandom(8))
     rows = [(n, rng.choice([1, 1, rng.randint(1, n)])) for n in (rng.randint(1, 1600) for _ in range(6))]
-    case = ragged.make_case(rng.randrange(2**32), dtype, rows=rows, block_size=rng.choice([16, 32]))
+    case = ragged.make_case(rng.randrange(2**32), dtype, rows=rows, block_size=rng.choice([16, 32]), **shape(rng))
     q = case.q(1)
     together = ragged.run(case, backend, q)
     start = 0
@@ -56,7 +63,8 @@ def test_native_chunks_give_the_whole_prompts_result_bit_for_bit(dtype, window, 
     backend = native(int8=int8)
     rng = random.Random(os.urandom(8))
     length = rng.randint(600, 1300)
-    whole = ragged.make_case(rng.randrange(2**32), dtype, rows=[(length, length)], block_size=16, window=window)
+    rows = [(length, length)]
+    whole = ragged.make_case(rng.randrange(2**32), dtype, rows=rows, block_size=16, window=window, **shape(rng))
     q = whole.q(1)
     expected = ragged.run(whole, backend, q)
     sequence, cache, done = whole.sequences[0], ragged.filled_cache(whole, backend), 0

@@ -14,10 +14,10 @@ from test_attention_invariance import INT8, native, one
 def family(rng: random.Random, dtype: torch.dtype, **options) -> ragged.Case:
     """Rows of which each begins like one before it, as a tree of prompts does, with strangers and chunks among them."""
     rows = [(rng.randint(500, 2300), rng.choice([1, 1, 1, 1, 2, 9])) for _ in range(rng.randint(4, 22))]
-    heads = rng.choice([(3, 3), (1, 8), (2, 1)])
+    heads, head_dim = rng.choice([(3, 3), (1, 8), (2, 1)]), rng.choice([32, 48])
     block_size = rng.choice([16, 32, 48])
     case = ragged.make_case(
-        rng.randrange(2**32), dtype, rows=rows, heads=heads, head_dim=32, block_size=block_size, **options
+        rng.randrange(2**32), dtype, rows=rows, heads=heads, head_dim=head_dim, block_size=block_size, **options
     )
     for place, taker in enumerate(case.sequences[1:], 1):
         if rng.random() < 0.8:

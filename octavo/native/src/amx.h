@@ -139,6 +139,16 @@ inline void clear_sums() {
     if constexpr (Halves == 2 && P == 2) clear<sum(1, 1)>();
 }
 
+// From rows that lie `stride` floats apart.
+template <int Halves, int P>
+inline void load_sums(const float* from, int64_t stride) {
+    const float* const second = from + kRows * stride;
+    load<sum(0, 0)>(from, stride * 4);
+    if constexpr (P == 2) load<sum(0, 1)>(from + kPanel, stride * 4);
+    if constexpr (Halves == 2) load<sum(1, 0)>(second, stride * 4);
+    if constexpr (Halves == 2 && P == 2) load<sum(1, 1)>(second + kPanel, stride * 4);
+}
+
 // To rows that lie `stride` floats apart.
 template <int Halves, int P>
 inline void store_sums(float* to, int64_t stride) {

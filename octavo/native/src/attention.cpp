@@ -7,6 +7,7 @@
 // into chunks, however the work was dealt out to threads, and whoever shares a part.
 
 #include "attention.h"
+#include "attention_tiles.h"
 
 namespace octavo {
 
@@ -45,7 +46,8 @@ struct FloatReader : Reader<T, FloatReader<T>> {
         const int panels = (end - begin + kPanel - 1) / kPanel;
         for (int p = 0; p < panels; p += 2) for_row_tiles<kMaxRows>(rows, Score{*this, p});
         for (int m = 0; m < rows; m++)
-            this->template weigh<sizeof(T) == 2 ? 3 : 6>(m, begin, end, reinterpret_cast<T*>(weights) + m * kTile);
+            this->template weigh<sizeof(T) == 2 ? 3 : 6>(m, begin, end, scores + m * kTile,
+                                                           reinterpret_cast<T*>(weights) + m * kTile);
         int panel = 0;
         for (; panel + 2 <= dim / kPanel; panel += 2)
             for_row_tiles<kMaxRows>(rows, Gather<2>{*this, panel, begin, end});
@@ -92,6 +94,12 @@ struct FloatReader : Reader<T, FloatReader<T>> {
     };
 };
 
+#if defined(OCTAVO_AMX)
+using BfloatReader = TileReader;
+#else
+using BfloatReader = FloatReader<bf16>;
+#endif
+
 int64_t attend_tasks(Program& program, const OctavoOp&) { return (int64_t)program.attention().tasks.size(); }
 
 void run_attend(Program& program, const OctavoOp& op, int64_t task, int thread) {
@@ -100,7 +108,7 @@ void run_attend(Program& program, const OctavoOp& op, int64_t task, int thread) 
     if (op.cache_dtype == kInt8)
         reinterpret_cast<AttendInt8>(const_cast<void*>(op.kernel))(program, op, what, after, thread);
     else if (op.cache_dtype == kBfloat)
-        FloatReader<bf16>(program, op, what, after, thread).run();
+        BfloatReader(program, op, what, after, thread).run();
     else
         FloatReader<float>(program, op, what, after, thread).run();
 }

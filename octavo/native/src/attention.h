@@ -17,6 +17,8 @@ namespace octavo {
 constexpr int kTile = 128;  // keys between two updates of the running softmax
 constexpr int kPart = 512;  // keys that one task reads of a row with few queries
 constexpr int kMaxPanels = kTile / kPanel;
+constexpr int kBlockRows = 32;  // rows that are computed together, at most
+constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kSlack = 8;  // by so much a score may exceed its row's peak: its weight is a few powers of two then
 
 // Running softmax of some rows: peak score (in powers of two), sum of weights, weighted sum of values.
@@ -29,15 +31,21 @@ struct Running {
         std::fill_n(sums, (int64_t)count * dim, 0.0f);
     }
 
-    // Takes in row m of a part: both sides are rescaled to the higher peak.
-    void merge(int m, int dim, float peak, float total, const float* part) {
-        if (peak == kNegInf) return;
-        const float top = std::max(peak, peaks[m]);
-        const float mine = exponential2(peaks[m] - top), its = exponential2(peak - top);
-        float* to = sums + (int64_t)m * dim;
-        for (int c = 0; c < dim; c += W) store(to + c, load(to + c) * mine + load(part + c) * its);
-        totals[m] = totals[m] * mine + total * its;
-        peaks[m] = top;
+    // Takes in those of a part, whose sums lie `stride` apart: both sides are rescaled to the higher peak.
+    void merge(int count, int dim, const Running& part, int64_t stride) {
+        for (int m = 0; m < count; m += W) {
+            const Vec before = load(peaks + m), peak = load(part.peaks + m), top = maximum(before, peak);
+            float mine[W], its[W];  // of a side that has seen nothing yet, and of one that agrees: 0 and 1
+            store(mine, powers_of_2<6>(select(before == top, Vec{}, before - top)));
+            store(its, powers_of_2<6>(select(peak == top, Vec{}, peak - top)));
+            for (int i = 0; i < std::min(W, count - m); i++) {
+                float *to = sums + (int64_t)(m + i) * dim, *const total = totals + m + i;
+                const float* from = part.sums + (m + i) * stride;
+                for (int c = 0; c < dim; c += W) store(to + c, load(to + c) * mine[i] + load(from + c) * its[i]);
+                *total = *total * mine[i] + part.totals[m + i] * its[i];
+            }
+            store(peaks + m, top);
+        }
     }
 };
 
@@ -59,6 +67,7 @@ struct Work {
     const AttentionTask& task;
     const Sharer* const sharers;  // [count], the queries' rows; null if all are of one
     const int dim, group, rows;
+    const int room;               // rows that scratch is taken for: whole blocks
     const int end;                // of the context
 
     // Scratch of the thread.
@@ -67,8 +76,9 @@ struct Work {
     Vec* totals;    // [rows]: the running totals of `part`, lane by lane
     float* scores;  // [rows][kTile]
 
-    // `more` is what a row needs of scratch beside this, in floats, taken in at most kPieces pieces.
-    Work(Program& program, const OctavoOp& op, const AttentionTask& task, int thread, int more = 0)
+    // `more` is what a row needs of scratch beside this, and `once` what all need together, in floats, taken in at most
+    // kPieces pieces.
+    Work(Program& program, const OctavoOp& op, const AttentionTask& task, int thread, int more = 0, int once = 0)
         : program(program),
           op(op),
           step(program.step()),
@@ -77,13 +87,14 @@ struct Work {
           dim(op.head_dim),
           group(op.heads / op.kv_heads),
           rows(task.count * group),
+          room((rows + kBlockRows - 1) / kBlockRows * kBlockRows),
           end(end_of(step, task)) {
-        constexpr int kPieces = 12;
-        const int64_t floats = (int64_t)rows * (2 * dim + kTile + W + 4 + more) + kPieces * kPanel;
+        constexpr int kPieces = 16;
+        const int64_t floats = (int64_t)room * (2 * dim + kTile + W + 4 + more) + once + kPieces * kPanel;
         free = static_cast<float*>(program.scratch(thread, floats * sizeof(float)));
-        part.sums = take(rows * dim);
+        part.sums = take(room * dim);
         whole.sums = take(rows * dim);
-        scores = take(rows * kTile);
+        scores = take(room * kTile);
         totals = reinterpret_cast<Vec*>(take(rows * W));
         for (float** each : {&part.peaks, &part.totals, &whole.peaks, &whole.totals}) *each = take(rows);
     }
@@ -123,56 +134,61 @@ struct Work {
         return program.at<T>(op.input, token(m / group)) + (task.kv_head * group + m % group) * dim;
     }
 
-    // Scores of row m to weights, which may replace the scores. They are exact to 8e-5 or 2e-7, with polynomials of
+    // Scores s of row m to weights, which may replace the scores. They are exact to 8e-5 or 2e-7, with polynomials of
     // degree D = 3 or 6.
     template <int D, class T>
-    void weigh(int m, int begin, int end, T* to) {
+    void weigh(int m, int begin, int end, float* s, T* to) {
         const int low = std::max(visible_begin(m) - begin, 0), high = std::min(visible_end(m), end) - begin;
         if (high <= low) {
             for (int j = 0; j < kTile; j += W) store(to + j, Vec{});
             return;
         }
-        constexpr float log2e = 1.44269504088896341f;
-        float* s = scores + m * kTile;
-        float scale = op.scale * log2e;
+        float scale = op.scale * kLog2E;
         if (op.soft_cap > 0) {
             for (int j = 0; j < high; j += W)
                 store(s + j, hyperbolic_tangent(load(s + j) * (op.scale / op.soft_cap)));
-            scale = op.soft_cap * log2e;
+            scale = op.soft_cap * kLog2E;
         }
         constexpr int kStep = 4 * kPanel;  // keys at once: less, and the loops would cost as much as what is in them
         const int stop = (high + kStep - 1) / kStep * kStep;
         for (int j = 0; (low > 0 || high < stop) && j < stop; j += W)
             if (j < low || j + W > high) store(s + j, hide(load(s + j), low - j, high - j));
+        if (stop < kTile)
+            weigh_columns<D, kStep>(m, scale, s, to);
+        else
+            weigh_columns<D, kTile>(m, scale, s, to);
+        for (int j = stop; j < kTile; j += W) store(to + j, Vec{});
+    }
+
+    template <int D, int Columns, class T>
+    __attribute__((always_inline)) void weigh_columns(int m, float scale, const float* s, T* to) {
         Vec peak = splat(kNegInf);
-        for (int j = 0; j < stop; j += kStep)
-#pragma GCC unroll 8
-            for (int i = j; i < j + kStep; i += W) peak = maximum(peak, load(s + i));
+#pragma GCC unroll 16
+        for (int j = 0; j < Columns; j += W) peak = maximum(peak, load(s + j));
         if (exceeds(peak * scale, part.peaks[m] + kSlack)) raise_peak(m, horizontal_max(peak) * scale);
         const float top = part.peaks[m];
         constexpr int per = kPerWord<T>;
         Vec sum{};
-        for (int j = 0; j < stop; j += kStep)
-#pragma GCC unroll 8
-            for (int i = j; i < j + kStep; i += W * per) {
-                Vec weights[per];
-                for (int n = 0; n < per; n++) weights[n] = powers_of_2<D>(load(s + i + n * W) * scale - top);
-                const Word words = join<T>(weights);
-                std::memcpy(to + i, &words, sizeof words);
-                sum = multiply_add<T>(sum, words, ones<T>());  // as rounded: what all lose alike is no error then
-            }
-        for (int j = stop; j < kTile; j += W) store(to + j, Vec{});
+#pragma GCC unroll 16
+        for (int j = 0; j < Columns; j += W * per) {
+            Vec weights[per];
+            for (int n = 0; n < per; n++) weights[n] = powers_of_2<D>(load(s + j + n * W) * scale - top);
+            const Word words = join<T>(weights);
+            std::memcpy(to + j, &words, sizeof words);
+            sum = multiply_add<T>(sum, words, ones<T>());  // as rounded: what all lose alike is no error then
+        }
         totals[m] += sum;
     }
 
     // What was summed so far to a higher peak.
     void raise_peak(int m, float peak) {
         const float before = part.peaks[m];
-        const float factor = before == kNegInf ? 0.0f : exponential2(before - peak);
+        part.peaks[m] = peak;
+        if (before == kNegInf) return;  // nothing was
+        const float factor = exponential2(before - peak);
         float* o = part.sums + (int64_t)m * dim;
         for (int c = 0; c < dim; c += W) store(o + c, load(o + c) * factor);
         totals[m] *= factor;
-        part.peaks[m] = peak;
     }
 
     // Lanes outside [low, high) to minus infinity, whatever they hold.
@@ -180,11 +196,6 @@ struct Work {
         Int lane;
         for (int i = 0; i < W; i++) lane[i] = i;
         return select((lane >= low) & (lane < high), v, splat(kNegInf));
-    }
-
-    void take_in_part() {
-        for (int m = 0; m < rows; m++)
-            whole.merge(m, dim, part.peaks[m], part.totals[m], part.sums + (int64_t)m * dim);
     }
 
     void keep_part() const {
@@ -198,11 +209,12 @@ struct Work {
 
     void merge_parts() {
         whole.clear(rows, dim);
-        for (int i = 0; i < parts_of(step, task.row); i++)
-            for (int m = 0; m < rows; m++) {
-                const float* kept = partial(i, m);
-                whole.merge(m, dim, kept[0], kept[1], kept + 2);
-            }
+        for (int i = 0; i < parts_of(step, task.row); i++) {
+            float* const kept = partial(i, 0);
+            const int64_t stride = dim + 2;
+            for (int m = 0; m < rows; m++) part.peaks[m] = kept[m * stride], part.totals[m] = kept[m * stride + 1];
+            whole.merge(rows, dim, {part.peaks, part.totals, kept + 2}, stride);
+        }
         finish(whole);
     }
 
@@ -212,8 +224,8 @@ struct Work {
     void finish_as(const Running& of) const {
         for (int m = 0; m < rows; m++) {
             T* to = program.at<T>(op.output, token(m / group)) + (task.kv_head * group + m % group) * dim;
-            const float* from = of.sums + (int64_t)m * dim;
-            for (int c = 0; c < dim; c += W) store(to + c, load(from + c) / of.totals[m]);
+            const float *from = of.sums + (int64_t)m * dim, inverse = 1.0f / of.totals[m];
+            for (int c = 0; c < dim; c += W) store(to + c, load(from + c) * inverse);
         }
     }
 };
@@ -270,8 +282,8 @@ struct Reader : Work {
     Place places[kMaxPanels], soon[kMaxPanels];  // of a tile of keys and of the tile after it
 
     Reader(Program& program, const OctavoOp& op, const AttentionTask& task, const AttentionTask& after, int thread,
-           int more)
-        : Work(program, op, task, thread, more),
+           int more, int once = 0)
+        : Work(program, op, task, thread, more, once),
           after(after),
           context(*this, task),
           next(*this, after),
@@ -339,7 +351,7 @@ struct Reader : Work {
         whole.clear(rows, dim);
         for (int first = 0; first < end; first += kPart) {
             attend(first, first + kPart);
-            take_in_part();
+            whole.merge(rows, dim, part, dim);
         }
         finish(whole);
     }

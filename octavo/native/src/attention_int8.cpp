@@ -103,7 +103,7 @@ struct Int8Reader : Reader<char, Int8Reader> {
             for (const float* scales : {place.key_scales, place.value_scales}) __builtin_prefetch(scales, 0, 2);
         for (int p = 0; p < panels; p += 2) for_row_tiles<kMaxRows>(rows, Score{*this, p});
         for (int m = 0; m < rows; m++) {
-            weigh<6>(m, begin, end, scores + m * kTile);
+            weigh<6>(m, begin, end, scores + m * kTile, scores + m * kTile);
             narrow_weights(m, panels);
         }
         int panel = 0;

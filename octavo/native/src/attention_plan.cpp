@@ -8,7 +8,12 @@ namespace octavo {
 
 namespace {
 
-constexpr int kQueryRows = 48;    // rows of a task (queries x heads that share a kv head), about
+// Rows of a task (queries x heads that share a kv head), about. With AMX each task rearranges the values that it reads.
+#if defined(OCTAVO_AMX)
+constexpr int kQueryRows = 96;
+#else
+constexpr int kQueryRows = 48;
+#endif
 constexpr int kSplitQueries = 8;  // rows with at most so many queries are split over their context
 
 // Rows of one query each, in an order in which those whose contexts begin with the same blocks are neighbours.
