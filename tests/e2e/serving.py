@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -52,6 +53,21 @@ def together(ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answe
     """Ask for all items at once, so that they share the steps of the engine; the answers in the items' order."""
     with ThreadPoolExecutor(len(items)) as pool:
         return list(pool.map(ask, items))
+
+
+def children(pid: int) -> list[int]:
+    """Processes that one has started."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread or a process that has just ended
+            found += map(int, task.read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Those, and what they have started in their turn."""
+    found = children(pid)
+    return [*found, *(below for child in found for below in descendants(child))]
 
 
 class Server:
@@ -111,8 +127,7 @@ class Server:
 
     def children(self) -> list[int]:
         """Processes that the server has started."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for task in tasks for pid in task.read_text().split()]
+        return children(self.process.pid)
 
     def stop(self) -> int:
         """SIGTERM, and the exit status."""

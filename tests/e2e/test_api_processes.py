@@ -45,7 +45,7 @@ def api_processes(server: Server) -> list[int]:
     """Those beside the first one, by their ids."""
     found = []
     for pid in server.children():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if "octavo.server.siblings.main" in Path(f"/proc/{pid}/cmdline").read_text():
                 found.append(pid)
     return found

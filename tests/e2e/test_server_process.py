@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving import START_S, WAIT_S, Server, free_port, serve_command, wait_until
+from serving import START_S, WAIT_S, Server, descendants, free_port, serve_command, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +25,7 @@ def events(lines: list[str]) -> list[str]:
 def gone(pid: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except OSError:  # also one that ends between the opening and the reading
         return True
     return status.rpartition(")")[2].split()[0] == "Z"
 
@@ -96,16 +96,8 @@ def test_a_start_that_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> No
     env = {**os.environ, "OCTAVO_KERNEL_CACHE": str(tmp_path)}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True) as process:
-
-        def descendants(pid: int) -> list[int]:
-            found = [
-                int(child)
-                for task in Path(f"/proc/{pid}/task").glob("*/children")
-                for child in task.read_text().split()
-            ]
-            return [*found, *(below for child in found for below in descendants(child))]
-
-        wait_until(lambda: any(tmp_path.rglob("*.cpp")), "the compilers' start")
+        wait_until(lambda: any(tmp_path.rglob("*.cpp")), "what the compilers shall read")
+        wait_until(lambda: len(descendants(process.pid)) > 1, "the compilers' start")
         started = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         output = "".join(process.communicate(timeout=WAIT_S))
