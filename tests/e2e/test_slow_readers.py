@@ -34,7 +34,7 @@ def started(log: Path, *flags: str) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """It closes connections that take nothing for some seconds."""
-    yield from started(tmp_path_factory.mktemp("stub") / "log", "--unread-timeout", "4")
+    yield from started(tmp_path_factory.mktemp("stub") / "log", "--unread-timeout", "10")
 
 
 @pytest.fixture
