@@ -8,25 +8,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from levels import ISAS, needs_isa
 from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.bindings import Dtype, Epilogue, Step
-from octavo.native.build import NativeBuildError, load_library
-from octavo.native.isa import LEVELS, usable
 from octavo.native.program import Pool, Program, ProgramBuilder
 from octavo.nn.quant.panels import PANEL, interleave, pack, pad_bias
 
 
-@pytest.fixture(scope="module", params=[isa.name for isa in LEVELS])
+@pytest.fixture(scope="module", params=ISAS)
 def isa(request):
-    if request.param not in [isa.name for isa in usable()]:
-        pytest.skip(f"this processor has no {request.param}")
-    try:
-        load_library(request.param)
-    except NativeBuildError as error:
-        pytest.skip(f"no kernels on this machine: {error}")
-    return request.param
+    return needs_isa(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from levels import ISAS, needs_isa
 from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.bindings import Dtype, Epilogue, Step
-from octavo.native.build import NativeBuildError, load_library
-from octavo.native.isa import LEVELS, usable
 from octavo.native.program import BLOCK, Pool, Program, ProgramBuilder, row_bytes
 from octavo.nn.ops.rope import apply_rope
 from octavo.nn.quant.blocks import alike, dequantized
@@ -31,15 +30,9 @@ FORMATS = {
 }
 
 
-@pytest.fixture(scope="module", params=[isa.name for isa in LEVELS])
+@pytest.fixture(scope="module", params=ISAS)
 def pool(request):
-    if request.param not in [isa.name for isa in usable()]:
-        pytest.skip(f"this processor has no {request.param}")
-    try:
-        load_library(request.param)
-    except NativeBuildError as error:
-        pytest.skip(f"no kernels on this machine: {error}")
-    return Pool(2, request.param)
+    return Pool(2, needs_isa(request.param))
 
 
 @pytest.fixture

@@ -10,28 +10,19 @@ import plain_sampler
 import pytest
 import torch
 from chi_square import chi_square
+from levels import ISAS, needs_isa
 from test_sampler import fresh_rng, random_logits, random_params
 
 from octavo.core.params import SamplingParams
-from octavo.native.build import NativeBuildError, load_library
-from octavo.native.isa import LEVELS, usable
 from octavo.native.program import Pool
 from octavo.native.sampling import SAMPLING, sample
 from octavo.sampling.allowed import Allowed, forbid, num_words
 from octavo.sampling.state import PreparedParams
 
-ISAS = [isa.name for isa in LEVELS]
-
 
 @pytest.fixture(scope="module", params=ISAS)
 def pool(request):
-    if request.param not in [isa.name for isa in usable()]:
-        pytest.skip(f"this processor has no {request.param}")
-    try:
-        load_library(request.param)
-    except NativeBuildError as error:
-        pytest.skip(f"no kernels on this machine: {error}")
-    return Pool(2, request.param)
+    return Pool(2, needs_isa(request.param))
 
 
 class Table:
