@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
+from octavo.device.compiler import Target
 from octavo.device.compilers import Compilers, job_of
 
 log = logging.getLogger(__name__)
@@ -24,9 +26,12 @@ class Ahead:
     whether a number is 1 or divisible by 16, and an address divisible by 16.
     """
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="octavo-compile")
+    def __init__(self, target: Target) -> None:
+        """`target` is what is compiled for."""
+        self._target = target
         self._compilers = Compilers()
+        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1) + 1, thread_name_prefix="octavo-compile")
+        self._driver = self._pool.submit(_load_driver)
         self._jobs: dict[Any, Future[None]] = {}
 
     @contextmanager
@@ -59,11 +64,23 @@ class Ahead:
         return len(self._jobs)
 
     def _compile(self, run: Callable[..., Any], kernel: Any, args: list[Any], options: dict[str, Any]) -> None:
-        with self._compilers.compiling(job_of(kernel, args, options)):
+        with self._compilers.compiling(job_of(kernel, args, options, self._target)):
+            self._driver.exception()  # where there is one, the next line will meet it
             compiled = run(kernel, *args, grid=(1,), warmup=True, **options)
         prepare = getattr(compiled, "_init_handles", None)
         if prepare is not None:
             prepare()  # builds the launcher and loads the kernel
+
+
+def target_of(device: torch.device) -> Target:
+    """As Triton names it."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return ("cuda", 10 * major + minor, 32)
+
+
+def _load_driver() -> None:
+    """Triton's, of which it compiles a part the first time: once here, instead of in each thread."""
+    driver.active.get_current_device()
 
 
 def _variant(param: Any, value: Any) -> Any:

@@ -46,6 +46,10 @@ class Tiles:
     block_shape: list[int]
 
 
+Target = tuple[str, int | str, int]
+"""Backend, architecture and warp size."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A launch to compile for.
@@ -53,14 +57,13 @@ class Job:
     Attributes:
         module, name: where the kernel stands.
         args: numbers and texts as they are, tensors as `Pointer`, descriptors as `Tiles`.
-        target: backend, architecture and warp size.
     """
 
     module: str
     name: str
     args: list[Any]
     options: dict[str, Any]
-    target: tuple[str, int | str, int]
+    target: Target
 
 
 class NoDriver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -11,11 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from triton import knobs
-from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.device.compiler import Dtype, Job, Pointer, Tiles
+from octavo.device.compiler import Dtype, Job, Pointer, Target, Tiles
 
 _SERVE = "from octavo.device.compiler import serve; serve()"
 _PLAIN = (bool, int, float, str, type(None))
@@ -25,10 +25,12 @@ class Compilers:
     """One process for each thread that asks, from its first question on.
 
     While this is open, a kernel that Triton looks for in its cache folder and does not find there is first compiled by
-    the thread's process, if the thread has said which (`compiling`). So what is cached starts no process.
+    the thread's process, if the thread has said which (`compiling`). So what is cached starts no process. If nothing is
+    cached, Triton is not waited for.
     """
 
     def __init__(self) -> None:
+        self._empty = not any(os.scandir(knobs.cache.dir)) if os.path.isdir(knobs.cache.dir) else True
         self._mine = threading.local()
         self._all: list[subprocess.Popen[bytes]] = []
         self._before = knobs.cache.manager_class
@@ -38,6 +40,8 @@ class Compilers:
     def compiling(self, job: Job | None) -> Iterator[None]:
         """What this thread compiles in the block is the job; None if it can't be told to another process."""
         self._mine.job = job
+        if self._empty:
+            self._ask()
         try:
             yield
         finally:
@@ -75,14 +79,13 @@ class Compilers:
         return mine
 
 
-def job_of(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> Job | None:
+def job_of(kernel: Any, args: Sequence[Any], options: dict[str, Any], target: Target) -> Job | None:
     """This launch for another process, or None if it has something that can't be told."""
     told = [_told(arg) for arg in args]
     module, name = kernel.fn.__module__, kernel.fn.__name__
     if NotImplemented in told or getattr(sys.modules.get(module), name, None) is not kernel:
         return None
-    target = driver.active.get_current_target()
-    return Job(module, name, told, options, (target.backend, target.arch, target.warp_size))
+    return Job(module, name, told, options, target)
 
 
 def _told(value: Any) -> Any:

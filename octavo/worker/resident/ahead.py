@@ -12,12 +12,14 @@ import torch
 
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
-from octavo.device.ahead import Ahead
+from octavo.device.ahead import Ahead, target_of
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.ops import few_rows, gating, triton_activation, triton_norm
 from octavo.nn.step import StepInput
+from octavo.sampling import resident_allowed
+from octavo.sampling.allowed import num_words
 from octavo.sampling.resident import ResidentSampler, Row
 from octavo.sampling.state import PreparedParams
 from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
@@ -43,14 +45,15 @@ def compile_ahead(
     """Begin to compile; the caller waits."""
     if isinstance(attention, LibraryAttention):
         attention = attention.own  # which launches what the library does not replace
-    ahead = Ahead()
+    ahead = Ahead(target_of(device))
     with ahead.collecting():  # first what takes longest, so that nothing else waits for it in the end
         slots = ResidentSlots(_SLOTS + 1, max_model_len, -(-max_model_len // block_size), spec.vocab_size, device)
         long = min(max_model_len - 1, _LONG)
         few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))
         mixed = ([1] * rows + [9] for rows in (_SLOTS, 64, 32, 16, 1))
-        for counts in ([long], *mixed, [2, 2], *few):
-            step = _step(slots, counts, block_size)
+        steps = [(counts, max_model_len) for counts in ([long], *mixed, [2, 2], *few)]
+        for counts, context in (*steps, ([2, 2], 2)):
+            step = _step(slots, counts, context, block_size)
             for window in {*spec.windows}:
                 _attend(spec, dtype, kv_dtype, attention, step, window, block_size)
         _sample(spec, slots)
@@ -90,8 +93,8 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
         gating.gated_product(empty(256, width), empty(2 * inner, width))
 
 
-def _step(slots: ResidentSlots, counts: Sequence[int], block_size: int) -> StepInput:
-    """Slots are filled, their blocks written and the batch laid out."""
+def _step(slots: ResidentSlots, counts: Sequence[int], context: int, block_size: int) -> StepInput:
+    """Slots are filled, their blocks written and the batch laid out, for contexts of up to so many tokens."""
     params = SamplingParams(temperature=0)
     new = [NewRow(i, [0] * n, n, params, 0, [], 0, [0]) for i, n in enumerate(counts)]
     plan = StepPlan(
@@ -114,7 +117,7 @@ def _step(slots: ResidentSlots, counts: Sequence[int], block_size: int) -> StepI
         table_rows=batch.slots,
         logit_rows=logit_rows,
         max_query_len=max(counts),
-        max_seq_len=slots.max_model_len,
+        max_seq_len=context,
         query_lens=counts,
     )
     slots.lay_out(batch, step, block_size)
@@ -151,3 +154,5 @@ def _sample(spec: DecoderSpec, slots: ResidentSlots) -> None:
     slots.append(held, sampler.draw(logits, held))
     params = PreparedParams.make(_PENALIZED, 0, [], spec.vocab_size)
     sampler.sample(logits, held, [Row(0, params, 1, 2), Row(1, params, 1, 2)])
+    words = torch.empty(2, num_words(slots.vocab_size), dtype=torch.int32, device=slots.device)
+    resident_allowed.forbid(logits, held, words)

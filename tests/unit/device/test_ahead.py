@@ -42,7 +42,7 @@ def launch(*args: Any, **options: Any) -> None:
 
 def test_a_variant_is_compiled_once(compiled):
     before = JITFunction.run
-    ahead = Ahead()
+    ahead = Ahead(("cuda", 90, 32))
     x = torch.empty(64)
     with ahead.collecting():
         launch(x, 32, 5, BLOCK=4)
@@ -57,7 +57,7 @@ def test_a_variant_is_compiled_once(compiled):
 
 
 def test_no_memory_is_held_while_it_compiles(compiled):
-    ahead = Ahead()
+    ahead = Ahead(("cuda", 90, 32))
     with ahead.collecting():
         launch(torch.empty(64), 32, 5)
     ahead.wait()
@@ -71,7 +71,7 @@ def test_a_failed_compilation_is_told_and_harms_no_other(monkeypatch, caplog):
         raise ValueError("no such instruction")
 
     monkeypatch.setattr(JITFunction, "run", run)
-    ahead = Ahead()
+    ahead = Ahead(("cuda", 90, 32))
     with ahead.collecting():
         launch(torch.empty(64), 32, 5)
         launch(torch.empty(64), 33, 5)

@@ -48,7 +48,7 @@ kernel, x = triton_activation._silu_mul_kernel, torch.empty(2, 256, dtype=torch.
 
 def start():
     kernel.device_caches.clear()
-    ahead = Ahead()
+    ahead = Ahead(("cuda", 90, 32))
     with ahead.collecting():
         triton_activation.silu_mul(x)
     ahead.wait()
