@@ -30,7 +30,8 @@ class Compilers:
     """
 
     def __init__(self) -> None:
-        self._empty = not any(os.scandir(knobs.cache.dir)) if os.path.isdir(knobs.cache.dir) else True
+        folder = knobs.cache.dir
+        self._empty = not (os.path.isdir(folder) and os.listdir(folder))
         self._mine = threading.local()
         self._all: list[subprocess.Popen[bytes]] = []
         self._before = knobs.cache.manager_class
