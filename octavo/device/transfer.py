@@ -36,9 +36,10 @@ class Lane:
             into.copy_(torch.from_numpy(array))
             return
         host = self._pinned(array)
+        if self._read is None:
+            self.done()  # the first values wait for whatever made their place
         with torch.cuda.stream(self._stream):
-            if self._read is not None:
-                self._read.wait()
+            self._read.wait()
             into.copy_(host, non_blocking=True)
             self._arrived = self._stream.record_event()
         self._arrived.wait()

@@ -1,0 +1,42 @@
+"""Transfers beside what a device computes. On a GPU it is kept busy, so that nothing is in order by chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.device.transfer import Lane
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CYCLES = 50_000_000
+
+
+def keep_busy() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda._sleep(CYCLES)
+
+
+@pytest.fixture
+def arrays() -> list[np.ndarray]:
+    rng = np.random.default_rng()
+    return [rng.integers(1, 1000, (3, 5), dtype=np.int32) for _ in range(3)]
+
+
+def test_the_first_values_come_after_what_made_their_place(arrays):
+    lane = Lane(DEVICE)
+    keep_busy()
+    place = torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)
+    lane.send(arrays[0], place)
+    assert place.tolist() == arrays[0].tolist()
+
+
+def test_values_stay_until_what_reads_them_has_done_so(arrays):
+    lane, place = Lane(DEVICE), torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)
+    read = []
+    for array in arrays:
+        lane.send(array, place)
+        keep_busy()
+        read.append(place.clone())
+        lane.done()
+    assert [values.tolist() for values in read] == [array.tolist() for array in arrays]
