@@ -35,6 +35,7 @@ FORMATS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int16": {"activation_dtype": "int16"},
     "int8": {"activation_dtype": "int8"},
+    "unpacked": {"activation_dtype": "bfloat16"},
 }
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -11,7 +11,8 @@ Workloads (greedy, end-of-sequence ignored, prompts new every time):
     E  32 requests, 1,024 shared + 32 of their own, 16 out   seconds
 
 Formats: float32 and bfloat16 (weights converted), int16 and int8 (weights as they are stored, times activations of so
-many bits). All engines are loaded at once and take turns, so that a busy moment of the machine hits them alike.
+many bits), and unpacked (weights as they are stored, times activations in bfloat16). All engines are loaded at once and
+take turns, so that a busy moment of the machine hits them alike.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ FORMATS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int16": {"activation_dtype": "int16"},
     "int8": {"activation_dtype": "int8"},
+    "unpacked": {"activation_dtype": "bfloat16"},
 }
 
 

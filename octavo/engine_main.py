@@ -20,8 +20,8 @@ def main() -> int:
     listener, (config, files, log) = receive_payload()
     log.set_up("%(levelname)s %(asctime)s %(name)s: %(message)s")
     if _on_cpu(config.device):  # while torch is imported and the weights are read
-        model = config.model
-        needed = partial(needed_libraries, files, model.dtype, model.load_format, config.cache.kv_cache_dtype)
+        model, kv_cache = config.model, config.cache.kv_cache_dtype
+        needed = partial(needed_libraries, files, model.dtype, model.load_format, kv_cache, model.activation_dtype)
         build_ahead(config.device.cpu_isa, needed)
     server = CoreServer(listener)
     from octavo.build import build_core

@@ -53,12 +53,12 @@ def watch_model(spans: Spans, model: Model | EncoderModel) -> None:
             spans.watch(Watched(model, method, name))
 
 
-def compiled(model: CausalLM, attention: AttentionBackend, activation_bytes: int = 2) -> Model:
+def compiled(model: CausalLM, attention: AttentionBackend, activation_dtype: str = "int16") -> Model:
     """The model as a native program where that is possible, else as it is. Its weights must be loaded."""
     if not isinstance(attention, NativeAttention):
         return model
     reason = reason_against(model.spec)
     if reason is None:
-        return NativeDecoder(model, attention.pool, activation_bytes)
+        return NativeDecoder(model, attention.pool, activation_dtype)
     log.warning("the model runs layer by layer in torch instead of as one native program: %s", reason)
     return model

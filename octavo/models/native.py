@@ -39,19 +39,21 @@ WEIGHT_NAMES = {
     Dtype.INT8: "8-bit integers",
     Dtype.INT4: "4-bit integers",
 }
+PLANES = {"int16": 2, "int8": 1, "bfloat16": 0}
+"""Bytes of activations as integers, by what meets weights which stay integers; 0: they don't become any."""
 
 
 @dataclass(slots=True)
 class _Buffers:
     """Ids of the program's buffers: what norms put out, heads before and after rope, attention's and the gate's output,
-    and the last two as integers."""
+    and the last two in the form that integer weights take."""
 
     normed: int
     heads: int
     queries: int
     attended: int
     gated: int
-    integers: int
+    rounded: int
 
 
 @dataclass(slots=True)
@@ -80,12 +82,12 @@ class NativeDecoder:
         adoptions: how often it was given other weights, whereafter no batch is laid out.
     """
 
-    def __init__(self, model: CausalLM, pool: Pool, activation_bytes: int = 2) -> None:
-        """`activation_bytes`, 1 or 2, are those of the integers that meet weights which stay integers."""
+    def __init__(self, model: CausalLM, pool: Pool, activation_dtype: str = "int16") -> None:
+        """`activation_dtype`, "int16", "int8" or "bfloat16", is that of what meets weights which stay integers."""
         self.spec = model.spec
         self.attention_layers = model.attention_layers
         self._pool = pool
-        self._planes = activation_bytes
+        self._activation_dtype, self._planes = activation_dtype, PLANES[activation_dtype]
         self._dtype = DTYPES[model.embedding.dtype]
         self._eps = model.spec.rms_norm_eps
         self._cos_sin = model.rope.cos_sin
@@ -101,7 +103,7 @@ class NativeDecoder:
     def weight_form(self) -> str:
         """How the matrices are stored, in words."""
         names = " and ".join(WEIGHT_NAMES[dtype] for dtype in sorted(self._stored))
-        return f"{names}, multiplied with int{8 * self._planes} activations" if self.has_integers else names
+        return f"{names}, multiplied with {self._activation_dtype} activations" if self.has_integers else names
 
     @property
     def has_integers(self) -> bool:
@@ -238,10 +240,10 @@ class NativeDecoder:
             queries=b.buffer(query_width * 4),
             attended=b.buffer(query_width * 4),
             gated=b.buffer(spec.intermediate_size * 4),
-            integers=b.buffer(row_bytes(Dtype.INT8, max(query_width, spec.intermediate_size), self._planes)),
+            rounded=b.buffer(row_bytes(Dtype.INT8, max(query_width, spec.intermediate_size), max(self._planes, 2))),
         )
         table = self._table
-        packed = self._tied or table.inputs is Dtype.INT8
+        packed = self._tied or table.is_integers
         b.embed(
             table.weight.data_ptr(),
             table.dtype,
@@ -287,10 +289,10 @@ class NativeDecoder:
 
     def _emit_rest(self, b: ProgramBuilder, at: _Buffers, layer: LayerWeights) -> None:
         """What follows attention."""
-        _linear(b, layer.out, _as_inputs(b, at, layer.out, at.attended, self._dtype), RESIDUAL, Epilogue.ADD)
-        gated = Dtype.BFLOAT if layer.down.dtype is Dtype.BFLOAT else Dtype.FLOAT
+        _linear(b, layer.out, self._rounded(b, at, layer.out, at.attended, self._dtype), RESIDUAL, Epilogue.ADD)
+        gated = Dtype.BFLOAT if self._inputs(layer.down) is Dtype.BFLOAT else Dtype.FLOAT
         self._emit_normed(b, at, layer.post_norm, layer.gate_up, at.gated, Epilogue.GATE, gated)
-        _linear(b, layer.down, _as_inputs(b, at, layer.down, at.gated, gated), RESIDUAL, Epilogue.ADD)
+        _linear(b, layer.down, self._rounded(b, at, layer.down, at.gated, gated), RESIDUAL, Epilogue.ADD)
 
     def _emit_normed(
         self,
@@ -304,16 +306,21 @@ class NativeDecoder:
     ) -> None:
         """The residual stream, normalized, times the matrix."""
         size, address = self.spec.hidden_size, norm.data_ptr()
-        b.norm(RESIDUAL, at.normed, matrix.inputs, size, address, self._eps, zero_point=matrix.zero_point)
+        b.norm(RESIDUAL, at.normed, self._inputs(matrix), size, address, self._eps, zero_point=matrix.zero_point)
         _linear(b, matrix, at.normed, output, epilogue, gated)
 
+    def _inputs(self, matrix: Matrix) -> Dtype:
+        """How the activations that a matrix multiplies are stored."""
+        if not matrix.is_integers:
+            return matrix.dtype
+        return Dtype.INT8 if self._planes else Dtype.BFLOAT
 
-def _as_inputs(b: ProgramBuilder, at: _Buffers, matrix: Matrix, source: int, dtype: Dtype) -> int:
-    """Where `source`, stored as `dtype`, stands in the form that the matrix multiplies."""
-    if matrix.inputs is not Dtype.INT8:
-        return source
-    b.quantize(source, at.integers, dtype, matrix.columns, zero_point=matrix.zero_point)
-    return at.integers
+    def _rounded(self, b: ProgramBuilder, at: _Buffers, matrix: Matrix, source: int, dtype: Dtype) -> int:
+        """Where `source`, stored as `dtype`, stands in the form that the matrix multiplies."""
+        if not matrix.is_integers or self._inputs(matrix) is dtype:
+            return source
+        b.quantize(source, at.rounded, dtype, matrix.columns, zero_point=matrix.zero_point)
+        return at.rounded
 
 
 def _linear(

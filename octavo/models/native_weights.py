@@ -32,9 +32,9 @@ class Matrix:
     minima: bool = False
 
     @property
-    def inputs(self) -> Dtype:
-        """How the activations that it multiplies are stored."""
-        return Dtype.INT8 if self.dtype is Dtype.INT4 else self.dtype
+    def is_integers(self) -> bool:
+        """Whether it stays the integers that the checkpoint has."""
+        return self.dtype in (Dtype.INT4, Dtype.INT8)
 
     @property
     def nbytes(self) -> int:

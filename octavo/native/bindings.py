@@ -105,7 +105,7 @@ def kernel_of(op: Op, isa: str = "auto") -> int | None:
         NativeBuildError: it can't be had on this machine.
     """
     if op.kind == Kind.LINEAR:
-        source = "blocks" if op.dtype in (Dtype.INT8, Dtype.INT4) else "words"
+        source = "blocks" if op.dtype in (Dtype.INT8, Dtype.INT4) and op.planes else "words"
     elif op.kind == Kind.ATTEND and op.cache_dtype == Dtype.INT8:
         source = "attention_int8"
     else:

@@ -50,7 +50,7 @@ class ProgramBuilder:
     with zeros to whole panels of 16.
 
     Attributes:
-        planes: bytes of an integer activation, 1 or 2.
+        planes: bytes of an integer activation, 1 or 2; 0 if bfloat16 ones meet integer weights.
     """
 
     ops: list[Op]
@@ -115,7 +115,7 @@ class ProgramBuilder:
         """source [T, columns] times W [rows, columns] transposed.
 
         The gate epilogue halves the rows and puts out `gated`, the others float32. Integer weights take rows that
-        `norm` or `quantize` put out for their zero point.
+        `norm` or `quantize` put out for their zero point; without planes, of bfloat16.
         """
         self._add(
             Kind.LINEAR,
@@ -195,7 +195,8 @@ class ProgramBuilder:
             )
 
     def quantize(self, source: int, output: int, dtype: Dtype, columns: int, *, zero_point: int = 0) -> None:
-        """Rows of `dtype` to integers with a scale for each 32 of them, for weights with this zero point."""
+        """Rows of `dtype` to integers with a scale for each 32 of them, for weights with this zero point; without
+        planes, of float32 to bfloat16."""
         self._add(Kind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point)
 
     def _add(self, kind: Kind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:

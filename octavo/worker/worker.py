@@ -122,7 +122,9 @@ class Worker:
         device, isa = self.device.torch_device, self._settings.cpu_isa
         libraries: Sequence[str] = ()
         if device.type == "cpu":
-            libraries = needed_libraries(self.files, self.config.dtype, self.load_format, self._kv_cache_dtype)
+            libraries = needed_libraries(
+                self.files, self.config.dtype, self.load_format, self._kv_cache_dtype, self.config.activation_dtype
+            )
         request = BackendRequest(device, self.dtype, self._layer, self._block_size, isa, self.kv_dtype, libraries)
         self.attention: AttentionBackend = select(self._settings.attention_backend, request)
         if isa != "auto" and not isinstance(self.attention, NativeAttention):
@@ -152,10 +154,10 @@ class Worker:
             self.weight_bytes = self.model.nbytes
             # What is left to torch is small, and its threads would fight the program's for the cores.
             torch.set_num_threads(1)
-        if self.config.activation_dtype == "int8" and not self._multiplies_integers:
+        if self.config.activation_dtype != "int16" and not self._multiplies_integers:
             raise ConfigError(
-                "--activation-dtype int8 is for weights that stay integers (a quantized GGUF file on a CPU, without "
-                f"--dtype); these are {self.weight_form}. Leave it out."
+                f"--activation-dtype {self.config.activation_dtype} is for weights that stay integers (a quantized "
+                f"GGUF file on a CPU, without --dtype); these are {self.weight_form}. Leave it out."
             )
 
     def read(
@@ -181,8 +183,8 @@ class Worker:
         rooted = with_root(checkpoint, "model")
         report = load_weights(model, rooted)
         scales = stored_scales(model.attention_layers, rooted) if is_fp8(self.kv_dtype) else {}
-        planes = 1 if self.config.activation_dtype == "int8" else 2
-        return Loaded(compiled(model, self.attention, planes), model, report, scales)
+        form = compiled(model, self.attention, self.config.activation_dtype)
+        return Loaded(form, model, report, scales)
 
     def _before_weights(self, model: CausalLM) -> None:
         self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)

@@ -107,8 +107,9 @@ def test_a_converted_model_gives_the_same_logits(family: str, arch: str, tmp_pat
     ids=lambda kinds: "+".join(kind.name for kind in kinds),
 )
 @pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("smollm", "llama"), ("qwen3-biases", "qwen3")])
+@pytest.mark.parametrize(("activations", "limit"), [("int16", 2e-3), ("bfloat16", 1e-1)])
 def test_packed_weights_give_the_logits_of_dequantized_ones(
-    kinds: list[Kind], family: str, arch: str, tmp_path: Path
+    kinds: list[Kind], family: str, arch: str, activations: str, limit: float, tmp_path: Path
 ) -> None:
     """Some of a layer's matrices, whose rows are no whole blocks, stay float32 beside packed ones."""
     theirs = make_checkpoint(family, tmp_path)
@@ -118,10 +119,29 @@ def test_packed_weights_give_the_logits_of_dequantized_ones(
     attention = NativeAttention(native_pool())
     logits = {}
     for scheme in (Unquantized, BlockQuantized):
-        model = NativeDecoder(load_model(files, attention, scheme=scheme), attention.pool)
+        model = NativeDecoder(load_model(files, attention, scheme=scheme), attention.pool, activations)
         runner = PagedRunner(model, num_blocks=20, block_size=16)
         logits[scheme] = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
-    torch.testing.assert_close(logits[BlockQuantized], logits[Unquantized], rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(logits[BlockQuantized], logits[Unquantized], rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("activations", ["int16", "int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_weights_give_a_prompt_the_same_logits_in_chunks_and_beside_another(
+    activations: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q4_1, Kind.Q4_1, Kind.Q8_0])
+    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    attention = NativeAttention(native_pool())
+    model = NativeDecoder(load_model(files, attention, dtype, BlockQuantized), attention.pool, activations)
+    assert model.weight_form.endswith(f", multiplied with {activations} activations")
+    runner = PagedRunner(model, num_blocks=20, block_size=16, dtype=dtype)
+    alone = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
+    row, other = runner.row(PROMPT, len(PROMPT)), runner.row(PROMPT[::-1], len(PROMPT))
+    begun = runner.step([row], [1], all_logits=True)
+    ended = runner.step([other, row], [len(PROMPT), len(PROMPT) - 1], all_logits=True)
+    assert torch.equal(torch.cat([begun, ended[len(PROMPT) :]]), alone)
 
 
 def native_pool() -> Pool:

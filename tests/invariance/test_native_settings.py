@@ -17,6 +17,7 @@ SMALL = {"load_format": "dummy", "memory_bytes": 1 << 22, "threads": 1}
     [
         ({"activation_dtype": "int8"}, "--activation-dtype int8 is for weights that stay integers"),
         ({"activation_dtype": "int8", "dtype": "float32"}, "these are float32. Leave it out"),
+        ({"activation_dtype": "bfloat16"}, "--activation-dtype bfloat16 is for weights that stay integers"),
         ({"cpu_isa": "portable", "attention_backend": "torch"}, "--cpu-isa portable .* runs in 'torch'"),
         ({"cpu_isa": "portable", "block_size": 8}, "--cpu-isa portable .* runs in 'torch'"),
     ],

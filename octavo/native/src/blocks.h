@@ -15,6 +15,8 @@ namespace octavo {
 constexpr int kBlock = 32;
 constexpr int kBlockWords = kBlock / 4;
 
+constexpr bool has_blocks(const OctavoOp& op) { return op.dtype == kInt8 || op.dtype == kInt4; }
+
 struct Record {
     int values, size;  // bytes
 

@@ -57,7 +57,7 @@ void run_embed(Program& program, const OctavoOp& op, int64_t task, int) {
     for_rows(program, task, [&](int row) {
         float* to = program.at<float>(op.output, row);
         const int64_t id = program.step().input_ids[row];
-        if (op.dtype == kInt8 || op.dtype == kInt4)
+        if (has_blocks(op))
             embed_blocks(op, id, to);
         else if (op.dtype == kBfloat)
             embed_row<bf16>(op, id, to);
@@ -102,11 +102,17 @@ void run_norm(Program& program, const OctavoOp& op, int64_t task, int thread) {
     });
 }
 
-// --- activations to integers ---------------------------------------------------------------------------------------
+// --- activations to integers, or to bfloat16 -----------------------------------------------------------------------
+
+template <class T>
+void narrow(const float* from, int size, T* to) {
+    for (int c = 0; c < size; c += W) store(to + c, load(from + c));
+}
 
 void run_quantize(Program& program, const OctavoOp& op, int64_t task, int thread) {
     for_rows(program, task, [&](int row) {
         const float* x = program.at<float>(op.input, row);
+        if (op.planes == 0) return narrow(x, op.columns, program.at<bf16>(op.output, row));
         if (op.dtype == kBfloat) {
             float* wide = static_cast<float*>(program.scratch(thread, op.columns * sizeof(float)));
             const bf16* narrow = program.at<bf16>(op.input, row);
@@ -193,11 +199,6 @@ void put_bytes(const OctavoOp& op, int64_t slot, int head, int block_size, const
     place.put_key(bytes);
     scales[block_size] = to_bytes(v, op.head_dim, 0, bytes);
     place.put_value(bytes, false);
-}
-
-template <class T>
-void narrow(const float* from, int size, T* to) {
-    for (int c = 0; c < size; c += W) store(to + c, load(from + c));
 }
 
 template <class T>

@@ -10,13 +10,17 @@
 namespace octavo {
 
 int64_t panel_bytes(const OctavoOp& op) {
-    if (op.dtype == kInt8 || op.dtype == kInt4) return (int64_t)(op.columns / kBlock) * Record(op).size;
+    if (has_blocks(op)) return (int64_t)(op.columns / kBlock) * Record(op).size;
     return (int64_t)op.columns * kPanel * (op.dtype == kBfloat ? 2 : 4);
 }
 
 namespace {
 
 constexpr int64_t kChunkBytes = 384 << 10;  // of inputs that a task goes over: they stay in the second-level cache
+
+// Those of a task that unpacks its weights first: the more rows, the rarer that is.
+constexpr int64_t kUnpackedBytes = 1 << 20;
+constexpr int64_t kUnpackedRows = 256;  // more gain nothing, and their results drive the inputs out of the cache
 #if defined(OCTAVO_AMX)
 constexpr int kChunkRows = 2 * amx::kRows;  // a chunk is a multiple of it: the rows of the largest tile
 #else
@@ -24,9 +28,10 @@ constexpr int kChunkRows = 2 * kWideRows;
 #endif
 
 int64_t chunk_rows(const OctavoOp& op) {
-    const bool words = op.dtype == kFloat || op.dtype == kBfloat;
-    const int64_t row = words ? (int64_t)op.columns * (op.dtype == kFloat ? 4 : 2) : activation_bytes(op);
-    return std::max<int64_t>(4 * kChunkRows, kChunkBytes / row / kChunkRows * kChunkRows);
+    const bool unpacks = has_blocks(op) && op.planes == 0;
+    const int64_t row = has_blocks(op) && !unpacks ? activation_bytes(op) : op.columns * (op.dtype == kFloat ? 4 : 2);
+    const int64_t fit = unpacks ? std::min(kUnpackedBytes / row, kUnpackedRows) : kChunkBytes / row;
+    return std::max<int64_t>(4 * kChunkRows, fit / kChunkRows * kChunkRows);
 }
 
 int64_t tasks(Program& program, const OctavoOp& op) {

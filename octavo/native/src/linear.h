@@ -65,7 +65,7 @@ inline void finish(const Program& program, const OctavoOp& op, Tile<M, P>& tile,
 }
 
 // A task: the rows [first, first + count) times the pair of panels from `panel` on, or the last one of an odd number.
-// `octavo_multiply_words` and `octavo_multiply_blocks`, by the form of the weights.
+// `octavo_multiply_words` and `octavo_multiply_blocks`, by the form in which weights are multiplied.
 using Multiply = void (*)(Program& program, const OctavoOp& op, int panel, int first, int count, int thread);
 
 }  // namespace octavo

@@ -1,8 +1,10 @@
-// Products with float32 and bfloat16 weights in panels.
+// Products with float32 and bfloat16 weights in panels, and with integers that become bfloat16 task by task.
 
 #include <algorithm>
+#include <optional>
 
 #include "linear.h"
+#include "unpack.h"
 #include "words_amx.h"
 
 namespace octavo {
@@ -19,23 +21,29 @@ struct Columns {
     const OctavoOp& op;
     const uint32_t* weights[P];
     int words, panel, begin, count;  // rows [begin, begin + count) of the batch, tile by tile
+    const bool unpacked;
 
-    Columns(const Program& program, const OctavoOp& op, int panel, int begin, int count)
-        : program(program), op(op), words(op.columns / kPerWord<T>), panel(panel), begin(begin), count(count) {
-        for (int p = 0; p < P; p++)
-            weights[p] = static_cast<const uint32_t*>(op.weight) + (int64_t)(panel + p) * words * kPanel;
+    // Of the matrix, or panels that were unpacked.
+    Columns(const Program& program, const OctavoOp& op, const uint32_t* panels, int panel, int begin, int count)
+        : program(program), op(op), words(op.columns / kPerWord<T>), panel(panel), begin(begin), count(count),
+          unpacked(panels != nullptr) {
+        const int64_t size = (int64_t)words * kPanel;
+        if (!unpacked) panels = static_cast<const uint32_t*>(op.weight) + panel * size;
+        for (int p = 0; p < P; p++) weights[p] = panels + p * size;
     }
 
     // The panels that this thread most likely takes next come after these. Every tile fetches its part of them, so
-    // that memory is busy all the time, not only while the first tile waits for it.
+    // that memory is busy all the time, not only while the first tile waits for it. (Before panels are unpacked, that
+    // is done when those before them are.)
     Ahead<P> ahead(int row) const {
         const int tiles = (count + kMaxRows - 1) / kMaxRows;
         const int64_t panel_bytes = (int64_t)words * kPanel * 4;
         Ahead<P> ahead;
+        for (int p = 0; p < P; p++) ahead.from[p] = reinterpret_cast<const char*>(weights[p]);
+        if (unpacked) return ahead;
         ahead.step = std::max(kPanel * 4 / tiles, 1);
-        for (int p = 0; p < P; p++)
-            ahead.from[p] = reinterpret_cast<const char*>(weights[p]) + P * panel_bytes +
-                            (int64_t)row * tiles / count * ahead.step * words;
+        for (const char*& from : ahead.from)
+            from += P * panel_bytes + (int64_t)row * tiles / count * ahead.step * words;
         return ahead;
     }
 
@@ -53,22 +61,23 @@ struct Columns {
 };
 
 #if defined(OCTAVO_AMX)
+template <int P>
 void multiply_tiles(Program& program, const OctavoOp& op, int panel, int first, int count, int thread) {
-    amx::Registers& registers = program.registers(thread);
-    if (panel + kPair <= panels_of(op))
-        TileColumns<kPair>(program, op, panel, first, count).run(registers);
-    else
-        TileColumns<1>(program, op, panel, first, count).run(registers);
+    std::optional<PackedPanels<P>> packed;
+    if (has_blocks(op)) packed.emplace(program, op, panel, thread);
+    TileColumns<P>(program, op, packed ? &*packed : nullptr, panel, first, count).run(program.registers(thread));
 }
 #endif
 
-template <class T>
-void multiply_chunk(const Program& program, const OctavoOp& op, int panel, int first, int count) {
-    if (panel + kPair <= panels_of(op)) {
-        for_row_tiles<kMaxRows>(count, Columns<T, kPair>(program, op, panel, first, count));
-    } else {
-        for_row_tiles<kMaxOddRows>(count, Columns<T, 1>(program, op, panel, first, count));
+template <class T, int P, int Most>
+void multiply_rows(Program& program, const OctavoOp& op, int panel, int first, int count, int thread) {
+    const uint32_t* unpacked = nullptr;
+    if (sizeof(T) == sizeof(bf16) && has_blocks(op)) {
+        const PackedPanels<P> packed(program, op, panel, thread);
+        packed.unpack(0, op.columns / kBlock);
+        unpacked = packed.words();
     }
+    for_row_tiles<Most>(count, Columns<T, P>(program, op, unpacked, panel, first, count));
 }
 
 }  // namespace
@@ -77,11 +86,14 @@ void multiply_chunk(const Program& program, const OctavoOp& op, int panel, int f
 
 extern "C" void octavo_multiply_words(octavo::Program& program, const OctavoOp& op, int panel, int first, int count,
                                       int thread) {
+    using namespace octavo;
+    const bool pair = panel + kPair <= panels_of(op);
+    Multiply multiplier = pair ? multiply_rows<float, kPair, kMaxRows> : multiply_rows<float, 1, kMaxOddRows>;
+    if (op.dtype != kFloat)
 #if defined(OCTAVO_AMX)
-    if (op.dtype == octavo::kBfloat) return octavo::multiply_tiles(program, op, panel, first, count, thread);
+        multiplier = pair ? multiply_tiles<kPair> : multiply_tiles<1>;
+#else
+        multiplier = pair ? multiply_rows<bf16, kPair, kMaxRows> : multiply_rows<bf16, 1, kMaxOddRows>;
 #endif
-    if (op.dtype == octavo::kBfloat)
-        octavo::multiply_chunk<octavo::bf16>(program, op, panel, first, count);
-    else
-        octavo::multiply_chunk<float>(program, op, panel, first, count);
+    multiplier(program, op, panel, first, count, thread);
 }

@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "linear.h"
+#include "unpack.h"
 
 namespace octavo {
 
@@ -20,14 +21,17 @@ struct TileColumns {
 
     Program& program;
     const OctavoOp& op;
+    const PackedPanels<P>* packed;  // null: the matrix is stored in words
     const uint32_t* weights[P];
     const int words, panel, begin, count;  // rows [begin, begin + count) of the batch
     const int steps = words / amx::kWords;
 
-    TileColumns(Program& program, const OctavoOp& op, int panel, int begin, int count)
-        : program(program), op(op), words(op.columns / kPerWord<bf16>), panel(panel), begin(begin), count(count) {
-        for (int p = 0; p < P; p++)
-            weights[p] = static_cast<const uint32_t*>(op.weight) + (int64_t)(panel + p) * words * kPanel;
+    TileColumns(Program& program, const OctavoOp& op, const PackedPanels<P>* packed, int panel, int begin, int count)
+        : program(program), op(op), packed(packed), words(op.columns / kPerWord<bf16>), panel(panel), begin(begin),
+          count(count) {
+        const int64_t size = (int64_t)words * kPanel;
+        const uint32_t* first = packed ? packed->words() : static_cast<const uint32_t*>(op.weight) + panel * size;
+        for (int p = 0; p < P; p++) weights[p] = first + p * size;
     }
 
     void run(amx::Registers& registers) const {
@@ -40,7 +44,7 @@ struct TileColumns {
 
     // Memory is read while the first rows are computed. Of each panel the next step's words are fetched, which the
     // processor's own prefetching then follows: it does not follow loads of tiles, and to fetch much more than that
-    // keeps these waiting.
+    // keeps these waiting. Integers are unpacked then, some steps before they are needed.
     template <int Halves>
     void block(int row, int rows) const {
         const int first = begin + row;
@@ -48,14 +52,27 @@ struct TileColumns {
         const int64_t stride = program.at<const char>(op.input, first + 1) - a;
         fetch_results(first, rows);
         alignas(64) float sums[kMaxRows * P * kPanel];
+        if (row == 0 && packed) unpack(0);
         amx::clear_sums<Halves, P>();
         amx::add_words<Halves>(a, stride, weights, steps, [&](int step) __attribute__((always_inline)) {
-            if (row == 0) fetch_step<3>(step + 1 < steps ? step + 1 : steps_to_next());
+            if (row > 0) return;
+            if (packed)
+                unpack(step + group());
+            else
+                fetch_step<3>(step + 1 < steps ? step + 1 : steps_to_next());
         });
-        if (row + rows == count)
+        if (row + rows == count && !packed)
             for (int step = 1; step < 3; step++) fetch_step<2>(steps_to_next() + step);
         amx::store_sums<Halves, P>(sums, P * kPanel);
         for_row_tiles<4>(rows, Rest{*this, sums, first});
+    }
+
+    // Steps that are unpacked together: where one begins, all of it is. A step is one block.
+    int group() const { return op.dtype == kInt4 ? 4 : 2; }
+
+    __attribute__((always_inline)) void unpack(int step) const {
+        static_assert(kBlock == amx::kWords * kPerWord<bf16>);
+        if (step % group() == 0 && step < steps) packed->unpack(step, std::min(group(), steps - step));
     }
 
     // To those panels that this thread most likely takes next.

@@ -32,22 +32,26 @@ def files(monkeypatch):
 
 
 def test_a_file_of_integers_needs_no_products_of_floats(files):
-    assert needed_libraries(files(Kind.Q4_1, Kind.Q8_0), "auto", "auto", "auto") == ["blocks"]
+    assert needed_libraries(files(Kind.Q4_1, Kind.Q8_0), "auto", "auto", "auto", "int16") == ["blocks"]
 
 
 def test_formats_that_are_read_as_floats_need_them(files):
-    assert needed_libraries(files(Kind.Q4_K, Kind.Q6_K), "auto", "auto", "auto") == ["blocks", "words"]
-    assert needed_libraries(files(Kind.BF16), "auto", "auto", "auto") == ["words"]
+    assert needed_libraries(files(Kind.Q4_K, Kind.Q6_K), "auto", "auto", "auto", "int16") == ["blocks", "words"]
+    assert needed_libraries(files(Kind.BF16), "auto", "auto", "auto", "int16") == ["words"]
+
+
+def test_integers_that_meet_bfloat16_are_multiplied_as_bfloat16(files):
+    assert needed_libraries(files(Kind.Q4_1, Kind.Q6_K), "auto", "auto", "auto", "bfloat16") == ["words"]
 
 
 @pytest.mark.parametrize(("dtype", "load_format"), [("float32", "auto"), ("auto", "dummy")])
 def test_integers_that_become_floats_are_floats(files, dtype, load_format):
-    assert needed_libraries(files(Kind.Q4_1), dtype, load_format, "auto") == ["words"]
+    assert needed_libraries(files(Kind.Q4_1), dtype, load_format, "auto", "int16") == ["words"]
 
 
 def test_a_cache_of_integers_needs_its_attention():
     folder = ModelFiles(name="m", path=Path("m"), format="safetensors", weights=(), config={})
-    assert needed_libraries(folder, "auto", "auto", "int8_per_token_head") == ["attention_int8", "words"]
+    assert needed_libraries(folder, "auto", "auto", "int8_per_token_head", "int16") == ["attention_int8", "words"]
 
 
 @pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda kind: kind.name)
