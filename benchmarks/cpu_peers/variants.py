@@ -14,6 +14,7 @@ _CACHES = {"octavo": ("OCTAVO_CACHE",), "vllm": ("VLLM_CACHE_ROOT", "TORCHINDUCT
 """Engine -> the variables that say where it keeps what it compiles."""
 HERE = Path(__file__).resolve().parent
 SERVED_NAME = "model"
+ACTIVATIONS = ("int8", "int16", "bfloat16")
 _OCTAVO_SOURCE = {"PYTHONPATH": str(HERE.parent.parent)}
 """The Octavo that this file lies beside, whatever is installed."""
 GIB = 1 << 30
@@ -55,6 +56,7 @@ class Variant:
     """One engine with one form of the weights, over HTTP or in a Python process.
 
     Attributes:
+        activations: what they are rounded to where weights stay integers, if Octavo is told; else "".
         group: the variants that take turns with each other: "http" or "process", and "16" or "8" bits.
     """
 
@@ -63,6 +65,7 @@ class Variant:
     format: str
     transport: str
     launch: Callable[[Setup], Launch]
+    activations: str = ""
 
     @property
     def group(self) -> str:
@@ -192,10 +195,11 @@ def _openvino_process(kind: str) -> Callable[[Setup], Launch]:
 def _all() -> list[Variant]:
     found = []
     for kind in ("bf16", "q4_1", "q4_0", "q8_0"):
-        activations = "" if kind == "bf16" else "int8"
-        name = f"octavo {kind} {activations}".strip()
-        found.append(Variant(name, "octavo", kind, "http", _octavo_server(kind, activations)))
-        found.append(Variant(name, "octavo", kind, "process", _octavo_process(kind, activations)))
+        for activations in ("",) if kind == "bf16" else ACTIVATIONS:
+            name = f"octavo {kind} {activations}".strip()
+            http, process = _octavo_server(kind, activations), _octavo_process(kind, activations)
+            found.append(Variant(name, "octavo", kind, "http", http, activations))
+            found.append(Variant(name, "octavo", kind, "process", process, activations))
         found.append(Variant(f"llama.cpp {kind}", "llama.cpp", kind, "http", _llama_server(kind)))
         found.append(Variant(f"openvino {kind}", "openvino", kind, "process", _openvino_process(kind)))
     found.append(Variant("vllm bf16", "vllm", "bf16", "http", _vllm_server))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-MODULES = ("workloads", "http_client", "floors", "report", "processes", "cpu_scaling", "machine")
+MODULES = ("workloads", "http_client", "floors", "report", "processes", "cpu_scaling", "machine", "install")
 
 
 @pytest.fixture
@@ -183,3 +183,42 @@ def test_a_process_whose_parent_has_ended_is_ended_too(parts: SimpleNamespace) -
         assert len(left) == 1
         parts.processes.end(process)
         assert process.stdout.read() == b""  # its end of the pipe is closed: it is gone
+
+
+AMX = "#define __AMX_INT8__ 1\n"
+FAULTY = '__asm__ volatile ("ldtilecfg\\t%X0" :: "m" (*((const void **)__config)));\n'
+FIXED = "__builtin_ia32_ldtilecfg (__config);\n"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "expected"),
+    [
+        (AMX + FAULTY, 0, ["-DCMAKE_CXX_FLAGS=-g0 -fno-tree-dse -fno-dse"]),
+        (AMX + FIXED, 0, []),
+        (FAULTY, 0, []),
+        (AMX + FAULTY, 1, []),
+    ],
+    ids=["AMX, stores get lost", "AMX, fixed", "no AMX", "no such header"],
+)
+def test_stores_are_kept_for_compilers_that_lose_them(
+    parts: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    headers: str,
+    status: int,
+    expected: list[str],
+) -> None:
+    (tmp_path / "headers").write_text(headers)
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\ncat '{tmp_path}/headers'\nexit {status}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CXXFLAGS", "-g0")
+    assert parts.install.compiler_options() == expected
+
+
+def test_a_missing_compiler_is_left_to_cmake(
+    parts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert parts.install.compiler_options() == []
