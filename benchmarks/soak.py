@@ -3,8 +3,9 @@
     python benchmarks/soak.py [--model DIR] [--device cuda] [--seconds 1800] [--output FILE]
 
 Random weights. Prompts of 1 to 3,000 tokens, some with beginnings in common; 1 to 600 tokens to generate; every kind of
-sampling; a tenth of the requests is aborted at some point. It fails if a request ends in an error, if nothing comes for
-30 seconds, or if blocks or device memory at the end are not those of the start.
+sampling; a tenth of the requests is aborted at some point. Every few minutes all requests are let end, and what was
+seen so far is written down. It fails if a request ends in an error, if nothing comes for 30 seconds, or if blocks or
+device memory then are not those of the start.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--leg", type=float, default=300, help="seconds of load after which all requests are let end")
     parser.add_argument("--concurrency", type=int, default=400)
     parser.add_argument("--max-prompt", type=int, default=3000)
     parser.add_argument("--max-output", type=int, default=600)
@@ -136,26 +138,32 @@ def main() -> None:
     load = Load(loop, args, info.vocab_size)
     load.run(min(SETTLING_S, args.seconds / 4))
     before = in_use(loop)
+    report: dict[str, Any] = {"machine": machine, "device": info.device, "before": before, "legs": []}
     began = time.monotonic()
-    load.run(args.seconds)
-    after = in_use(loop)
-    stats = loop.stats()
-    report = {
-        "machine": machine,
-        "device": info.device,
-        "seconds": round(time.monotonic() - began, 1),
+    while (left := began + args.seconds - time.monotonic()) > 0:
+        load.run(min(args.leg, left))
+        report |= so_far(load, time.monotonic() - began)
+        report["legs"].append({"seconds": report["seconds"], "requests": load.counts["requests"], **in_use(loop)})
+        print(json.dumps(report["legs"][-1]), flush=True)
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+        if load.failures or in_use(loop) != before:
+            break
+    print(json.dumps(report, indent=1))
+    held = in_use(loop) != before
+    loop.close()
+    sys.exit(bool(load.failures) or held)
+
+
+def so_far(load: Load, seconds: float) -> dict[str, Any]:
+    stats = load.loop.stats()
+    return {
+        "seconds": round(seconds, 1),
         **load.counts,
         "steps": stats.num_steps,
         "preemptions": stats.num_preemptions,
-        "before": before,
-        "after": after,
         "failures": load.failures[:20],
     }
-    print(json.dumps(report, indent=1))
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
-    loop.close()
-    sys.exit(bool(load.failures) or before != after)
 
 
 def in_use(loop: EngineLoop) -> dict[str, int]:
