@@ -111,6 +111,7 @@ def _build_decoder(
         step_parameters=worker.step_parameters,
         step_weight_bytes=worker.step_weight_bytes,
         kv_form=worker.kv_form,
+        kernels=worker.kernels,
         tasks=tasks,
         pooler=pooler if "embed" in tasks else None,
     )

@@ -16,6 +16,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of activations.
         kv_form: what keys and values are stored in, in words.
         weights: the form in which the weights are kept, in words.
+        kernels: what computes, in words.
         vocab_size: rows of the output head; token ids are below it.
         max_model_len: prompt plus output of one request.
         eos_token_ids: tokens that end a sequence unless `ignore_eos`.
@@ -50,6 +51,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, int]
     phases: dict[str, float]
     weights: str = ""
+    kernels: str = ""
     step_parameters: int = 0
     step_weight_bytes: int = 0
     accelerator: str = "cpu"

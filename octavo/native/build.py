@@ -76,6 +76,11 @@ def load_separate(source: str, isa: str = "auto") -> ctypes.CDLL:
     return _load_separate(source, isa)
 
 
+def level_of(isa: str) -> str:
+    """The instruction set of `load_library(isa)`, which has been called."""
+    return _load(isa, ()).level
+
+
 def build_ahead(isa: str, separate: Callable[[], Collection[str]]) -> None:
     """Begin `load_library` in a thread, if nobody has yet: another caller then waits for the rest only."""
 
@@ -88,6 +93,7 @@ def build_ahead(isa: str, separate: Callable[[], Collection[str]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Built:
+    level: str
     kernels: ctypes.CDLL
     path: Path
     command: list[str]
@@ -145,7 +151,7 @@ def _build(levels: list[Isa], compilers: list[str], folder: Path, separate: Coll
                 main = Path(f"octavo-{level.name}-{_digest(_run([compiler, '--version']), command)}.so")
                 others = {_separate_name(main, source): [[source]] for source in separate}
                 path = _provide(command, folder, {main.name: _units(), **others})[main.name]
-                return _Built(ctypes.CDLL(str(path)), path, command)
+                return _Built(level.name, ctypes.CDLL(str(path)), path, command)
             except (NativeBuildError, OSError) as error:
                 problems.append(f"{compiler} for {level.name}: {error}")
     raise NativeBuildError(problems[0] if problems else f"no C++ compiler found (looked for {', '.join(COMPILERS)})")

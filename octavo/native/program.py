@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.core.spans import Label, Spans
 from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, Kind, Op, Step, kernel_of, open_library
+from octavo.native.build import level_of
 
 RESIDUAL, LOGITS, ATTENDED = range(EXTERNALS)
 """The buffers that the caller owns: the residual stream [T, hidden] float32, the head's output [T, vocab], and what the
@@ -29,11 +30,17 @@ def row_bytes(dtype: Dtype, columns: int, planes: int = 1) -> int:
 
 
 class Pool:
-    """A team of compute threads, asleep while no program runs."""
+    """A team of compute threads, asleep while no program runs.
+
+    Attributes:
+        isa: the instruction set that was asked for.
+        level: the one that it computes with.
+    """
 
     def __init__(self, threads: int, isa: str = "auto") -> None:
         self.kernels = open_library(isa)
         self.isa = isa
+        self.level = level_of(isa)
         self.threads = threads
         self.handle = self.kernels.octavo_pool_create(threads)
 

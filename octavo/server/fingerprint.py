@@ -27,7 +27,7 @@ def check_fingerprint(config: ServerConfig) -> None:
 def fingerprint(config: ServerConfig, info: ModelInfo) -> str | None:
     """As the settings want it: `octavo-<version>-<8 hexadecimal digits>`, their own text, or none.
 
-    The digits stand for the model, the device, and the forms in which weights, activations and KV cache are kept. With
+    The digits stand for the model, the device, its kernels, and the forms of weights, activations and KV cache. With
     the same of them all, and the same seed, a request has the same answer as far as that can be had.
     """
     match config.fingerprint_mode:
@@ -35,5 +35,5 @@ def fingerprint(config: ServerConfig, info: ModelInfo) -> str | None:
             return None
         case "custom":
             return config.fingerprint_value
-    computes = (info.name, info.architecture, info.device, info.dtype, info.weights, info.kv_form)
+    computes = (info.name, info.architecture, info.device, info.dtype, info.weights, info.kernels, info.kv_form)
     return f"octavo-{__version__}-{hashlib.sha256(msgspec.json.encode(computes)).hexdigest()[:8]}"

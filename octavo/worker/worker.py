@@ -251,6 +251,16 @@ class Worker:
         return model.weight_form if isinstance(model, NativeDecoder) else str(self.dtype).removeprefix("torch.")
 
     @property
+    def kernels(self) -> str:
+        """What computes, in words, and which setting would be faster."""
+        if not isinstance(self.attention, NativeAttention):
+            return self.attention.name
+        form = f"{self.attention.name}, {self.attention.pool.level}"
+        if "amx" in form and self._multiplies_integers and self.config.activation_dtype != "bfloat16":
+            return f"{form}; --activation-dtype bfloat16 is faster for prompts and batches, slower for one request"
+        return form
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token over all layers, with their scales."""
         block = self.attention.cache_shape(self._layer, 1, self._block_size)

@@ -10,6 +10,7 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from levels import ISAS, needs_isa
 from paged import PagedRunner
 from tiny import load_model, make_checkpoint, model_files
 from torch import Tensor
@@ -176,3 +177,17 @@ def test_quantized_weights_are_converted_where_the_program_can_not_run(
     _, info = build_core(EngineConfig.of(memory_bytes=1 << 22, threads=1), files)
     assert "layer by layer in torch" in caplog.text
     assert "integers" not in info.weights
+
+
+@pytest.mark.parametrize("activations", ["int16", "bfloat16"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_what_computes_is_told_and_what_would_be_faster(tmp_path: Path, isa: str, activations: str) -> None:
+    needs_isa(isa)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q8_0])
+    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    settings = {"memory_bytes": 1 << 22, "threads": 1, "cpu_isa": isa, "activation_dtype": activations}
+    _, info = build_core(EngineConfig.of(**settings), files)
+    told, _, advice = info.kernels.partition("; ")
+    assert told == f"native, {isa}"
+    assert ("--activation-dtype bfloat16 is faster" in advice) == (isa == "amx_bf16" and activations == "int16")

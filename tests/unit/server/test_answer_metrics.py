@@ -88,7 +88,8 @@ def test_the_fingerprint_is_that_of_what_computes() -> None:
     assert one is not None
     assert one.startswith(f"octavo-{__version__}-")
     assert one == fingerprint(ServerConfig(port=1, fingerprint_mode="hash"), fake_info(name="toy", phases={"a": 1.0}))
-    for changes in ({"name": "other"}, {"dtype": "bfloat16"}, {"weights": "4 bits"}, {"kv_form": "fp8"}):
+    other = [{"name": "other"}, {"dtype": "bfloat16"}, {"weights": "4 bits"}, {"kernels": "torch"}, {"kv_form": "fp8"}]
+    for changes in other:
         assert fingerprint(ServerConfig(), fake_info(**{"name": "toy", **changes})) != one
 
 
