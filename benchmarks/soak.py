@@ -139,20 +139,20 @@ def main() -> None:
     load.run(min(SETTLING_S, args.seconds / 4))
     before = in_use(loop)
     report: dict[str, Any] = {"machine": machine, "device": info.device, "before": before, "legs": []}
-    began = time.monotonic()
+    began, after = time.monotonic(), before
     while (left := began + args.seconds - time.monotonic()) > 0:
         load.run(min(args.leg, left))
         report |= so_far(load, time.monotonic() - began)
-        report["legs"].append({"seconds": report["seconds"], "requests": load.counts["requests"], **in_use(loop)})
+        after = in_use(loop)
+        report["legs"].append({"seconds": report["seconds"], "requests": load.counts["requests"], **after})
         print(json.dumps(report["legs"][-1]), flush=True)
         if args.output:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
-        if load.failures or in_use(loop) != before:
+        if load.failures or after != before:
             break
     print(json.dumps(report, indent=1))
-    held = in_use(loop) != before
     loop.close()
-    sys.exit(bool(load.failures) or held)
+    sys.exit(bool(load.failures) or after != before)
 
 
 def so_far(load: Load, seconds: float) -> dict[str, Any]:

@@ -112,6 +112,7 @@ def _build_decoder(
         step_weight_bytes=worker.step_weight_bytes,
         kv_form=worker.kv_form,
         kernels=worker.kernels,
+        advice=worker.advice,
         tasks=tasks,
         pooler=pooler if "embed" in tasks else None,
     )

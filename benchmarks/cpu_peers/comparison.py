@@ -191,7 +191,7 @@ class Comparison:
         return result
 
     def _floor(self, workload: Workload, variant: Variant, best: Mapping[str, float]) -> float:
-        rate = best["bfloat16_gop_s" if "bf" in variant.format + variant.activations else "int8_gop_s"] * 1e9
+        rate = best["bfloat16_gop_s" if variant.multiplies_bfloat else "int8_gop_s"] * 1e9
         machine = Machine(best["read_gb_s"] * 1e9, products=rate, attention=best["bfloat16_gop_s"] * 1e9)
         requests = self._requests(workload, "0")
         weight_bytes = tensor_bytes(self._setup.gguf[variant.format])

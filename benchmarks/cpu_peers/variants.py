@@ -71,6 +71,11 @@ class Variant:
     def group(self) -> str:
         return f"{self.transport}-{'16' if self.format == 'bf16' else '8'}bit"
 
+    @property
+    def multiplies_bfloat(self) -> bool:
+        """Else integers."""
+        return self.format == "bf16" or self.activations == "bfloat16"
+
     def start(self, setup: Setup, environment: Mapping[str, str] | None = None) -> RunningEngine:
         """Start its processes."""
         log = setup.logs / f"{self.transport}-{self.name.replace(' ', '-')}.log"

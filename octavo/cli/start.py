@@ -58,6 +58,7 @@ def memory_rows(info: ModelInfo) -> list[tuple[str, str]]:
         *((part.replace("kv_cache", "KV cache"), show_bytes(size)) for part, size in info.memory.items()),
         *([("weights are", info.weights)] if info.weights else []),
         *([("kernels", info.kernels)] if info.kernels else []),
+        *([("advice", info.advice)] if info.advice else []),
         *_cache_rows(info),
         ("longest request", f"{context}; {together} of that length fit at once" if together > 1 else context),
         ("in one step", f"{info.max_num_seqs} sequences and {info.max_num_batched_tokens:,} tokens at most"),

@@ -17,6 +17,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_form: what keys and values are stored in, in words.
         weights: the form in which the weights are kept, in words.
         kernels: what computes, in words.
+        advice: a setting that would suit this machine, in words; mostly none.
         vocab_size: rows of the output head; token ids are below it.
         max_model_len: prompt plus output of one request.
         eos_token_ids: tokens that end a sequence unless `ignore_eos`.
@@ -52,6 +53,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, float]
     weights: str = ""
     kernels: str = ""
+    advice: str = ""
     step_parameters: int = 0
     step_weight_bytes: int = 0
     accelerator: str = "cpu"

@@ -240,7 +240,7 @@ class NativeDecoder:
             queries=b.buffer(query_width * 4),
             attended=b.buffer(query_width * 4),
             gated=b.buffer(spec.intermediate_size * 4),
-            rounded=b.buffer(row_bytes(Dtype.INT8, max(query_width, spec.intermediate_size), max(self._planes, 2))),
+            rounded=b.buffer(row_bytes(self._rounded_to, max(query_width, spec.intermediate_size), self._planes)),
         )
         table = self._table
         packed = self._tied or table.is_integers
@@ -313,6 +313,11 @@ class NativeDecoder:
         """How the activations that a matrix multiplies are stored."""
         if not matrix.is_integers:
             return matrix.dtype
+        return self._rounded_to
+
+    @property
+    def _rounded_to(self) -> Dtype:
+        """The form of activations that integer weights meet."""
         return Dtype.INT8 if self._planes else Dtype.BFLOAT
 
     def _rounded(self, b: ProgramBuilder, at: _Buffers, matrix: Matrix, source: int, dtype: Dtype) -> int:

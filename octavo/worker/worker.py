@@ -252,13 +252,19 @@ class Worker:
 
     @property
     def kernels(self) -> str:
-        """What computes, in words, and which setting would be faster."""
+        """What computes, in words."""
         if not isinstance(self.attention, NativeAttention):
             return self.attention.name
         form = f"{self.attention.name}, {self.attention.pool.level}"
-        if "amx" in form and self._multiplies_integers and self.config.activation_dtype != "bfloat16":
-            return f"{form}; --activation-dtype bfloat16 is faster for prompts and batches, slower for one request"
-        return form
+        return form if isinstance(self.model, NativeDecoder) else f"{form}; all but attention in torch"
+
+    @property
+    def advice(self) -> str:
+        """Which setting would suit this machine, in words; mostly none."""
+        tiles = isinstance(self.attention, NativeAttention) and "amx" in self.attention.pool.level
+        if not tiles or not self._multiplies_integers or self.config.activation_dtype == "bfloat16":
+            return ""
+        return "--activation-dtype bfloat16 is faster here for prompts and batches, slower for one request"
 
     @property
     def kv_bytes_per_token(self) -> int:

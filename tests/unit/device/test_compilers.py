@@ -55,7 +55,10 @@ def start():
 """
 
 
-def test_another_process_compiles_what_this_one_looks_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cached", [[], ["something"]], ids=["an empty cache", "others' kernels there"])
+def test_another_process_compiles_what_this_one_looks_for(tmp_path: Path, cached: list[str]) -> None:
+    for name in cached:
+        (tmp_path / name).mkdir()
     again = "compilers.Compilers._process = None"  # what is cached asks nobody
     alone = "kernel.run(x, x, SIZE=64, BLOCK=64, OVERLAPS=False, grid=(1,), warmup=True)"
     printed = run("\n".join([START, "start()", again, "start()", alone]), TRITON_CACHE_DIR=str(tmp_path))
