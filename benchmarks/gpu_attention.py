@@ -26,11 +26,10 @@ import torch
 from gpu_workloads import ceilings
 from torch import Tensor
 
-import octavo.nn.attention.triton as backend
+from octavo.nn.attention import triton, triton_few
 from octavo.nn.attention.base import AttentionSpec, BackendRequest
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.attention.select import select
-from octavo.nn.attention.triton import TritonAttention
 from octavo.nn.attention.triton_shapes import Shape
 from octavo.nn.step import StepInput
 
@@ -120,7 +119,7 @@ def show(label: str, seconds: float, rate: dict[str, float]) -> dict[str, Any]:
 
 def timed(work: Work, name: str, shapes: list[tuple[Shape, dict[str, Any]]]) -> Iterator[tuple[str, float]]:
     yield "", seconds_of(work.run())
-    original = getattr(backend, name)
+    original = getattr(LAUNCHERS[name], name)
     found: list[tuple[str, float]] = []
     for shape, options in shapes:
         try:
@@ -128,27 +127,32 @@ def timed(work: Work, name: str, shapes: list[tuple[Shape, dict[str, Any]]]) -> 
                 found.append((f"{'/'.join(map(str, shape))} {options or ''}", seconds_of(work.run())))
         except Exception as error:
             print("  no", shape, options, str(error)[:120], flush=True)
-    assert getattr(backend, name) is original
+    assert getattr(LAUNCHERS[name], name) is original
     yield from sorted(found, key=lambda pair: pair[1])[:7]
+
+
+LAUNCHERS = {"decode_shape": triton_few, "prefill_shape": triton}
+"""What asks for a shape, and for the options that go with it."""
 
 
 class Replaced:
     """Within it the backend launches in this shape."""
 
     def __init__(self, name: str, shape: Shape, options: dict[str, Any]) -> None:
+        self.where = LAUNCHERS[name]
         self.values = {name: lambda *_: shape} | {
-            key: (lambda *_, value=value: value) if callable(getattr(backend, key)) else value
+            key: (lambda *_, value=value: value) if callable(getattr(self.where, key)) else value
             for key, value in options.items()
         }
 
     def __enter__(self) -> None:
-        self.before = {name: getattr(backend, name) for name in self.values}
+        self.before = {name: getattr(self.where, name) for name in self.values}
         for name, value in self.values.items():
-            setattr(backend, name, value)
+            setattr(self.where, name, value)
 
     def __exit__(self, *_: Any) -> None:
         for name, value in self.before.items():
-            setattr(backend, name, value)
+            setattr(self.where, name, value)
 
 
 SHAPES: dict[str, list[tuple[Shape, dict[str, Any]]]] = {
@@ -180,7 +184,7 @@ class Work:
         total = sum(counts)
         generator = torch.Generator("cuda").manual_seed(0)
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        shape = (copies, *TritonAttention(DTYPE, spec).cache_shape(spec, sum(blocks), PAGE))
+        shape = (copies, *triton.TritonAttention(DTYPE, spec).cache_shape(spec, sum(blocks), PAGE))
         cells = torch.empty(shape, dtype=DTYPE, device="cuda").normal_(generator=generator)
         self.caches = cells.to(dtype)
         self.scales = None if dtype == DTYPE else torch.ones(2, spec.num_kv_heads, device="cuda")
@@ -208,13 +212,13 @@ class Work:
     def run(self) -> tuple[Callable[[], Any], int]:
         """What to time, and how many times the work it is."""
         spec = self.spec
-        self.step.attn = TritonAttention(DTYPE, spec).prepare(self.step, PAGE)
+        self.step.attn = triton.TritonAttention(DTYPE, spec).prepare(self.step, PAGE)
         q, fresh = self.qkv[:, : spec.num_heads], self.qkv[:, spec.num_heads :]
 
         def run() -> Tensor | None:
             out = None
             for cache in self.caches:
-                out = backend.attend_parts(q, fresh, cache, self.scales, self.step, spec)
+                out = triton.attend_parts(q, fresh, cache, self.scales, self.step, spec)
             return out
 
         return run, self.copies

@@ -23,7 +23,12 @@ class Unrecorded(DecodeGraphs):
         self._reserve(max_rows)
         for size in self._sizes:
             forward = Again(self, "_forward", "forward", size)
-            self._graphs[size] = graphs._Size(forward, Again(self, "_sample", "sample", size))  # type: ignore[arg-type]
+            sample = Again(self, "_sample", "sample", size)
+            sharing = Again(self, "_sharing_forward", "sharing", size) if size in self._sharing else None
+            self._graphs[size] = graphs._Size(forward, sample, sharing)  # type: ignore[arg-type]
+
+    def _sharing_forward(self, size: int) -> None:
+        self._forward(size, self._shared_contexts(size))
 
 
 class UnrecordedMixed(MixedGraphs):
@@ -54,7 +59,7 @@ def unrecorded_graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             runner.capture(settings["num_slots"], settings["max_step_tokens"])
         return runner
 
-    REPLAYED.update(forward=0, sample=0, mixed=0)
+    REPLAYED.update(forward=0, sample=0, mixed=0, sharing=0)
     monkeypatch.setattr(Worker, "make_runner", recorded)
     monkeypatch.setattr("octavo.worker.resident.runner.DecodeGraphs", Unrecorded)
     monkeypatch.setattr("octavo.worker.resident.runner.MixedGraphs", UnrecordedMixed)

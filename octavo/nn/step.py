@@ -10,6 +10,22 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class SharedContexts:
+    """Which rows have contexts that begin with the same KV blocks, so that these can be read once for all of them.
+
+    Attributes:
+        groups: [G, 3] int32: where in `rows` a group's rows begin, how many they are, and how many tokens they have in
+            common (0 of a group of strangers). What is left of it has groups of no rows.
+        rows: [R] int32, group after group; each row is in one.
+        lens: [R] int32, how many tokens each row has in common with its group.
+    """
+
+    groups: Tensor
+    rows: Tensor
+    lens: Tensor
+
+
 @dataclass(slots=True)
 class StepInput:
     """A ragged batch of R rows and T tokens, row after row; S of the tokens get logits.
@@ -31,6 +47,8 @@ class StepInput:
         token_types: [T] int64, which of several texts in one sequence each token belongs to; None for all the first.
         query_lens: each row's tokens in this step as the host knows them, where reading them off the device would wait.
         past_lens: each row's tokens before this step, as the host knows them.
+        shared: what contexts have in common, of rows with one token each; None if nothing, or nothing worth it. A
+            backend is free to ignore it.
     """
 
     input_ids: Tensor
@@ -48,6 +66,7 @@ class StepInput:
     past_lens: Sequence[int] | None = None
     token_types: Tensor | None = None
     hidden_rows: Tensor | None = None
+    shared: SharedContexts | None = None
 
     @property
     def num_rows(self) -> int:

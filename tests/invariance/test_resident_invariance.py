@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, on few and short requests
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -31,6 +32,7 @@ from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import WorkerHook
 from octavo.worker.resident.graphs import MAX_ROWS, sizes
 from octavo.worker.resident.mixed import token_counts
+from octavo.worker.resident.sharing import Groups
 
 GPU = torch.cuda.is_available()
 COUNT = 40 if GPU else 4
@@ -298,6 +300,31 @@ def test_recorded_steps_with_prompts(tokens, prompts, monkeypatch):
     assert run(requests(), **behind(monkeypatch), **settings) == expected
     assert replayed["mixed"]
     assert replayed["sample"] > 1
+
+
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 4}, {"async_scheduling": False}][: None if GPU else 1], ids=str)
+def test_what_contexts_have_in_common_is_read_once(settings, monkeypatch):
+    """Requests come and go in turn, so that groups grow and shrink; some have nothing in common with others."""
+    rng = random.Random(os.urandom(8))
+    heads = [[rng.randrange(4, VOCAB) for _ in range(count)] for count in ((70, 135, 0) if GPU else (70, 0))]
+    asked = [
+        GenerateRequest(
+            id=f"r{i}",
+            tokens=heads[i % len(heads)] + [rng.randrange(4, VOCAB) for _ in range(rng.randrange(1, 9))],
+            params=SamplingParams(max_tokens=rng.randrange(4, 7), min_tokens=3, temperature=0),
+        )
+        for i in range(30 if GPU else 5)
+    ]
+    expected = run(asked, device="cpu", attention_backend="torch")
+    sent: list[int] = []
+    padded = Groups.padded
+    monkeypatch.setattr(Groups, "padded", lambda self, *how: sent.append(self.saved) or padded(self, *how))
+    monkeypatch.setattr("octavo.worker.resident.graphs._WORTH", 1)
+    monkeypatch.setattr("octavo.worker.resident.graphs._WORTH_OF_PADDING", 0)
+    if not GPU:
+        unrecorded_graphs(monkeypatch)
+    assert resident(asked, monkeypatch, **settings) == expected
+    assert any(sent)
 
 
 def test_numbers_of_tokens_that_are_recorded_can_be_drawn_for():

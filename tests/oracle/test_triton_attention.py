@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import numpy as np
 import pytest
 import ragged
 import torch
@@ -12,6 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.nn.attention.triton import TritonAttention
+from octavo.nn.step import SharedContexts
+from octavo.worker.resident.sharing import Groups, grouped
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -85,7 +88,7 @@ def test_from_the_projection(options, kind, rows):
     check_fused(ragged.make_case(fresh_seed(), HALF, heads=(2, 2), block_size=16, **rows, **options), kind)
 
 
-def check_fused(case: ragged.Case, kind: torch.dtype | None) -> None:
+def check_fused(case: ragged.Case, kind: torch.dtype | None, shared: SharedContexts | None = None) -> None:
     """Without rotation and norms, which have tests of their own. `kind` is an FP8 cache's dtype."""
     spec, backend = case.spec, TritonAttention(case.dtype, case.spec)
     q = case.q(len(case.label))
@@ -109,6 +112,9 @@ def check_fused(case: ragged.Case, kind: torch.dtype | None) -> None:
     half = spec.head_dim // 2
     still = torch.cat([torch.ones(LONGEST, half), torch.zeros(LONGEST, half)], dim=1).to(DEVICE)
     there = None if scales is None else scales.to(DEVICE)
+    if shared is not None:
+        step.shared = shared
+        step.attn = backend.prepare(step, case.block_size)
     got = backend.rotate_and_attend(qkv, None, still, cache, there, step, spec)
     assert got.dtype == q.dtype
     expected = case.expected(q)
@@ -120,7 +126,7 @@ def check_fused(case: ragged.Case, kind: torch.dtype | None) -> None:
 @pytest.mark.parametrize("splits", [2, 8])
 def test_a_context_in_parts(monkeypatch, splits):
     """Also where some parts are empty, because the context is short."""
-    monkeypatch.setattr("octavo.nn.attention.triton.num_splits", lambda *_: splits)
+    monkeypatch.setattr("octavo.nn.attention.triton_few.num_splits", lambda *_: splits)
     for rows in (FEW, DRAFTS):
         check(ragged.make_case(fresh_seed(), torch.float32, heads=(2, 2), head_dim=64, block_size=16, **rows))
 
@@ -147,3 +153,67 @@ def test_padding_rows_are_finite():
     out = backend.attend(q_there, cache, step, case.spec).cpu()
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     torch.testing.assert_close(out[0].double(), case.expected(q)[0], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heads": (2, 3), "head_dim": 96, "soft_cap": 20.0},
+        {"heads": (1, 4), "head_dim": 128},
+        {"heads": (2, 1), "head_dim": 64},
+        {"heads": (1, 2), "head_dim": 256},
+    ][: None if GPU else 1],
+    ids=str,
+)
+def test_what_contexts_have_in_common_is_read_once(monkeypatch, kind, options):
+    """Groups of all sizes, strangers and padding; in one part each and in several, some of them empty."""
+    rng = random.Random(fresh_seed())
+    parts = rng.choice([(1, 1), (2, 4), (1, 2), (4, 3)])
+    monkeypatch.setattr("octavo.nn.attention.triton_few.num_splits", lambda *_: parts[0])
+    monkeypatch.setattr("octavo.nn.attention.triton_few._common_splits", lambda *_: parts[1])
+    longest = 4000 if GPU else LONGEST
+    rows = [
+        (longest, 1),
+        (longest, 1),
+        *((rng.randint(1, longest), 1) for _ in range(rng.randint(5, 40) if GPU else 4)),
+    ]
+    case = ragged.make_case(rng.randrange(2**31), HALF, block_size=rng.choice([16, 32]), rows=rows, **options)
+    for place, taker in enumerate(case.sequences[1:], 1):
+        if place == 1 or rng.random() < 0.8:
+            ragged.share(taker, case.sequences[rng.randrange(place)], 1.0, case.block_size)
+    shared = groups_of(case)
+    assert shared.lens.any()
+    check_fused(case, kind, shared=shared)
+
+
+def groups_of(case: ragged.Case) -> SharedContexts:
+    """As the runner makes them."""
+    whole = np.array([(s.length - 1) // case.block_size for s in case.sequences])
+    tables = np.zeros((len(whole), whole.max() + 1), dtype=np.int32)
+    for table, sequence, count in zip(tables, case.sequences, whole, strict=True):
+        table[:count] = sequence.blocks[:count]
+    most, tokens = TritonAttention(case.dtype, case.spec).sharing()
+    found = grouped(tables, whole, most, tokens // case.block_size) or Groups.none()
+    size = len(whole)
+    sent = torch.from_numpy(found.padded(size, most, case.block_size)).to(DEVICE)
+    groups, rows, lens = sent.split([3 * size, size, size])
+    return SharedContexts(groups.view(size, 3), rows, lens)
+
+
+def test_padding_rows_share_nothing_and_are_finite(monkeypatch):
+    monkeypatch.setattr("octavo.nn.attention.triton_few._common_splits", lambda *_: 2)
+    rows = [(100, 1), (90, 1), (130, 1), (1, 1), (1, 1)]
+    case = ragged.make_case(5, torch.float32, heads=(1, 2), head_dim=32, block_size=16, rows=rows)
+    for taker in case.sequences[1:3]:
+        ragged.share(taker, case.sequences[0], 1.0, 16)
+    backend = TritonAttention(case.dtype, case.spec)
+    q = case.q(1)
+    step, cache, q_there = ragged.prepared(case, backend, q, device=DEVICE)
+    step.seq_lens[3:] = 0
+    step.shared = groups_of(case)
+    assert step.shared.lens.tolist() == [64, 64, 64, 0, 0]
+    step.attn = backend.prepare(step, 16)
+    out = backend.attend(q_there, cache, step, case.spec).cpu()
+    assert torch.equal(out[3:], torch.zeros_like(out[3:]))
+    torch.testing.assert_close(out[:3].double(), case.expected(q)[:3], atol=2e-5, rtol=2e-5)

@@ -115,6 +115,10 @@ class FusedBackend(AttentionBackend, Protocol):
         """
         ...
 
+    def sharing(self) -> tuple[int, int]:
+        """How many rows `StepInput.shared` may put in one group, and what its numbers of tokens are multiples of."""
+        ...
+
     def peaks(self, cache: Tensor) -> Tensor:
         """The largest magnitudes in a cache that is not in FP8: [2, num_kv_heads] float32, of keys and of values."""
         ...

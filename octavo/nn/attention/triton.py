@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,26 +16,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.device.transfer import upload_parts
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
-from octavo.nn.attention.triton_decode import decode_kernel, merge_kernel
+from octavo.nn.attention.triton_arguments import as_words, scales_of, two_strides
+from octavo.nn.attention.triton_few import SHARED_TOKENS, Few, attend_few, most_sharing
 from octavo.nn.attention.triton_prefill import prefill_kernel
-from octavo.nn.attention.triton_shapes import decode_shape, prefill_shape
+from octavo.nn.attention.triton_shapes import prefill_shape
 from octavo.nn.attention.triton_write import rotate_write_kernel, write_kernel
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.step import StepInput
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_FEW = 8
-_MAX_SPLITS = 32
-_LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True, slots=True)
-class Few:
-    """Rows with at most `queries` queries each; `rows` [count] int32 names them, None stands for all."""
-
-    rows: Tensor | None
-    count: int
-    queries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +57,7 @@ class TritonAttention:
     def __init__(self, dtype: torch.dtype, spec: AttentionSpec) -> None:
         self._dtype = dtype
         self._head_dim = spec.head_dim
+        self._group = spec.num_heads // spec.num_kv_heads
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[block, key or value, head, offset in the block, channel]: one head's part of a block is contiguous."""
@@ -84,7 +74,7 @@ class TritonAttention:
         """The step's rows if none has many queries."""
         if step.max_query_len > _MAX_FEW:
             return None
-        return Few(None, step.num_rows, 1 if step.max_query_len == 1 else _MAX_FEW)
+        return Few(None, step.num_rows, 1 if step.max_query_len == 1 else _MAX_FEW, step.shared)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         _, heads, dim = k.shape
@@ -93,8 +83,8 @@ class TritonAttention:
             v,
             cache,
             step.slot_mapping,
-            *_two_strides(k),
-            *_two_strides(v),
+            *two_strides(k),
+            *two_strides(v),
             *cache.stride()[:4],
             HEADS=heads,
             BLOCK_H=triton.next_power_of_2(heads),
@@ -121,6 +111,10 @@ class TritonAttention:
 
     def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
         return attend_parts(q, None, cache, None, step, spec)
+
+    def sharing(self) -> tuple[int, int]:
+        """See `FusedBackend`."""
+        return most_sharing(self._group), SHARED_TOKENS
 
     def peaks(self, cache: Tensor) -> Tensor:
         """See `FusedBackend`."""
@@ -214,81 +208,6 @@ def attend_parts(
     return out
 
 
-def attend_few(
-    q: Tensor,
-    cache: Tensor,
-    scales: Tensor | None,
-    step: StepInput,
-    spec: AttentionSpec,
-    few: Few,
-    out: Tensor,
-) -> None:
-    """Writes these rows of `out`."""
-    dim = spec.head_dim
-    group = spec.num_heads // spec.num_kv_heads
-    splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device)
-    part_out = part_lse = out
-    if splits > 1:
-        cells = few.count * few.queries * spec.num_heads * splits
-        part_out = torch.empty(cells * dim, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(cells, dtype=torch.float32, device=q.device)
-    rows = few.rows if few.rows is not None else step.query_start
-    form, cells = _cells(cache)
-    block_d = tile_width(dim, form)
-    shape = decode_shape(q.dtype, block_d, form, max(16, triton.next_power_of_2(group * few.queries)))
-    decode_kernel[(spec.num_kv_heads, few.count, splits)](
-        q,
-        cells,
-        step.seq_lens if scales is None else scales,
-        out,
-        part_out,
-        part_lse,
-        rows,
-        step.query_start,
-        step.seq_lens,
-        step.query_start if step.table_rows is None else step.table_rows,
-        step.block_tables,
-        *_scales(spec),
-        *_two_strides(q),
-        *cells.stride()[:4],
-        step.block_tables.stride(0),
-        splits,
-        GROUP=group,
-        QUERIES=few.queries,
-        M=shape.queries,
-        D=dim,
-        BLOCK_D=block_d,
-        BLOCK_N=shape.keys,
-        PAGE=cache.shape[3],
-        WINDOW=spec.window or 0,
-        CAPPED=spec.soft_cap is not None,
-        DIVIDED=splits > 1,
-        HAS_ROWS=few.rows is not None,
-        HAS_TABLE_ROWS=step.table_rows is not None,
-        FORM=form,
-        MEANS=means_of(q.device),
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-        maxnreg=shape.registers,
-        **overlap(q.device),
-    )
-    if splits > 1:
-        merge_kernel[(spec.num_heads, few.count * few.queries)](
-            part_out,
-            part_lse,
-            out,
-            rows,
-            step.query_start,
-            QUERIES=few.queries,
-            D=dim,
-            BLOCK_D=block_d,
-            SPLITS=splits,
-            HAS_ROWS=few.rows is not None,
-            num_warps=4 if splits > 4 else 1,
-            **overlap(q.device),
-        )
-
-
 def _attend_many(
     q: Tensor,
     fresh: Tensor | None,
@@ -299,7 +218,7 @@ def _attend_many(
     many: Many,
     out: Tensor,
 ) -> None:
-    form, cells = _cells(cache)
+    form, cells = as_words(cache)
     shape = prefill_shape(q.dtype, spec.head_dim, many.longest, q.device)
     bulk = fresh is not None and shape.bulk
     prefill_kernel[(spec.num_heads, many.count)](
@@ -314,8 +233,8 @@ def _attend_many(
         step.seq_lens,
         step.query_start if step.table_rows is None else step.table_rows,
         step.block_tables,
-        *_scales(spec),
-        *_two_strides(q),
+        *scales_of(spec),
+        *two_strides(q),
         *cells.stride()[:4],
         step.block_tables.stride(0),
         GROUP=spec.num_heads // spec.num_kv_heads,
@@ -344,32 +263,6 @@ def _tiles(fresh: Tensor, keys: int) -> TensorDescriptor:
     return TensorDescriptor(fresh, [tokens, heads * dim], [fresh.stride(0), 1], [keys, dim])
 
 
-def _cells(cache: Tensor) -> tuple[int, Tensor]:
-    """FORM, and the cache as the attending kernels take it."""
-    form = form_of(cache.dtype)
-    return form, cache if form == PLAIN else cache.view(torch.uint16)
-
-
-def num_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
-    """Parts of each context, a power of two: enough to fill the chip, none shorter than 256 keys."""
-    wanted = 8 * _multiprocessors(device) // max(programs, 1)
-    useful = max_seq_len // 256
-    return 1 << max(0, min(wanted, useful, _MAX_SPLITS).bit_length() - 1)
-
-
-def _scales(spec: AttentionSpec) -> tuple[float, float]:
-    """Scores feed exp2, so they carry log2(e); capped ones get it after the cap."""
-    if spec.soft_cap is None:
-        return spec.scale * _LOG2_E, 0.0
-    return spec.scale, spec.soft_cap
-
-
-def _two_strides(x: Tensor) -> Sequence[int]:
-    if x.stride(2) != 1:
-        raise AssertionError("the channels of a head must be contiguous")
-    return x.stride()[:2]
-
-
 @contextmanager
 def _forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """What is launched in the block runs on this stream, after what came before the block."""
@@ -384,8 +277,3 @@ def _forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -3,6 +3,9 @@
 The query heads that share a kv head, times the row's queries, are the rows of one tile, so that each key is read once.
 A context is divided over several programs where rows alone would not fill the chip; a second kernel merges the parts
 by their log-sum-exp (Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+Where contexts begin with the same blocks, a tile holds the queries of many rows, so that the common beginning is read
+once for all of them, and each row reads only the rest (Juravsky et al. 2024, "Hydragen",
+https://arxiv.org/abs/2402.05099).
 """
 
 from __future__ import annotations
@@ -13,8 +16,13 @@ import triton.language as tl
 from octavo.nn.attention.triton_fp8 import unit, widen
 from octavo.nn.ops.triton_overlap import follow
 
+WHOLE: tl.constexpr = tl.constexpr(0)
+REST: tl.constexpr = tl.constexpr(1)
+COMMON: tl.constexpr = tl.constexpr(2)
+"""What a launch reads: whole contexts, what comes after each row's common beginning, or such beginnings."""
 
-@triton.jit(do_not_specialize=["splits"])
+
+@triton.jit(do_not_specialize=["splits", "parts", "first_part"])
 def decode_kernel(
     q,
     cache,
@@ -23,6 +31,7 @@ def decode_kernel(
     part_out,
     part_lse,
     rows,
+    shared,
     query_start,
     seq_lens,
     table_rows,
@@ -37,6 +46,8 @@ def decode_kernel(
     cell_stride,
     table_stride,
     splits,
+    parts,
+    first_part,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     M: tl.constexpr,
@@ -47,6 +58,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     DIVIDED: tl.constexpr,
+    READS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
     FORM: tl.constexpr,
@@ -54,6 +66,10 @@ def decode_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """One kv head of one row, and one part of its context. `scale` is the softmax scale times log2(e).
+
+    The `splits` parts of a launch are `parts` of a whole from `first_part` on. If READS is REST, a row's context begins
+    at shared[row]. If it is COMMON, an item is a group of rows with one query each, three numbers in `shared`: where in
+    `rows` they begin, how many they are, and how many tokens they have in common, whole tiles.
 
     An FP8 cache (FORM, `triton_fp8.py`) comes as 16-bit words, its strides in those, and is computed with in float16:
     of q, the output and the accumulators, even channels are in the first and odd ones in the second of two tiles.
@@ -63,26 +79,35 @@ def decode_kernel(
     item = tl.program_id(1)
     split = tl.program_id(2)
     heads = tl.num_programs(0) * GROUP
-    row = item
-    if HAS_ROWS:
-        row = tl.load(rows + item)
-    table_row = row
-    if HAS_TABLE_ROWS:
-        table_row = tl.load(table_rows + row)
-    start = tl.load(query_start + row)
-    count = tl.load(query_start + row + 1) - start
-    seq_len = tl.load(seq_lens + row)
-    table = tables + table_row.to(tl.int64) * table_stride
-
     m = tl.arange(0, M)
     query = m // GROUP
     head = kv_head * GROUP + m % GROUP
+    row = item
+    if READS == COMMON:
+        begin_of = rows + tl.load(shared + 3 * item)
+        count = tl.load(shared + 3 * item + 1)
+        seq_len = tl.load(shared + 3 * item + 2)
+        row = tl.load(begin_of)
+        row_of = tl.load(begin_of + query, mask=query < count, other=0)
+        place = row_of
+        token = tl.load(query_start + row_of).to(tl.int64)
+    else:
+        if HAS_ROWS:
+            row = tl.load(rows + item)
+        start = tl.load(query_start + row)
+        count = tl.load(query_start + row + 1) - start
+        seq_len = tl.load(seq_lens + row)
+        place = item * QUERIES + query
+        token = (start + query).to(tl.int64)
+    table_row = row
+    if HAS_TABLE_ROWS:
+        table_row = tl.load(table_rows + row)
+    table = tables + table_row.to(tl.int64) * table_stride
     WIDTH: tl.constexpr = BLOCK_D if FORM == 0 else BLOCK_D // 2
     USED: tl.constexpr = D if FORM == 0 else D // 2
     d = tl.arange(0, WIDTH)
     m_valid = query < count
     md_valid = m_valid[:, None] & (d < USED)[None, :]
-    token = (start + query).to(tl.int64)
     q_place = q + token[:, None] * q_token_stride + head[:, None] * q_head_stride
     value_unit = 1.0
     if FORM == 0:
@@ -96,6 +121,8 @@ def decode_kernel(
     position = seq_len - count + query
 
     first = 0
+    if READS == REST:
+        first = tl.load(shared + row) // BLOCK_N
     if WINDOW > 0:
         first = tl.maximum(seq_len - count - WINDOW + 1, 0) // BLOCK_N
     last = tl.cdiv(seq_len, BLOCK_N)
@@ -110,9 +137,11 @@ def decode_kernel(
     head_base = cache + kv_head.to(tl.int64) * kv_head_stride
     # Tiles that every query sees whole come first and need no masks.
     plain_end = begin
-    if WINDOW == 0:
+    if READS == COMMON:
+        plain_end = end
+    elif WINDOW == 0:
         plain_end = tl.maximum(begin, tl.minimum(end, (seq_len - count + 1) // BLOCK_N))
-    for MASKED in tl.static_range(2):
+    for MASKED in tl.static_range(1 if READS == COMMON else 2):
         for tile in range(begin if MASKED == 0 else plain_end, plain_end if MASKED == 0 else end):
             key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             if MASKED == 0:
@@ -121,13 +150,13 @@ def decode_kernel(
             else:
                 block = tl.load(table + key // PAGE, mask=key < seq_len, other=0)
                 read = (key < seq_len)[:, None] & (d < USED)[None, :]
-            place = head_base + (block.to(tl.int64) * block_stride + (key % PAGE) * cell_stride)[:, None] + d[None, :]
+            cells = head_base + (block.to(tl.int64) * block_stride + (key % PAGE) * cell_stride)[:, None] + d[None, :]
             if MASKED == 0 and USED == WIDTH:
-                k_tile = tl.load(place)
-                v_tile = tl.load(place + value_stride)
+                k_tile = tl.load(cells)
+                v_tile = tl.load(cells + value_stride)
             else:
-                k_tile = tl.load(place, mask=read, other=0)
-                v_tile = tl.load(place + value_stride, mask=read, other=0)
+                k_tile = tl.load(cells, mask=read, other=0)
+                v_tile = tl.load(cells + value_stride, mask=read, other=0)
             if FORM == 0:
                 scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
             else:
@@ -160,7 +189,8 @@ def decode_kernel(
 
     whole = tl.where(total > 0, total, 1.0)
     share_of_whole = (value_unit / whole)[:, None]
-    cell = (item * QUERIES + query).to(tl.int64) * heads + head
+    cell = place.to(tl.int64) * heads + head
+    part = cell * parts + first_part + split
     STEP: tl.constexpr = 1 if FORM == 0 else 2
     for odd in tl.static_range(STEP):
         result = (acc if odd == 0 else acc_odd) * share_of_whole
@@ -170,27 +200,28 @@ def decode_kernel(
             tl.store(target, result.to(out.dtype.element_ty), mask=md_valid)
         else:
             held = md_valid & (total > 0)[:, None]
-            tl.store(part_out + (cell * splits + split)[:, None] * D + channel[None, :], result, mask=held)
+            tl.store(part_out + part[:, None] * D + channel[None, :], result, mask=held)
     if DIVIDED:
         lse = tl.where(total > 0, peak + tl.log2(whole), float("-inf"))
-        tl.store(part_lse + cell * splits + split, lse, mask=m_valid)
+        tl.store(part_lse + part, lse, mask=m_valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def merge_kernel(
     part_out,
     part_lse,
     out,
     rows,
     query_start,
+    count,
     QUERIES: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One head of one query: the parts' outputs, weighted by exp2 of their log-sum-exps."""
+    """One head of one query: the outputs of `count` parts, weighted by exp2 of their log-sum-exps."""
     follow(OVERLAPS)
     head = tl.program_id(0)
     item = tl.program_id(1) // QUERIES
@@ -200,16 +231,15 @@ def merge_kernel(
     if HAS_ROWS:
         row = tl.load(rows + item)
     start = tl.load(query_start + row)
-    count = tl.load(query_start + row + 1) - start
-    if query < count:
-        split = tl.arange(0, SPLITS)
+    if query < tl.load(query_start + row + 1) - start:
+        part = tl.arange(0, BLOCK_P)
         d = tl.arange(0, BLOCK_D)
         cell = tl.program_id(1).to(tl.int64) * heads + head
-        lse = tl.load(part_lse + cell * SPLITS + split)
+        lse = tl.load(part_lse + cell * count + part, mask=part < count, other=float("-inf"))
         peak = tl.max(lse, 0)
         weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
         held = (lse > float("-inf"))[:, None] & (d < D)[None, :]
-        parts = tl.load(part_out + (cell * SPLITS + split)[:, None] * D + d[None, :], mask=held, other=0.0)
+        parts = tl.load(part_out + (cell * count + part)[:, None] * D + d[None, :], mask=held, other=0.0)
         total = tl.sum(weight, 0)
         mixed = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
         target = out + ((start + query).to(tl.int64) * heads + head) * D + d

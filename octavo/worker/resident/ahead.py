@@ -17,7 +17,7 @@ from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.ops import few_rows, gating, triton_activation, triton_norm
-from octavo.nn.step import StepInput
+from octavo.nn.step import SharedContexts, StepInput
 from octavo.sampling import resident_allowed
 from octavo.sampling.allowed import num_words
 from octavo.sampling.resident import ResidentSampler, Row
@@ -52,8 +52,11 @@ def compile_ahead(
         few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))
         mixed = ([1] * rows + [9] for rows in (_SLOTS, 64, 32, 16, 1))
         steps = [(counts, max_model_len) for counts in ([long], *mixed, [2, 2], *few)]
-        for counts, context in (*steps, ([2, 2], 2)):
+        alike = [([1] * rows, max_model_len, True) for rows in (64, 8)]
+        for counts, context, shares in (*((*each, False) for each in steps), ([2, 2], 2, False), *alike):
             step = _step(slots, counts, context, block_size)
+            if shares:
+                step.shared = SharedContexts(step.block_tables[:, :3], step.seq_lens, step.seq_lens)
             for window in {*spec.windows}:
                 _attend(spec, dtype, kv_dtype, attention, step, window, block_size)
         _sample(spec, slots)

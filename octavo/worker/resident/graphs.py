@@ -3,6 +3,8 @@
 Two graphs a size: layout and forward pass, which leaves the hidden states in a fixed buffer; then head, draw and the
 taking in of the tokens. Batches that need more than the plain draw replay the first alone. A batch is padded up to the
 next size with rows of length 0. All inputs are read from the slots, so a step whose rows did not change sends nothing.
+
+Some sizes have a second forward pass, which reads once what contexts have in common.
 """
 
 from __future__ import annotations
@@ -22,20 +24,28 @@ from torch import Tensor
 
 from octavo.device.transfer import upload
 from octavo.models.model import Model
-from octavo.nn.attention.base import AttentionBackend
-from octavo.nn.step import StepInput
+from octavo.nn.attention.base import FusedBackend
+from octavo.nn.step import SharedContexts, StepInput
 from octavo.sampling.resident import ResidentSampler
 from octavo.worker.resident.rows import Batch, ResidentSlots, empty_step
+from octavo.worker.resident.sharing import Groups
 
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 1024
+_SHARING = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""The sizes, as far as they are recorded, with a pass for contexts that begin alike."""
+_WORTH = 32 << 20
+"""From how many bytes a layer on it pays to read contexts once: what two more launches take, at 4 TB/s."""
+_WORTH_OF_PADDING = 2 << 20
+"""And how many more for a row of padding, of a model of 8 billion parameters."""
 
 
 @dataclass(slots=True)
 class _Size:
     forward: torch.cuda.CUDAGraph
     sample: torch.cuda.CUDAGraph
+    sharing: torch.cuda.CUDAGraph | None = None
 
 
 def sizes(max_rows: int) -> list[int]:
@@ -55,7 +65,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        attention: AttentionBackend,
+        attention: FusedBackend,
         slots: ResidentSlots,
         sampler: ResidentSampler,
         block_size: int,
@@ -67,7 +77,9 @@ class DecodeGraphs:
         self._block_size = block_size
         self._graphs: dict[int, _Size] = {}
         self._sizes: list[int] = []
+        self._sharing: list[int] = []
         self._loaded: tuple[int, list[int]] = (0, [])
+        self._replay: tuple[int, torch.cuda.CUDAGraph] | None = None
         self.pool: Any = None
 
     def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
@@ -86,12 +98,18 @@ class DecodeGraphs:
                 if size not in loaded or size & (size - 1) == 0 or size == self._sizes[-1]:
                     self._forward(size)
                     self._sample(size)
+                    if size in self._sharing:
+                        self._forward(size, self._shared_contexts(size))
                 torch.cuda.synchronize()
                 graphs = _Size(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
                 with torch.cuda.graph(graphs.forward, pool=self.pool):
                     self._forward(size)
                 with torch.cuda.graph(graphs.sample, pool=self.pool):
                     self._sample(size)
+                if size in self._sharing:
+                    graphs.sharing = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graphs.sharing, pool=self.pool):
+                        self._forward(size, self._shared_contexts(size))
                 self._graphs[size] = graphs
         taken = (free - torch.cuda.mem_get_info(self._slots.device)[0]) / (1 << 30)
         seconds = time.perf_counter() - began
@@ -106,6 +124,10 @@ class DecodeGraphs:
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._buffers = empty_step(largest, largest, device)
         self._sampled = torch.empty(largest, dtype=torch.int32, device=device)
+        layers = [layer for layer in self._model.attention_layers if layer.spec.window is None]
+        self._sharing = [size for size in _SHARING if size in self._sizes and layers and self._most_sharing > 1]
+        self._shared = torch.zeros(5 * max(self._sharing, default=0), dtype=torch.int32, device=device)
+        self._block_bytes = layers[0].cache[0].nbytes if layers else 0
         self._hidden = self._computed(largest).clone()
 
     def bucket(self, rows: int) -> int:
@@ -113,16 +135,46 @@ class DecodeGraphs:
         index = bisect.bisect_left(self._sizes, rows)
         return self._sizes[index] if index < len(self._sizes) else 0
 
-    def forward(self, slots: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
-        """Hidden states [R, H] and slots [R] of a batch with one token a row; `size` as `bucket` says."""
-        wanted = (size, list(slots))
-        if wanted != self._loaded:
-            rows = np.full(size, self._slots.num_slots, dtype=np.int32)
-            rows[: len(slots)] = slots
-            self._rows[:size].copy_(upload(rows, self._slots.device))
+    def forward(self, slots: Sequence[int]) -> tuple[Tensor, Tensor, int] | None:
+        """One step of decoding for these slots, with one token each; None if so many are not recorded.
+
+        Returns:
+            hidden states [R, H] and slots [R], and the size for `sample`.
+        """
+        wanted = (self._slots.tables.version, list(slots))
+        if self._replay is None or wanted != self._loaded:
+            self._replay = self._load(slots)
             self._loaded = wanted
-        self._graphs[size].forward.replay()
-        return self._hidden[: len(slots)], self._rows[: len(slots)]
+        if self._replay is None:
+            return None
+        size, graph = self._replay
+        graph.replay()
+        return self._hidden[: len(slots)], self._rows[: len(slots)], size
+
+    def _load(self, slots: Sequence[int]) -> tuple[int, torch.cuda.CUDAGraph] | None:
+        """Send the batch, and say by which size and graph it is computed."""
+        size = self.bucket(len(slots))
+        if not size:
+            return None
+        graph = self._graphs[size].forward
+        larger = next((each for each in self._sharing if each >= size), 0)
+        if larger and (groups := self._worth_sharing(slots, larger - size)) is not None:
+            size = larger
+            sharing = self._graphs[size].sharing
+            assert sharing is not None
+            graph = sharing
+            shared = groups.padded(size, self._most_sharing, self._block_size)
+            self._shared[: len(shared)].copy_(upload(shared, self._slots.device))
+        rows = np.full(size, self._slots.num_slots, dtype=np.int32)
+        rows[: len(slots)] = slots
+        self._rows[:size].copy_(upload(rows, self._slots.device))
+        return size, graph
+
+    def _worth_sharing(self, slots: Sequence[int], padding: int) -> Groups | None:
+        """What these contexts have in common, if reading it once pays for so many more rows of padding."""
+        groups = self._slots.shared(slots, self._block_size, *self._attention.sharing())
+        worth = _WORTH + padding * _WORTH_OF_PADDING
+        return groups if groups is not None and groups.saved * self._block_bytes >= worth else None
 
     def adopt(self, hidden: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
         """Have a batch drawn for that was computed elsewhere: the first `count` hidden states [T, H].
@@ -135,7 +187,7 @@ class DecodeGraphs:
         size = self.bucket(count)
         if not size or not count:
             return hidden[:count], slots[:count], 0
-        self._loaded = (0, [])
+        self._replay = None
         self._hidden[:count].copy_(hidden[:count])
         self._rows[:size].copy_(slots[:size])
         return self._hidden[:count], self._rows[:count], size
@@ -145,10 +197,18 @@ class DecodeGraphs:
         self._graphs[size].sample.replay()
         return self._sampled[:size]
 
-    def _forward(self, size: int) -> None:
-        self._hidden[:size].copy_(self._computed(size))
+    @property
+    def _most_sharing(self) -> int:
+        return self._attention.sharing()[0]
 
-    def _computed(self, size: int) -> Tensor:
+    def _shared_contexts(self, size: int) -> SharedContexts:
+        groups, rows, lens = self._shared[: 5 * size].split([3 * size, size, size])
+        return SharedContexts(groups.view(size, 3), rows, lens)
+
+    def _forward(self, size: int, shared: SharedContexts | None = None) -> None:
+        self._hidden[:size].copy_(self._computed(size, shared))
+
+    def _computed(self, size: int, shared: SharedContexts | None = None) -> Tensor:
         """One step of decoding: its hidden states [size, H]."""
         slots = self._slots
         batch = self._batch(size)
@@ -160,6 +220,7 @@ class DecodeGraphs:
             logit_rows=self._starts[:size],
             max_query_len=1,
             max_seq_len=slots.max_model_len,
+            shared=shared,
         )
         slots.lay_out(batch, step, self._block_size)
         step.attn = self._attention.prepare(step, self._block_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,7 @@ from octavo.nn.step import StepInput
 from octavo.sampling.resident import NUM_PARAMS, ParamTable, Row, packed_params
 from octavo.sampling.resident_logprobs import PromptRow
 from octavo.sampling.state import PreparedParams
+from octavo.worker.resident.sharing import BlockTables, Groups
 from octavo.worker.resident.triton_rows import advance_kernel, append_kernel, extend_kernel, fill_kernel, layout_kernel
 
 _FILL_BLOCK = 1024
@@ -48,7 +51,10 @@ class ResidentSlots:
     """Row s holds the request in slot s; nothing is ever read back.
 
     tokens [slots, max_model_len] int32, length and computed [slots] int32, block_tables [slots, blocks] int32, params
-    [slots, NUM_PARAMS] int32. The host mirrors `computed`, which follows from the plans alone.
+    [slots, NUM_PARAMS] int32. The host mirrors `computed` and the block tables, which follow from the plans alone.
+
+    Attributes:
+        tables: the host's copy of `block_tables`.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class ResidentSlots:
         self.params = zeros(num_slots + 1, NUM_PARAMS)
         self.vocab_size = vocab_size
         self._logprobs_mode: LogprobsMode = logprobs_mode
+        self.tables = BlockTables(num_slots, max_blocks)
         self._computed = np.zeros(num_slots + 1, dtype=np.int64)
         self._held: list[_Held | None] = [None] * num_slots
 
@@ -85,6 +92,7 @@ class ResidentSlots:
         if plan.new:
             self._fill(plan.new)
         if plan.block_writes:
+            self.tables.write(plan.block_writes)
             writes = upload(np.asarray(plan.block_writes, dtype=np.int32).ravel(), self.device)
             count = len(plan.block_writes)
             extend_kernel[(triton.cdiv(count, _BLOCK),)](
@@ -99,6 +107,12 @@ class ResidentSlots:
         """Of each of the step's rows, the tokens computed before it."""
         past: list[int] = self._computed[plan.slots].tolist()
         return past
+
+    def shared(self, slots: Sequence[int], page: int, most: int, tokens: int) -> Groups | None:
+        """Which of these requests' contexts begin alike, in groups of at most so many, by multiples of so many tokens;
+        None if none do."""
+        whole_blocks = self._computed[slots] // page
+        return self.tables.groups(slots, whole_blocks, most, math.lcm(tokens, page) // page)
 
     def sample_rows(self, plan: StepPlan) -> list[Row]:
         """The rows that sample, as the host knows them; called before `note`."""
@@ -184,6 +198,7 @@ class ResidentSlots:
             params = PreparedParams.of(row, self.vocab_size, self._logprobs_mode)
             self._held[row.slot] = _Held(params, row.num_prompt)
             self._computed[row.slot] = row.num_computed
+            self.tables.fill(row)
             count, blocks = len(row.tokens), len(row.blocks)
             header[:6] = row.slot, count, row.num_computed, offset, offset + count, blocks
             header[6:] = packed_params(params, row.num_prompt)

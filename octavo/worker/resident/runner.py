@@ -128,9 +128,9 @@ class ResidentRunner:
         has the forward pass of its steps replayed, and their sampling launched.
         """
         if not self._hooks.follow_steps:
+            assert isinstance(self._attention, FusedBackend)
             self.graphs = DecodeGraphs(self._model, self._attention, self._slots, self._sampler, self._block_size)
             self.graphs.capture(max_rows, loaded)
-            assert isinstance(self._attention, FusedBackend)
             self.mixed = MixedGraphs(self._model, self._attention, self._slots, self._block_size, self.graphs)
             self.mixed.capture(max_tokens, loaded)
 
@@ -167,10 +167,10 @@ class ResidentRunner:
         """The step, if it is one of those that are recorded."""
         began = mark(self._slots.device)
         if max(plan.num_tokens) == 1 and len(rows) == len(plan.slots):
-            bucket = 0 if self.graphs is None else self.graphs.bucket(len(rows))
-            if self.graphs is None or not bucket:
+            replayed = None if self.graphs is None else self.graphs.forward(plan.slots)
+            if replayed is None:
                 return None
-            hidden, slots = self.graphs.forward(plan.slots, bucket)
+            hidden, slots, bucket = replayed
         else:
             size = 0 if self.mixed is None else self.mixed.bucket(plan)
             if self.mixed is None or not size:

@@ -12,7 +12,8 @@ from torch import Tensor
 from octavo.device.transfer import upload
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.libraries.prompts import PromptLibrary, Prompts
-from octavo.nn.attention.triton import Few, Launches, TritonAttention, attend_few, rotate_and_write
+from octavo.nn.attention.triton import Launches, TritonAttention, rotate_and_write
+from octavo.nn.attention.triton_few import Few, attend_few
 from octavo.nn.step import StepInput
 
 
@@ -106,6 +107,10 @@ class LibraryAttention:
     def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
         """See `FusedBackend`."""
         return self.own.most_tiles(tokens, rows, device)
+
+    def sharing(self) -> tuple[int, int]:
+        """See `FusedBackend`."""
+        return self.own.sharing()
 
     def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Launches:
         """See `FusedBackend`."""

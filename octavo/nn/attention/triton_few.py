@@ -1,0 +1,195 @@
+"""How rows with a few queries are attended on a GPU: in how many parts, and what they share read once."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.fp8 import form_of, means_of, tile_width
+from octavo.nn.attention.triton_arguments import as_words, scales_of, two_strides
+from octavo.nn.attention.triton_decode import COMMON, REST, WHOLE, decode_kernel, merge_kernel
+from octavo.nn.attention.triton_shapes import decode_shape
+from octavo.nn.ops.triton_overlap import overlap
+from octavo.nn.step import SharedContexts, StepInput
+
+SHARED_TOKENS = 64
+"""What contexts share counts in so many tokens: a tile of keys of any shape ends there."""
+_SHARED_HEADS = 64
+"""Query heads in a tile that many rows share, as wide as Hopper multiplies at once."""
+_MAX_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Rows with at most `queries` queries each; `rows` [count] int32 names them, None stands for all.
+
+    `shared` is what all rows of a step have in common, to be read once; then each row has one query.
+    """
+
+    rows: Tensor | None
+    count: int
+    queries: int
+    shared: SharedContexts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Outputs [rows x queries, heads, count, head_dim] and their log-sum-exps, before they are merged."""
+
+    out: Tensor
+    lse: Tensor
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What one launch of the kernel reads, and which parts it makes of it."""
+
+    kind: int
+    items: int
+    queries: int
+    splits: int
+    first_part: int
+    rows: Tensor
+    shared: Tensor
+
+
+def most_sharing(group: int) -> int:
+    """How many rows with a common beginning one tile holds, where so many query heads share a kv head."""
+    return max(1, _SHARED_HEADS // group)
+
+
+def attend_few(
+    q: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    step: StepInput,
+    spec: AttentionSpec,
+    few: Few,
+    out: Tensor,
+) -> None:
+    """Writes these rows of `out`. With a window each row reads its own keys: what rows share may lie before it."""
+    shared = few.shared if spec.window is None else None
+    rows = few.rows if few.rows is not None else step.query_start
+    splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device)
+    if shared is None:
+        readings = [_Reading(WHOLE.value, few.count, few.queries, splits, 0, rows, rows)]
+    else:
+        most = most_sharing(spec.num_heads // spec.num_kv_heads)
+        common = _common_splits(-(-few.count // most) * spec.num_kv_heads, step.max_seq_len, q.device)
+        readings = [
+            _Reading(COMMON.value, len(shared.groups), most, common, splits, shared.rows, shared.groups),
+            _Reading(REST.value, few.count, 1, splits, 0, rows, shared.lens),
+        ]
+    parts = _parts(sum(reading.splits for reading in readings), few, spec, out)
+    for reading in readings:
+        _read(q, cache, scales, step, spec, reading, parts, out, few.rows is not None)
+    if parts.count > 1:
+        _merge(parts, few, rows, step, spec, form_of(cache.dtype), out)
+
+
+def _parts(count: int, few: Few, spec: AttentionSpec, out: Tensor) -> _Parts:
+    if count == 1:
+        return _Parts(out, out, 1)
+    cells = few.count * few.queries * spec.num_heads * count
+    part_out = torch.empty(cells * spec.head_dim, dtype=torch.float32, device=out.device)
+    return _Parts(part_out, torch.empty(cells, dtype=torch.float32, device=out.device), count)
+
+
+def _read(
+    q: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    step: StepInput,
+    spec: AttentionSpec,
+    reading: _Reading,
+    parts: _Parts,
+    out: Tensor,
+    has_rows: bool,
+) -> None:
+    form, cells = as_words(cache)
+    group = spec.num_heads // spec.num_kv_heads
+    block_d = tile_width(spec.head_dim, form)
+    shape = decode_shape(q.dtype, block_d, form, max(16, triton.next_power_of_2(group * reading.queries)))
+    decode_kernel[(spec.num_kv_heads, reading.items, reading.splits)](
+        q,
+        cells,
+        step.seq_lens if scales is None else scales,
+        out,
+        parts.out,
+        parts.lse,
+        reading.rows,
+        reading.shared,
+        step.query_start,
+        step.seq_lens,
+        step.query_start if step.table_rows is None else step.table_rows,
+        step.block_tables,
+        *scales_of(spec),
+        *two_strides(q),
+        *cells.stride()[:4],
+        step.block_tables.stride(0),
+        reading.splits,
+        parts.count,
+        reading.first_part,
+        GROUP=group,
+        QUERIES=reading.queries,
+        M=shape.queries,
+        D=spec.head_dim,
+        BLOCK_D=block_d,
+        BLOCK_N=shape.keys,
+        PAGE=cache.shape[3],
+        WINDOW=spec.window or 0,
+        CAPPED=spec.soft_cap is not None,
+        DIVIDED=parts.count > 1,
+        READS=reading.kind,
+        HAS_ROWS=has_rows,
+        HAS_TABLE_ROWS=step.table_rows is not None,
+        FORM=form,
+        MEANS=means_of(q.device),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        maxnreg=shape.registers,
+        **overlap(q.device),
+    )
+
+
+def _merge(parts: _Parts, few: Few, rows: Tensor, step: StepInput, spec: AttentionSpec, form: int, out: Tensor) -> None:
+    merge_kernel[(spec.num_heads, few.count * few.queries)](
+        parts.out,
+        parts.lse,
+        out,
+        rows,
+        step.query_start,
+        parts.count,
+        QUERIES=few.queries,
+        D=spec.head_dim,
+        BLOCK_D=tile_width(spec.head_dim, form),
+        BLOCK_P=triton.next_power_of_2(parts.count),
+        HAS_ROWS=few.rows is not None,
+        num_warps=4 if parts.count > 4 else 1,
+        **overlap(out.device),
+    )
+
+
+def num_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
+    """Parts of each context, a power of two: enough to fill the chip, none shorter than 256 keys."""
+    return _power_of_two(8 * _multiprocessors(device) // max(programs, 1), max_seq_len)
+
+
+def _common_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
+    """The same of what groups have in common, by programs of four warps."""
+    return _power_of_two(2 * _multiprocessors(device) // programs, max_seq_len)
+
+
+def _power_of_two(wanted: int, max_seq_len: int) -> int:
+    return 1 << max(0, min(wanted, max_seq_len // 256, _MAX_SPLITS).bit_length() - 1)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
