@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo.hub.resolve import resolve
 from octavo.nn.attention.kv_int8 import pack, unpack
 from octavo.nn.step import StepInput
-from octavo.text.tokenizer import load_tokenizer
+from octavo.text.tokenizers.tokenizer import load_tokenizer
 from octavo.worker.kv_scales import HEADROOM
 
 Round = Callable[[Tensor, Tensor], Tensor]

@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.config import EngineConfig
 from octavo.hub.resolve import resolve
 from octavo.nn.step import StepInput
-from octavo.text.tokenizer import load_tokenizer
+from octavo.text.tokenizers.tokenizer import load_tokenizer
 from octavo.worker.worker import Worker
 
 HERE = Path(__file__).resolve().parent

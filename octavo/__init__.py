@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.python.engine_args import AsyncEngineArgs, EngineArgs
     from octavo.python.llm import LLM
     from octavo.python.pooling_params import PoolingParams
-    from octavo.text.prepare import TextPrompt, TokensPrompt
+    from octavo.text.prompts.prompt import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
@@ -60,8 +60,8 @@ _HOMES = {
     "RequestOutputKind": "octavo.core.params",
     "SamplingParams": "octavo.core.params",
     "StructuredOutputsParams": "octavo.core.structured",
-    "TextPrompt": "octavo.text.prepare",
-    "TokensPrompt": "octavo.text.prepare",
+    "TextPrompt": "octavo.text.prompts.prompt",
+    "TokensPrompt": "octavo.text.prompts.prompt",
 }
 
 

@@ -33,7 +33,7 @@ from octavo.schedule.limits import Limits
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Scheduler
 from octavo.text.sources import tokenizer_files
-from octavo.text.tokenizer import load_tokenizer
+from octavo.text.tokenizers.tokenizer import load_tokenizer
 from octavo.worker.encoder.worker import EncoderWorker
 from octavo.worker.sleep import WorkerSleep
 from octavo.worker.tracing import TorchTracer

@@ -97,7 +97,7 @@ def to_folder(source: Path, target: Path) -> None:
     from octavo.hub.resolve import resolve
     from octavo.models.load.gguf import GGUFCheckpoint
     from octavo.nn.weights import TensorSpec
-    from octavo.text.gguf_tokenizer import build_backend, special_token
+    from octavo.text.tokenizers.gguf import build_backend, special_token
 
     target.mkdir(parents=True, exist_ok=True)
     checkpoint = GGUFCheckpoint(source)

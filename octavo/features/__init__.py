@@ -17,7 +17,7 @@ from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import WorkerHook
 
 if TYPE_CHECKING:
-    from octavo.text.tokenizer import Tokenizer
+    from octavo.text.tokenizers.tokenizer import Tokenizer
 
 FEATURES = ("grammar", "logits_processors", "pooling", "prompt_embeds", "thinking")
 

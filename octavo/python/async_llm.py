@@ -24,12 +24,12 @@ from octavo.hub.progress import Progress, silent
 from octavo.python.async_worker import AsyncWorkerMethods
 from octavo.python.inputs import refuse, tokenization
 from octavo.python.tokenizer import ScriptTokenizer
-from octavo.text.content_format import ContentFormat
+from octavo.text.chat.content_format import ContentFormat
 from octavo.text.frontend import Frontend
-from octavo.text.pooling import pool
-from octavo.text.prepare import Prompt
+from octavo.text.prompts.prompt import Prompt
 from octavo.text.recipe import FrontendRecipe
 from octavo.text.sources import model_files
+from octavo.text.vectors.pooling import pool
 
 if TYPE_CHECKING:
     from octavo.python.engine_args import EngineArgs

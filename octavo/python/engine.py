@@ -13,8 +13,8 @@ from octavo.python.engine_args import EngineArgs
 from octavo.python.inputs import refuse, tokenization
 from octavo.python.local import LocalEngine
 from octavo.python.tokenizer import ScriptTokenizer
-from octavo.text.assembler import RequestAssembler
-from octavo.text.prepare import Prompt
+from octavo.text.detokenize.assembler import RequestAssembler
+from octavo.text.prompts.prompt import Prompt
 
 
 class LLMEngine:

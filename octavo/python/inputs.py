@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.params import OutputKind, SamplingParams
-from octavo.text.content_format import ContentFormat
-from octavo.text.prepare import Prompt
+from octavo.text.chat.content_format import ContentFormat
+from octavo.text.prompts.prompt import Prompt
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]

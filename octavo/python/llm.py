@@ -34,13 +34,14 @@ from octavo.python.pooling import PoolingDriver, PoolingMethods
 from octavo.python.progress import UseTqdm, open_progress
 from octavo.python.tokenizer import ScriptTokenizer
 from octavo.python.worker import WorkerMethods
-from octavo.text.assembler import RequestAssembler
-from octavo.text.beams import beams_of
-from octavo.text.chat import chat_template_of
-from octavo.text.content_format import ContentFormat
-from octavo.text.embed_parts import taken
-from octavo.text.no_tokenizer import needs_tokenizer
-from octavo.text.prepare import Prompt, not_generating
+from octavo.text.chat.content_format import ContentFormat
+from octavo.text.chat.template import chat_template_of
+from octavo.text.detokenize.assembler import RequestAssembler
+from octavo.text.detokenize.beams import beams_of
+from octavo.text.prompts.embed_parts import taken
+from octavo.text.prompts.prepare import not_generating
+from octavo.text.prompts.prompt import Prompt
+from octavo.text.tokenizers.no_tokenizer import needs_tokenizer
 
 if TYPE_CHECKING:
     from octavo.python.engine_args import EngineArgs

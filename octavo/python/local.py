@@ -11,10 +11,12 @@ from octavo.core.params import SamplingParams
 from octavo.hub.progress import Progress, silent
 from octavo.python.loop import SharedLoop
 from octavo.python.tokenizer import ScriptTokenizer
-from octavo.text.answers import AnswerFormats
-from octavo.text.assembler import RequestAssembler
+from octavo.text.answers.formats import AnswerFormats
+from octavo.text.detokenize.assembler import RequestAssembler
 from octavo.text.model_text import load_text
-from octavo.text.prepare import Preparer, Prompt, sampling_defaults, with_defaults
+from octavo.text.prompts.defaults import sampling_defaults, with_defaults
+from octavo.text.prompts.prepare import Preparer
+from octavo.text.prompts.prompt import Prompt
 from octavo.text.sources import model_files
 
 

@@ -28,10 +28,10 @@ from octavo.python.inputs import as_list, refuse, tokenization
 from octavo.python.loop import SharedLoop
 from octavo.python.pooling_params import PoolingSettings, settings_of
 from octavo.python.progress import PromptProgress, UseTqdm, open_progress
-from octavo.text.pooling import Pair, PoolingPreparer, pooled_output
-from octavo.text.prepare import Prompt
-from octavo.text.scoring import ScorePlan, paired, plan_scores
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.prompts.prompt import Prompt
+from octavo.text.tokenizers.tokenizer import Tokenizer
+from octavo.text.vectors.pooling import Pair, PoolingPreparer, pooled_output
+from octavo.text.vectors.scoring import ScorePlan, paired, plan_scores
 
 
 class PoolingDriver:

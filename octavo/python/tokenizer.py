@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
-from octavo.text.chat import ChatTemplate, no_template_error
-from octavo.text.no_tokenizer import needs_tokenizer
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.chat.template import ChatTemplate, no_template_error
+from octavo.text.tokenizers.no_tokenizer import needs_tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 
 class ScriptTokenizer(Tokenizer):

@@ -13,14 +13,16 @@ from octavo.core.output import RequestOutput, TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.protocol import EngineClient
-from octavo.text.answers import AnswerFormats
+from octavo.text.answers.formats import AnswerFormats
 from octavo.text.aside import aside
-from octavo.text.assembler import RequestAssembler
-from octavo.text.chat import ChatTemplate, no_template_error
-from octavo.text.no_tokenizer import needs_tokenizer
-from octavo.text.pooling import PoolingPreparer
-from octavo.text.prepare import Preparer, Prompt, not_generating, sampling_defaults, with_defaults
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.chat.template import ChatTemplate, no_template_error
+from octavo.text.detokenize.assembler import RequestAssembler
+from octavo.text.prompts.defaults import sampling_defaults, with_defaults
+from octavo.text.prompts.prepare import Preparer, not_generating
+from octavo.text.prompts.prompt import Prompt
+from octavo.text.tokenizers.no_tokenizer import needs_tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
+from octavo.text.vectors.pooling import PoolingPreparer
 
 Twin = Callable[[EngineClient], "Frontend"]
 

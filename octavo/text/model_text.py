@@ -11,12 +11,12 @@ from octavo.config import ModelConfig
 from octavo.core.errors import ConfigError
 from octavo.hub.files import ModelFiles
 from octavo.hub.json_file import read_json
-from octavo.text.chat import ChatTemplate, chat_template_of
-from octavo.text.content_format import ContentFormat
-from octavo.text.no_tokenizer import NoTokenizer
-from octavo.text.prepare import SAMPLING_DEFAULTS, sampling_defaults
+from octavo.text.chat.content_format import ContentFormat
+from octavo.text.chat.template import ChatTemplate, chat_template_of
+from octavo.text.prompts.defaults import SAMPLING_DEFAULTS, sampling_defaults
 from octavo.text.sources import tokenizer_files
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.tokenizers.no_tokenizer import NoTokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 from octavo.config import ModelConfig
 from octavo.engine.protocol import EngineClient
 from octavo.hub.files import ModelFiles
-from octavo.text.answers import AUTO, AnswerFormats
-from octavo.text.content_format import ContentFormat
+from octavo.text.answers.formats import AUTO, AnswerFormats
+from octavo.text.chat.content_format import ContentFormat
 from octavo.text.frontend import Frontend
 from octavo.text.model_text import ModelText, load_text
 

@@ -19,9 +19,9 @@ from octavo.engine.process import CoreProcess
 from octavo.engine.protocol import EngineClient
 from octavo.engine.stub import Stub
 from octavo.server.process.run import run_server
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. "
 TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{% endfor %}[assistant]"

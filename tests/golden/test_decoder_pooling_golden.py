@@ -107,7 +107,7 @@ def test_preemption_changes_no_vector(checkpoint: tuple[Path, Any]) -> None:
             core.add(request)
         news = {delta.id: delta for _ in range(200) if core.busy for delta in core.step() if delta.finish}
         assert llm.stats().num_preemptions > 0
-        from octavo.text.pooling import pooled_output
+        from octavo.text.vectors.pooling import pooled_output
 
         for request in asked:
             found = pooled_output(news[request.id]).pooled.values()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from octavo.hub.files import ModelFiles
-from octavo.text.chat import ChatTemplate, chat_template_of
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.chat.template import ChatTemplate, chat_template_of
+from octavo.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 DATA = Path(__file__).parent.parent / "data"
 STRINGS = json.loads((DATA / "smollm2_tokens.json").read_text())["cases"]

@@ -151,7 +151,7 @@ def find_tokenizer(model: str, *, required: bool) -> TextTokens | None:
         OctavoError: it is not, and the user asked for this one.
     """
     from octavo.hub.resolve import resolve
-    from octavo.text.tokenizer import load_tokenizer
+    from octavo.text.tokenizers.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(resolve(model, tokenizer_only=True, weights=False))

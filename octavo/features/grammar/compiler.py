@@ -19,7 +19,7 @@ from octavo.core.structured import NO_DEFAULTS, StructuredDefaults, StructuredOu
 from octavo.features.grammar.lower import lower
 
 if TYPE_CHECKING:
-    from octavo.text.tokenizer import Tokenizer
+    from octavo.text.tokenizers.tokenizer import Tokenizer
 
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 16 << 20

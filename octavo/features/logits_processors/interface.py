@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.params import SamplingParams
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 RequestProcessor = Callable[..., Tensor | None]
 """`(prompt_ids, output_ids, logits) -> logits` or `(output_ids, logits) -> logits`, for logits [vocab] float32.

@@ -15,7 +15,7 @@ from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
 from octavo.core.thinking import ThinkingBudget
 from octavo.schedule.hooks import EngineHook
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 
 class _State(Enum):

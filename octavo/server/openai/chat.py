@@ -35,9 +35,9 @@ from octavo.server.openai.sampling import chat_params
 from octavo.server.openai.tools import tool_use
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, event, until_disconnect
-from octavo.text.embed_parts import EmbedParts
-from octavo.text.output_plan import OutputPlan
-from octavo.text.prepare import Prompt
+from octavo.text.answers.plan import OutputPlan
+from octavo.text.prompts.embed_parts import EmbedParts
+from octavo.text.prompts.prompt import Prompt
 
 
 async def chat_completions(ctx: ServerContext, request: Request) -> Response:

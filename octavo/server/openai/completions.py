@@ -24,8 +24,8 @@ from octavo.server.openai.responses import Completion, CompletionChoice
 from octavo.server.openai.sampling import completion_params
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, event, until_disconnect
-from octavo.text.infill import infill_of
-from octavo.text.prepare import EmbedsPrompt, Prompt
+from octavo.text.prompts.infill import infill_of
+from octavo.text.prompts.prompt import EmbedsPrompt, Prompt
 
 PromptEntries = list[dict[int, Logprob] | None]
 

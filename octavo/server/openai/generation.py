@@ -19,7 +19,7 @@ from octavo.server.errors import ApiError
 from octavo.server.merge import merge
 from octavo.server.openai.protocol import GenerationBody
 from octavo.server.openai.responses import CachedTokens, CompletionTokens, Timings, Usage
-from octavo.text.prepare import Prompt
+from octavo.text.prompts.prompt import Prompt
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from octavo.server.openai.responses import (
     TokenLogprob,
     TopLogprob,
 )
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 EchoedPrompt = Sequence[tuple[int, dict[int, Logprob] | None]]
 

@@ -9,7 +9,7 @@ from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedErro
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import Message
 from octavo.text.aside import aside
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.tools.tool import Tool, explain_in_words
 
 

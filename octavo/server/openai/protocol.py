@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from octavo.server.openai.fields import Content, Int, LogitBias, Prompts, RequestId, Role, SavedTensors, Texts
-from octavo.text.embed_parts import EmbedParts, taken
+from octavo.text.prompts.embed_parts import EmbedParts, taken
 
 
 class StreamOptions(BaseModel):

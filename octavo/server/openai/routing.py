@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from octavo.core.output import CompletionOutput
 from octavo.server.openai.responses import FunctionDelta, ToolCall, ToolCallDelta, ToolFunction
-from octavo.text.output_plan import OutputPlan
+from octavo.text.answers.plan import OutputPlan
 
 
 @dataclass(slots=True)

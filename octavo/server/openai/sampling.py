@@ -11,8 +11,8 @@ from octavo.server.body import require
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from octavo.server.openai.structured import output_form
-from octavo.text.no_tokenizer import needs_tokenizer, without_text
-from octavo.text.prepare import with_defaults
+from octavo.text.prompts.defaults import with_defaults
+from octavo.text.tokenizers.no_tokenizer import needs_tokenizer, without_text
 
 _DIRECT = (
     "presence_penalty",

@@ -14,8 +14,8 @@ from octavo.server.errors import json_response
 from octavo.server.vectors.answers import RerankDocument, Reranking, RerankItem, ScoreItem, Scores
 from octavo.server.vectors.protocol import PairsBody, RerankBody, ScoreBody
 from octavo.server.vectors.work import Reply, check_count, compute, in_thread_if_long, preparation, usage_of
-from octavo.text.pooling import Pair
-from octavo.text.scoring import ScorePlan, paired, plan_scores
+from octavo.text.vectors.pooling import Pair
+from octavo.text.vectors.scoring import ScorePlan, paired, plan_scores
 
 
 async def score(ctx: ServerContext, request: Request) -> Response:

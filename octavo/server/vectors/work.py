@@ -24,8 +24,8 @@ from octavo.server.stream import until_disconnect
 from octavo.server.vectors.answers import Classification, Embeddings, PoolingResult, Scores, VectorUsage
 from octavo.server.vectors.protocol import InputBody, VectorBody
 from octavo.text.aside import aside
-from octavo.text.pooling import Pair, PoolingFailedError, pool
-from octavo.text.prepare import Prompt
+from octavo.text.prompts.prompt import Prompt
+from octavo.text.vectors.pooling import Pair, PoolingFailedError, pool
 
 T = TypeVar("T")
 Listing = TypeVar("Listing", Embeddings, PoolingResult, Classification, Scores)

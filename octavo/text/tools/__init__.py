@@ -1,0 +1,1 @@
+"""Tools as requests declare them, and how models write calls."""

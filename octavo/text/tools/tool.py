@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from octavo.text.messages import plain_messages
+from octavo.text.chat.messages import plain_messages
 from octavo.text.tools.formats import ToolFormat
 
 Mode = Literal["auto", "none", "required", "named"]

@@ -19,7 +19,7 @@ from octavo.cli import run_batch, start
 from octavo.core.errors import ConfigError
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.text.frontend import Frontend
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 URL = "/v1/completions"
 

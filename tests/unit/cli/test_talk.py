@@ -20,9 +20,9 @@ from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError
 from octavo.core.request import GenerateRequest
 from octavo.engine.fake import FakeEngine, fake_info
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 WORDS = ["<unk>", "<bos>", "<eos>", "user:", "system:", "assistant:", "hello", "Paris", "is", "it", "again"]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:"

@@ -22,9 +22,9 @@ from octavo.server.process.address import bind
 from octavo.server.process.lifecycle import Lifecycle
 from octavo.server.process.serving import serve
 from octavo.server.process.stop import Stop
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{% endfor %}"

@@ -12,7 +12,7 @@ from test_tools import CALL, CLOCK_CALL, THINKING, WITH_TOOLS
 from octavo.config import ServerConfig
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import create_app
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
 
 PATH = "/v1/messages"

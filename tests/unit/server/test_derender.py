@@ -9,7 +9,7 @@ from server_kit import HELLO, TOKENIZER, VOCAB_SIZE, House, ask_now, ids, make_h
 
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import create_app
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
 
 CHAT, TEXT = "/v1/chat/completions/derender", "/v1/completions/derender"

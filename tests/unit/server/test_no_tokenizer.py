@@ -21,7 +21,7 @@ from octavo.python.llm import LLM
 from octavo.server.app import create_app
 from octavo.text.frontend import Frontend
 from octavo.text.model_text import load_text
-from octavo.text.no_tokenizer import NoTokenizer
+from octavo.text.tokenizers.no_tokenizer import NoTokenizer
 
 SAID = TOKENIZER.encode("Bonjour", add_special_tokens=False)
 IDS = {"prompt": [5, 6, 7], "max_tokens": 7}

@@ -13,8 +13,8 @@ from octavo.config import ModelConfig
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.hub.files import ModelFiles
 from octavo.server.app import create_app
-from octavo.text.answers import AnswerFormats
-from octavo.text.chat import ChatTemplate
+from octavo.text.answers.formats import AnswerFormats
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
 from octavo.text.model_text import load_text
 from octavo.text.recipe import FrontendRecipe

@@ -14,7 +14,7 @@ from octavo.core.params import SamplingParams
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.python.async_llm import AsyncLLM
 from octavo.server.app import create_app
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
 
 EXTRA = {"target": 7, "words": ["a", "b"], "deep": {"x": 1.5}}

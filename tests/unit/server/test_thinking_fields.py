@@ -12,7 +12,7 @@ from octavo.config import ServerConfig
 from octavo.core.thinking import ThinkingBudget
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import create_app
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
 
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from server_kit import TOKENIZER, VOCAB_SIZE, ask_now, saying
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import create_app
 from octavo.text.frontend import Frontend
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 PATH = "/v1/completions"
 SAID = TOKENIZER.encode("Bonjour", add_special_tokens=False)

@@ -14,8 +14,8 @@ from octavo.config import ServerConfig
 from octavo.core.structured import StructuredOutputsParams
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import create_app
-from octavo.text.answers import AnswerFormats
-from octavo.text.chat import ChatTemplate
+from octavo.text.answers.formats import AnswerFormats
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
 
 TOOL = {

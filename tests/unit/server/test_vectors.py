@@ -19,7 +19,7 @@ from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import background_executor, create_app, make_context
 from octavo.server.batch.lines import Line
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
 
 POOLER = PoolerInfo(pooling="mean", normalize=True, size=3, matryoshka=[2])

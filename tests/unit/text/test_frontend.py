@@ -12,9 +12,9 @@ from octavo.core.output import RequestOutput
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
 from octavo.engine.fake import FakeEngine, Script, fake_info
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(toy_tokenizers.byte_level())
 INFO = fake_info(vocab_size=TOKENIZER.vocab_size, eos_token_ids=[2])

@@ -23,7 +23,7 @@ from octavo.server.openai.decide.protocol import (
     ScoreAnswer,
     Turn,
 )
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 _NAMES = (*ascii_uppercase, *ascii_lowercase, *map("".join, itertools.product(ascii_uppercase, repeat=2)))
 """What options may be called, the plainest first."""

@@ -21,7 +21,7 @@ from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.pooling import OPTION, PoolingParams
 from octavo.core.request import GenerateRequest
-from octavo.text.pooling import pooled_output
+from octavo.text.vectors.pooling import pooled_output
 
 GPU = torch.cuda.is_available()
 ENCODER = {

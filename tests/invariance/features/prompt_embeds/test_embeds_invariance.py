@@ -19,8 +19,8 @@ from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.fake import fake_info
 from octavo.engine.loop import EngineLoop
-from octavo.text.no_tokenizer import NoTokenizer
-from octavo.text.prepare import Preparer
+from octavo.text.prompts.prepare import Preparer
+from octavo.text.tokenizers.no_tokenizer import NoTokenizer
 
 Tokens = dict[tuple[str, int], list[int]]
 SMALL = {"memory_bytes": 192 * LLAMA_KV_BYTES_PER_TOKEN, "max_model_len": 160}

@@ -13,9 +13,9 @@ from toy_tokenizers import byte_level
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured import StructuredOutputsParams
 from octavo.features.grammar.lower import lower
-from octavo.text.output_plan import OutputPlan
-from octavo.text.reasoning import MISTRAL_THINK, THINK
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.answers.plan import OutputPlan
+from octavo.text.answers.reasoning import MISTRAL_THINK, THINK
+from octavo.text.tokenizers.tokenizer import Tokenizer
 from octavo.text.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
 from octavo.text.tools.tool import Tool, ToolUse
 

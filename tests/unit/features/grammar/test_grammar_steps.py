@@ -30,7 +30,7 @@ from octavo.features.grammar.worker import GrammarWorker
 from octavo.sampling.allowed import forbid
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(byte_level(), named_tokens={"eos_token": "</s>"})
 EOS = 2

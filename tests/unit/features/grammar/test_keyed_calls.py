@@ -17,9 +17,9 @@ from toy_tokenizers import byte_level
 
 from octavo.core.errors import InvalidRequestError
 from octavo.features.grammar.lower import lower
-from octavo.text.output_plan import OutputPlan
-from octavo.text.router import Router
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.answers.plan import OutputPlan
+from octavo.text.answers.router import Router
+from octavo.text.tokenizers.tokenizer import Tokenizer
 from octavo.text.tools.formats import FORMATS, GLM45, KIMI, PYTHONIC, QWEN_CODER, ToolFormat
 from octavo.text.tools.tool import Tool, ToolUse
 

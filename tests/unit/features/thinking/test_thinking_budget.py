@@ -20,7 +20,7 @@ from octavo.features.thinking.engine import ThinkingEngine, Watch
 from octavo.features.thinking.worker import ThinkingWorker
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizers.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(byte_level(), named_tokens={"eos_token": "</s>"})
 EOS = 2

@@ -1,0 +1,220 @@
+"""`Frame`: the grammar of an answer, of reasoning, content and calls, in Lark's notation as llguidance reads it.
+
+See https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.structured import JSON_WHITESPACE
+from octavo.text.tokenizers.tokenizer import Tokenizer
+from octavo.text.tools.keyed import Keyed, without_null, words_of
+from octavo.text.tools.tool import Tool
+
+if TYPE_CHECKING:
+    from octavo.text.answers.plan import OutputPlan
+
+# With these, what a schema declares is not all in one place.
+_COMPOSED = {
+    "$ref",
+    "$dynamicRef",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "dependentSchemas",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+    "unevaluatedProperties",
+}
+
+
+class Frame:
+    """Writes the Lark grammar of a plan; `@content` in it stands for the content's own form."""
+
+    def __init__(self, plan: OutputPlan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._special = {
+            token.content: number
+            for number, token in tokenizer.backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._rules: list[str] = []
+
+    def text(self) -> str:
+        start = self._body()
+        plan = self._plan
+        if plan.reasoning is not None:
+            end = self._upto(plan.reasoning.end)
+            gap = "GAP"
+            self._rules.append(f"{gap}: /[ \\n]{{0,4}}/")
+            think = f"{end} {gap}"
+            start = (
+                f"{think} ({start})" if plan.thinking else f"({self._literal(plan.reasoning.begin)} {think})? ({start})"
+            )
+        return "\n".join(["%llguidance {}", f"start: {start}", "TEXT: /(.|\\n)*/", *self._rules])
+
+    def _body(self) -> str:
+        plan, form = self._plan, self._plan.format
+        if not plan.calls:
+            return "@content"
+        assert plan.tools is not None
+        if plan.tools.forced:
+            return f"{self._literal(form.opening)} {self._calls()}"
+        if plan.content is not None:
+            if not form.trigger:
+                raise InvalidRequestError(
+                    f"{plan.content.param} can't be combined with tools in the format {form.name!r}, in which a call "
+                    "looks like JSON content; set tool_choice to required or none.",
+                    param=plan.content.param,
+                )
+            return f"@content | {self._literal(form.opening)} {self._calls()}"
+        if form.trigger:
+            rest = self._literal(form.opening[len(form.trigger) :])
+            return f"TEXT | {self._upto(form.trigger)} {rest} {self._calls()}"
+        self._rules.append(f"OTHER: /[^{re.escape(form.opening[0])}](.|\\n)*/")
+        return f'"" | OTHER | {self._literal(form.opening)} {self._calls()}'
+
+    def _calls(self) -> str:
+        """All that follows the opening of the first call."""
+        form, tools = self._plan.format, self._plan.tools
+        assert tools is not None
+        for number, tool in enumerate(tools.callable):
+            name = " ".join([_quoted(tool.name), *self._number(), self._literal(form.name_close)])
+            arguments = self._arguments(number, tool)
+            self._rules.append(f"call_{number}: {name} {arguments} {self._literal(form.call_close)}")
+        self._rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools.callable))))
+        more = f" ({self._literal(form.separator + form.call_open)} call)*" if tools.several else ""
+        return f"call{more} {self._literal(form.group_close)}"
+
+    def _number(self) -> Iterator[str]:
+        mark = self._plan.format.numbered
+        if mark:
+            yield _quoted(mark)
+            yield "/[0-9]{1,4}/"
+
+    def _arguments(self, number: int, tool: Tool) -> str:
+        keyed = self._plan.format.keyed
+        if keyed is None:
+            return f"%json {json.dumps(_arguments_schema(tool))}"
+        _check_keyed(tool, self._plan.format.name)
+        properties, required = properties_of(tool), tool.parameters.get("required") or ()
+        names = []
+        for place, (key, schema) in enumerate(properties.items()):
+            names.append(f"arg_{number}_{place}")
+            value = self._value(keyed, tool, schema)
+            head = f"{self._literal(keyed.key_open)} {_quoted(key)} {self._literal(keyed.key_close)}"
+            self._rules.append(f"{names[-1]}: {head} {value}")
+        return self._in_order(names, [key in required for key in properties], self._literal(keyed.separator))
+
+    def _in_order(self, names: list[str], needed: list[bool], separator: str) -> str:
+        """The rules in their order, those that are not needed at will, with a separator between any two."""
+        if not separator:
+            return " ".join(name if must else f"{name}?" for name, must in zip(names, needed, strict=True))
+        more = [f"({separator} {name}){'' if must else '?'}" for name, must in zip(names, needed, strict=True)]
+        first = next((place for place, must in enumerate(needed) if must), len(names))
+        ways = [" ".join([name, *more[place + 1 :]]) for place, name in enumerate(names[: first + 1])]
+        if first == len(names):
+            ways.append('""')
+        return f"({' | '.join(ways)})"
+
+    def _value(self, keyed: Keyed, tool: Tool, schema: Any) -> str:
+        """A value, and what ends it."""
+        kind, close = keyed.kind(schema), self._literal(keyed.value_close)
+        if kind == "json":
+            if not keyed.raw and isinstance(schema, Mapping) and schema.get("type") == "boolean":
+                return f'("True" | "False") {close}'
+            return f"%json {json.dumps(_property_schema(tool, schema))} {close}"
+        inner, _ = without_null(schema)
+        words = words_of(inner)
+        if words is None:
+            return self._upto(keyed.value_close, inner.get("minLength", 0), inner.get("maxLength", ""))
+        if kind == "nullable":
+            words = [*words, "null"]
+        return f"({' | '.join(map(_quoted, words))}) {close}"
+
+    def _upto(self, mark: str, least: int = 0, most: int | str = "") -> str:
+        """Any text of so many characters, and then the mark."""
+        text = "TEXT" if (least, most) == (0, "") else f"/(.|\\n){{{least},{most}}}/"
+        if any(mark.startswith(one) for one in self._special):
+            return f"{text} {self._literal(mark)}"
+        name = f"upto_{len(self._rules)}"
+        self._rules.append(f"{name}[lazy]: /(.|\\n){{{least},{most}}}/ {_quoted(mark)}")
+        return name
+
+    def _literal(self, text: str) -> str:
+        """The text, in which special tokens are named by their ids: they are tokens, not text."""
+        return " ".join(self._parts(text))
+
+    def _parts(self, text: str) -> Iterator[str]:
+        if not text:
+            return
+        known = sorted(self._special, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, known)) or r"(?!)"
+        at = 0
+        for match in re.finditer(pattern, text):
+            if match.start() > at:
+                yield _quoted(text[at : match.start()])
+            yield f"<[{self._special[match.group()]}]>"
+            at = match.end()
+        if at < len(text):
+            yield _quoted(text[at:])
+
+
+def _arguments_schema(tool: Tool) -> dict[str, Any]:
+    return {"x-guidance": _options(tool), "type": "object", **_closed({"properties": {}} | dict(tool.parameters))}
+
+
+def _options(tool: Tool) -> dict[str, Any]:
+    options: dict[str, Any] = {"whitespace_pattern": JSON_WHITESPACE}
+    return options if tool.strict else options | {"lenient": True}
+
+
+def _property_schema(tool: Tool, schema: Any) -> dict[str, Any]:
+    """The schema of one argument, with what the tool's schema defines for all."""
+    alone = schema if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
+    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    return {"x-guidance": _options(tool), **shared, **_closed(alone)}
+
+
+def properties_of(tool: Tool) -> Mapping[str, Any]:
+    """Argument -> its schema."""
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _check_keyed(tool: Tool, form: str) -> None:
+    """Refuses a strict schema of which more than its properties would have to be enforced."""
+    beyond = sorted(tool.parameters.keys() & _COMPOSED)
+    if tool.parameters.get("additionalProperties", False) is not False:
+        beyond.append("additionalProperties")
+    if tool.strict and beyond:
+        raise InvalidRequestError(
+            f"The schema of the function {tool.name!r} has {', '.join(beyond)}, which can't be enforced where "
+            f"arguments are written one by one, as in the format {form!r}; leave it out, or set strict to false.",
+            param="tools",
+        )
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without properties that it does not declare, where it leaves that open: functions don't take them."""
+    if not isinstance(schema, Mapping) or schema.keys() & _COMPOSED:
+        return schema
+    closed = dict(schema)
+    if isinstance(closed.get("properties"), Mapping):
+        closed["properties"] = {name: _closed(one) for name, one in closed["properties"].items()}
+        closed.setdefault("additionalProperties", False)
+    if "items" in closed:
+        closed["items"] = _closed(closed["items"])
+    return closed
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

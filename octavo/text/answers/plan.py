@@ -1,0 +1,92 @@
+"""`OutputPlan`: what an answer may consist of, declared once; it makes the grammar and the routers.
+
+answer:  reasoning? (content | content? calls)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo.core.structured import StructuredOutputsParams
+from octavo.text.answers.frame import Frame, properties_of
+from octavo.text.answers.reasoning import ReasoningFormat
+from octavo.text.answers.router import Router
+from octavo.text.tokenizers.tokenizer import Tokenizer
+from octavo.text.tools.formats import ToolFormat
+from octavo.text.tools.keyed import Kind
+from octavo.text.tools.tool import ToolUse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputPlan:
+    """
+    Attributes:
+        tools: the tools that may be called; None for a request without.
+        format: how calls are written.
+        reasoning: how reasoning is marked; None if the model marks none.
+        thinking: the prompt ends within reasoning.
+        content: the form that the content must have.
+    """
+
+    format: ToolFormat
+    tools: ToolUse | None = None
+    reasoning: ReasoningFormat | None = None
+    thinking: bool = False
+    content: StructuredOutputsParams | None = None
+
+    @property
+    def calls(self) -> bool:
+        """Whether there may be calls."""
+        return self.tools is not None and self.tools.mode != "none"
+
+    @property
+    def routes(self) -> bool:
+        """Whether the text has to be sorted at all."""
+        return self.calls or self.reasoning is not None
+
+    def router(self) -> Router:
+        """A new one for one choice."""
+        return Router(
+            tools=self.format if self.calls else None,
+            kinds=self._kinds(),
+            forced=self.tools is not None and self.tools.forced,
+            reasoning=self.reasoning,
+            thinking=self.thinking,
+        )
+
+    def _kinds(self) -> Mapping[str, Mapping[str, Kind]]:
+        keyed = self.format.keyed
+        if keyed is None or self.tools is None:
+            return {}
+        return {
+            tool.name: {name: keyed.kind(schema) for name, schema in properties_of(tool).items()}
+            for tool in self.tools.callable
+        }
+
+    def marks(self) -> list[str]:
+        """The texts that a router looks for."""
+        form = self.format
+        marks = [form.opening, form.name_close, form.call_close, form.group_close] if self.calls else []
+        if self.calls and form.keyed is not None:
+            marks += [form.keyed.key_open, form.keyed.key_close, form.keyed.value_close]
+        return marks + ([self.reasoning.begin, self.reasoning.end] if self.reasoning else [])
+
+    def form(self, tokenizer: Tokenizer) -> StructuredOutputsParams | None:
+        """The form of the whole output, for the engine; None if anything goes.
+
+        Raises:
+            InvalidRequestError: the content's form can't be told from calls in this format.
+        """
+        if not self.calls and (self.content is None or self.reasoning is None):
+            return self.content
+        frame = Frame(self, tokenizer).text()
+        if self.content is None:
+            return StructuredOutputsParams(frame=frame, param="tools")
+        return _framed(self.content, frame)
+
+
+def _framed(content: StructuredOutputsParams, frame: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(
+        **{name: getattr(content, name) for name in content.__struct_fields__ if name != "frame"}, frame=frame
+    )

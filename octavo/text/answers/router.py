@@ -1,0 +1,221 @@
+"""`Router`: the text of one choice, sorted as it streams into reasoning, content and tool calls.
+
+It looks for the literals from which the output's grammar is made (`plan.py`), so under that grammar nothing can
+be misread; pieces joined are the same however the text was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.text.answers.reasoning import ReasoningFormat
+from octavo.text.tools.formats import ToolFormat
+from octavo.text.tools.keyed import KeyedReader, Kind
+from octavo.text.tools.scan import ObjectScan, begun
+
+PieceKind = Literal["reasoning", "content", "call"]
+Kinds = Mapping[str, Mapping[str, Kind]]
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new. The first piece of a call has its `name`, and its `id` if the model gave one; later ones have more
+    of its arguments, as JSON."""
+
+    kind: PieceKind
+    text: str
+    call: int = -1
+    name: str | None = None
+    id: str | None = None
+
+
+class Router:
+    """
+    Attributes:
+        transparent: there is nothing to look for: all text is content.
+
+    Args:
+        tools: how calls are written; None routes none.
+        kinds: function -> argument -> how its value is written, for formats that write them one by one.
+        forced: the output consists of calls.
+        reasoning: how reasoning is marked; None routes none.
+        thinking: the prompt ends within reasoning.
+    """
+
+    def __init__(
+        self,
+        *,
+        tools: ToolFormat | None = None,
+        kinds: Kinds | None = None,
+        forced: bool = False,
+        reasoning: ReasoningFormat | None = None,
+        thinking: bool = False,
+    ) -> None:
+        self.calls = 0
+        self.transparent = tools is None and reasoning is None
+        self._tools = tools
+        self._kinds = kinds or {}
+        self._forced = forced
+        self._reasoning = reasoning
+        self._text = ""
+        self._pieces: list[Piece] = []
+        self._scan: ObjectScan | KeyedReader = ObjectScan()
+        self._skip = 0
+        begins_thinking = thinking and reasoning is not None
+        self._step: Callable[[bool], bool] = (
+            self._before_reasoning if begins_thinking else self._undecided if reasoning else self._begin_body
+        )
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._step in (self._before_reasoning, self._in_reasoning)
+
+    def push(self, text: str) -> list[Piece]:
+        """Takes more of the text; gives what can be told of it now."""
+        self._text += text
+        return self._advance(end=False)
+
+    def flush(self) -> list[Piece]:
+        """The rest, at the end of the text. What remains of a call's frame says nothing and is dropped."""
+        return self._advance(end=True)
+
+    def _advance(self, *, end: bool) -> list[Piece]:
+        while self._step(end):
+            pass
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    # Each step takes what it can off the text and says whether the next step should have a go.
+
+    def _undecided(self, end: bool) -> bool:
+        """Whether the output begins with reasoning is seen once the text is long enough."""
+        assert self._reasoning is not None
+        begin, seen = self._reasoning.begin, self._text.lstrip()
+        if seen.startswith(begin):
+            self._text = seen[len(begin) :]
+            self._step = self._before_reasoning
+            return True
+        if begin.startswith(seen) and not end:
+            return False
+        self._step = self._begin_body
+        return True
+
+    def _before_reasoning(self, end: bool) -> bool:
+        self._text = self._text.lstrip()
+        if not self._text:
+            return False
+        self._step = self._in_reasoning
+        return True
+
+    def _in_reasoning(self, end: bool) -> bool:
+        assert self._reasoning is not None
+        if not self._upto(self._reasoning.end, "reasoning", end):
+            return False
+        self._step = self._after_reasoning
+        return True
+
+    def _after_reasoning(self, end: bool) -> bool:
+        self._text = self._text.lstrip()
+        if not self._text:
+            return False
+        self._step = self._begin_body
+        return True
+
+    def _begin_body(self, end: bool) -> bool:
+        tools = self._tools
+        if tools is None:
+            self._step = self._plain
+        elif self._forced:
+            self._expect(tools.opening)
+        elif tools.trigger:
+            self._step = self._content
+        elif not self._text:
+            return False
+        elif self._text.startswith(tools.opening[0]):
+            self._expect(tools.opening)
+        else:
+            self._step = self._plain
+        return True
+
+    def _plain(self, end: bool) -> bool:
+        self._emit("content", self._text)
+        self._text = ""
+        return False
+
+    def _content(self, end: bool) -> bool:
+        """Content, in which calls may begin."""
+        assert self._tools is not None
+        if not self._upto(self._tools.trigger, "content", end):
+            return False
+        self._expect(self._tools.opening[len(self._tools.trigger) :])
+        return True
+
+    def _expect(self, literal: str) -> None:
+        """The next characters are a literal of the format, and then comes a name."""
+        self._skip = len(literal)
+        self._step = self._literal
+
+    def _literal(self, end: bool) -> bool:
+        if len(self._text) < self._skip:
+            return False
+        self._text = self._text[self._skip :]
+        self._step = self._name
+        return True
+
+    def _name(self, end: bool) -> bool:
+        form = self._tools
+        assert form is not None
+        place = self._text.find(form.name_end)
+        if place < 0:
+            return False
+        written = self._text[:place]
+        name, mark, _ = written.rpartition(form.numbered) if form.numbered else (written, "", "")
+        own = form.id_prefix + written if mark else None
+        self._text = self._text[place + len(form.name_close) :]
+        self._pieces.append(Piece("call", "", self.calls, name if mark else written, own))
+        kinds = self._kinds.get(name, {})
+        self._scan = KeyedReader(form.keyed, form.call_close, kinds) if form.keyed else ObjectScan()
+        self._step = self._arguments
+        return True
+
+    def _arguments(self, end: bool) -> bool:
+        assert self._tools is not None
+        if isinstance(self._scan, KeyedReader):
+            said, length = self._scan.take(self._text)
+        else:
+            length = self._scan.take(self._text)
+            said = self._text[:length]
+        if said:
+            self._pieces.append(Piece("call", said, self.calls))
+        self._text = self._text[length:]
+        if not self._scan.complete:
+            return False
+        self.calls += 1
+        self._expect(self._tools.call_close + self._tools.separator + self._tools.call_open)
+        return True
+
+    def _upto(self, mark: str, kind: PieceKind, end: bool) -> bool:
+        """Gives out the text before `mark`, without the white space that surrounds the mark; whether it was found."""
+        place = self._text.find(mark)
+        if place >= 0:
+            self._emit(kind, self._text[:place].rstrip())
+            self._text = self._text[place + len(mark) :]
+            return True
+        keep = 0 if end else _held(self._text, mark)
+        ready = self._text[: len(self._text) - keep]
+        self._emit(kind, ready)
+        self._text = self._text[len(ready) :]
+        return False
+
+    def _emit(self, kind: PieceKind, text: str) -> None:
+        if text:
+            self._pieces.append(Piece(kind, text))
+
+
+def _held(text: str, mark: str) -> int:
+    """Length of the end of `text` that may turn out to be white space before the mark and a beginning of the mark."""
+    part = begun(text, mark)
+    body = text[: len(text) - part]
+    return len(text) - len(body.rstrip())

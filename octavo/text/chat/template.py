@@ -1,0 +1,211 @@
+"""Chat messages to a prompt, by the model's own Jinja template, run in a sandbox."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.text.chat.content_format import ContentFormat, takes_parts
+from octavo.text.chat.messages import plain_messages
+from octavo.text.tokenizers.tokenizer import Tokenizer
+
+# Stands at the end of the message that is to be continued, so that the prompt can be cut there.
+_CUT = "\N{OBJECT REPLACEMENT CHARACTER}octavo-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+class ChatTemplate:
+    """A compiled template, or several by name, of which "tool_use" serves requests with tools and "default" all others.
+
+    Args:
+        source: Jinja source, or name -> source.
+        content_format: what contents are rendered as, unless `render` is told otherwise.
+
+    Raises:
+        ConfigError: the source is not valid Jinja; the message gives the line.
+    """
+
+    def __init__(
+        self, source: str | Mapping[str, str], tokenizer: Tokenizer, content_format: ContentFormat = "auto"
+    ) -> None:
+        self._sources = {"default": source} if isinstance(source, str) else dict(source)
+        environment = _environment()
+        self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
+        self._takes_parts = {name: takes_parts(environment.parse(text)) for name, text in self._sources.items()}
+        self._tokens = dict(tokenizer.named_tokens)
+        self._format: ContentFormat = content_format
+
+    @property
+    def source(self) -> str:
+        """The Jinja source that serves requests with tools."""
+        return self._sources.get("tool_use") or self._sources.get("default", "")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        content_format: ContentFormat | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt. It holds the special tokens already: encode it with `add_special_tokens=False`.
+
+        Args:
+            add_generation_prompt: end with the mark that begins the assistant's answer.
+            continue_final_message: end within the last message, for the model to go on with it; no mark is added then.
+            template_kwargs, variables: further variables for the template. The former may hold any name, as a client
+                sends it (`chat_template_kwargs`); the arguments above win.
+            content_format: how the template gets contents; None as the template was made.
+
+        Raises:
+            InvalidRequestError: the messages are not what a chat or this template takes; `param` is "messages".
+        """
+        name = self._choose(bool(tools))
+        form = content_format or self._format
+        plain = plain_messages(messages, parts=form == "openai" or (form == "auto" and self._takes_parts[name]))
+        if continue_final_message:
+            plain[-1] = plain[-1] | {"content": _to_be_cut(plain[-1]["content"])}
+        context = {
+            **self._tokens,
+            "documents": None,
+            **(template_kwargs or {}),
+            **variables,
+            "messages": plain,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        prompt = self._run(self._templates[name], context)
+        return _cut(prompt) if continue_final_message else prompt
+
+    def _choose(self, with_tools: bool) -> str:
+        names = ("tool_use", "default") if with_tools else ("default",)
+        for name in names:
+            if name in self._templates:
+                return name
+        raise InvalidRequestError(
+            f"The model has no default chat template, only: {', '.join(self._templates)}. "
+            "Start the server with --chat-template FILE.",
+            param="messages",
+        )
+
+    def _run(self, template: jinja2.Template, context: dict[str, Any]) -> str:
+        try:
+            return template.render(context)
+        except InvalidRequestError:
+            raise
+        except Exception as exc:  # whatever a template's own code raises is about the messages it was given
+            raise InvalidRequestError(
+                f"The model's chat template can't render these messages: {exc}", param="messages"
+            ) from exc
+
+
+def chat_template_of(
+    tokenizer: Tokenizer, override: str | None = None, content_format: ContentFormat = "auto"
+) -> ChatTemplate | None:
+    """The template to use: `override` (a file's path, or the source itself), else the model's; None if there is none.
+
+    Raises:
+        ConfigError: `override` looks like a path but is not a readable file, or a template is not valid.
+    """
+    source = tokenizer.chat_templates if override is None else _read(override)
+    return ChatTemplate(source, tokenizer, content_format) if override is not None or source else None
+
+
+def no_template_error() -> InvalidRequestError:
+    """For chat with a model that has no chat template."""
+    return InvalidRequestError(
+        "This model has no chat template, so messages can't be made into a prompt. Use /v1/completions, or start the "
+        "server with --chat-template FILE.",
+        param="messages",
+    )
+
+
+def _read(override: str) -> str:
+    if any(mark in override for mark in ("{{", "{%", "{#", "\n")):
+        return override
+    try:
+        return Path(override).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"The chat template {override!r} can't be read: {exc}. Give a file's path, or the Jinja source itself."
+        ) from exc
+
+
+def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.Template:
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as exc:
+        raise ConfigError(
+            f"The chat template {name!r} is not valid Jinja: {exc.message} (line {exc.lineno}). "
+            "Give another one with --chat-template FILE."
+        ) from exc
+
+
+def _to_be_cut(content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """The content with the mark behind its last text."""
+    if isinstance(content, str):
+        return content + _CUT
+    *before, last = content or [{"type": "text", "text": ""}]
+    return [*before, last | {"text": last["text"] + _CUT}]
+
+
+def _cut(prompt: str) -> str:
+    place = prompt.rfind(_CUT)
+    if place < 0:
+        raise InvalidRequestError(
+            "continue_final_message was asked for, but the chat template leaves the final message out of the prompt.",
+            param="messages",
+        )
+    return prompt[:place]
+
+
+def _environment() -> jinja2.Environment:
+    """The environment that Hugging Face's chat templates are written for."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; in serving its body is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON for a model's eyes: unlike Jinja's own filter, not escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

@@ -1,0 +1,130 @@
+"""One choice of a request, growing from tokens to text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.core.output import CompletionOutput, FinishReason, Logprob, TokenDelta, TokenLogprobs
+from octavo.core.params import OutputKind, SamplingParams
+from octavo.text.detokenize.detokenizer import Detokenizer
+from octavo.text.detokenize.stops import StopMatcher
+from octavo.text.tokenizers.tokenizer import Tokenizer
+
+
+class Choice:
+    """Text, tokens and end of one choice.
+
+    Attributes:
+        finish: why it ended; None while it goes on.
+        stop_reason: the stop string or stop token that ended it, or, for an error, what went wrong.
+        stopped_by_string: the engine does not know of this end and must be told.
+    """
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer, *, after_text: bool) -> None:
+        self.index = index
+        self.finish: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.stopped_by_string = False
+        self._params = params
+        self._tokenizer = tokenizer
+        self._detokenizer = (
+            Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, after_text=after_text)
+            if params.detokenize
+            else None
+        )
+        self._matcher = StopMatcher(params.stop_strings, include=params.include_stop_str_in_output)
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._fresh = False
+        self._cumulative_logprob = 0.0
+        self._count = 0
+        self._told = 0
+        self._beam_logprob: float | None = None
+
+    def push(self, delta: TokenDelta) -> None:
+        """Takes the engine's news. What comes after the end is dropped: the engine may run a step ahead."""
+        for place, token in enumerate(delta.tokens):
+            if self.finish is not None:
+                return
+            ends_here = delta.finish is FinishReason.STOP and not delta.complete and place == len(delta.tokens) - 1
+            self._take(token, delta.logprobs[place] if delta.logprobs else None)
+            if not ends_here or self._params.include_stop_str_in_output:
+                self._add_text(token)
+        if delta.finish is not None and self.finish is None:
+            self._end(delta)
+
+    def output(self, kind: OutputKind) -> CompletionOutput:
+        """What is new since the last call (DELTA), or the whole so far."""
+        text, tokens, logprobs = "".join(self._text), self._tokens, self._logprobs
+        self._fresh, self._told = False, self._count
+        if kind is OutputKind.DELTA:
+            self._text, self._tokens, self._logprobs = [], [], []
+        else:
+            self._text, self._tokens, self._logprobs = [text], list(tokens), list(logprobs)
+        wants_logprobs = self._params.reports
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=tokens,
+            cumulative_logprob=self._cumulative_logprob if wants_logprobs else self._beam_logprob,
+            logprobs=logprobs if wants_logprobs else None,
+            finish_reason=None if self.finish is None else self.finish.value,
+            stop_reason=self.stop_reason,
+        )
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell now; with a `stream_interval` so many tokens wait for each other."""
+        if self.finish is not None:
+            return True
+        return self._fresh and (not self._told or self._count - self._told >= (self._params.stream_interval or 1))
+
+    def _take(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        self._count += 1
+        self._fresh = True
+        self._tokens.append(token)
+        if logprobs is not None:
+            self._cumulative_logprob += logprobs.logprob
+            text = self._tokenizer.token_text if self._params.detokenize else no_text
+            named = bool(self._params.logprob_token_ids)
+            self._logprobs.append(readable(token, logprobs, text, ranked=not named))
+
+    def _add_text(self, token: int) -> None:
+        if self._detokenizer is None:
+            return
+        text = self._detokenizer.push(token)
+        if self._count <= self._params.min_tokens:
+            self._text.append(text)
+        else:
+            self._match(text)
+
+    def _match(self, text: str) -> None:
+        safe, stop = self._matcher.push(text)
+        self._text.append(safe)
+        if stop is not None:
+            self.finish, self.stop_reason, self.stopped_by_string = FinishReason.STOP, stop, True
+
+    def _end(self, delta: TokenDelta) -> None:
+        if self._detokenizer is not None:
+            self._match(self._detokenizer.flush())
+            if self.finish is not None:
+                return
+            self._text.append(self._matcher.flush())
+        self.finish, self._beam_logprob = delta.finish, delta.logprob
+        self.stop_reason = delta.error if delta.finish is FinishReason.ERROR else delta.stop_reason
+
+
+def readable(
+    token: int, logprobs: TokenLogprobs, text: Callable[[int], str | None], *, ranked: bool = True
+) -> dict[int, Logprob]:
+    """The token itself first, then the others in their order, which gives their ranks if they are the most likely."""
+    shown = {token: Logprob(logprobs.logprob, logprobs.rank, text(token))}
+    for rank, (other, value) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), 1):
+        shown.setdefault(other, Logprob(value, rank if ranked else None, text(other)))
+    return shown
+
+
+def no_text(token: int) -> str | None:
+    """For outputs that stay token ids."""
+    return None

@@ -1,0 +1,52 @@
+"""Sampling parameters that a request leaves out: the model's own, from its generation_config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.params import SamplingParams
+
+# generation_config.json's name -> ours
+SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "max_tokens": "max_tokens",
+}
+_MAY_BE_NONE = {"seed", "stop", "stop_token_ids", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias"}
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `SamplingParams` that a checkpoint's generation_config.json sets.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    defaults = {
+        ours: generation_config[theirs]
+        for theirs, ours in SAMPLING_DEFAULTS.items()
+        if generation_config.get(theirs) is not None
+    }
+    try:
+        SamplingParams(**defaults)
+    except (InvalidRequestError, TypeError) as exc:
+        raise ConfigError(
+            f"A sampling default can't be used: {exc} It comes from the model's generation_config.json or from "
+            "--override-generation-config; correct it there."
+        ) from exc
+    return defaults
+
+
+def with_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> SamplingParams:
+    """`SamplingParams` from defaults and what a request sets; None means unset in fields that can't be None.
+
+    Raises:
+        InvalidRequestError: a field is out of range.
+    """
+    chosen = {name: value for name, value in overrides.items() if value is not None or name in _MAY_BE_NONE}
+    return SamplingParams(**{**defaults, **chosen})

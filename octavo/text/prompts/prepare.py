@@ -1,0 +1,306 @@
+"""From a user's prompt to a request that the engine can take; everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import msgspec
+
+from octavo.core.embeds import OPTION as EMBEDS
+from octavo.core.embeds import PLACEHOLDER
+from octavo.core.errors import InvalidRequestError, UnsupportedError, context_error
+from octavo.core.info import ModelInfo
+from octavo.core.params import PROCESSORS, SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.core.thinking import ThinkingBudget
+from octavo.text.answers.reasoning import ReasoningFormat
+from octavo.text.prompts.prompt import Prompt, TokensPrompt, parts_of
+from octavo.text.tokenizers.no_tokenizer import without_text
+from octavo.text.tokenizers.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Side = Literal["left", "right"]
+
+# A normalizer may make one character of several, and a token may swallow spaces beside it: no prompt is refused by its
+# length alone unless it is over the bound by this factor.
+_SLACK = 4
+_GRAMMAR = "grammar"
+_THINKING = "thinking"
+_TAIL = 16
+"""Tokens at the end of a prompt in which a mark of reasoning may stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request, and the text of its prompt where that is known."""
+
+    request: GenerateRequest
+    prompt_text: str | None
+
+
+class Preparer:
+    """Tokenizes prompts and checks requests against one model. Pure: it may be used from any thread.
+
+    Args:
+        reasoning: how the model marks it, if it does.
+        max_tokens: to which longer answers are cut, whatever a request says.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        info: ModelInfo,
+        *,
+        reasoning: ReasoningFormat | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+        self.reasoning = reasoning
+        self.max_tokens = max_tokens
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        namespace: str = "",
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        side: Side = "left",
+        param: str = "prompt",
+        fit: bool = False,
+    ) -> Prepared:
+        """A request whose every field is known to be good, with `max_tokens` resolved.
+
+        Args:
+            request_id: a fresh one if None.
+            add_special_tokens: False for a prompt that a chat template made.
+            truncate: keep so many tokens; -1 as many as leave room for `max_tokens`; None refuses what is longer.
+            side: where tokens are lost.
+            param: the field that the prompt came from, for errors: "prompt" or "messages".
+            fit: take `max_tokens` that reach past the context as a wish for as many as there is room for.
+
+        Raises:
+            InvalidRequestError: the message names the field, the value and the limit.
+        """
+        arrival = time.monotonic()
+        if "generate" not in self.info.tasks:
+            raise not_generating(self.info)
+        params = self._limited(params)
+        keys: list[int | bytes] = []
+        embeds: msgspec.Raw | None = None
+        if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+            from octavo.text.prompts.embeds import lay_out  # with numpy, without which others do
+
+            self.check_chars(prompt.get("prompt") or "", param)
+            plain, keys, embeds = lay_out(prompt, self.tokenizer, self.info, params, truncated=truncate is not None)
+            prompt = cast("TokensPrompt", plain)
+        text, tokens, salt = parts_of(prompt, param)
+        if not self.tokenizer.present:
+            params = without_text(params)
+        room = min(params.max_tokens or 1, self.info.max_model_len - 1)
+        limit = truncation(truncate, self.info.max_model_len, keep=self.info.max_model_len - room)
+        if tokens is None:
+            assert text is not None
+            if limit is None:
+                self.check_chars(text, param)
+            tokens, _ = self.tokenizer.encode_within(
+                text, limit=limit, side=side, add_special_tokens=add_special_tokens
+            )
+        else:
+            self.check_ids(tokens, param, placeholders=embeds is not None)
+            tokens = tokens if limit is None or len(tokens) <= limit else cut(tokens, limit, side)
+        if not tokens:
+            raise InvalidRequestError(
+                f"The {param} cannot be empty; it needs at least one token.",
+                param=param,
+                value=[] if text is None else text,
+            )
+        self._check_vocabulary(params)
+        if self.info.stream_interval > (params.stream_interval or 1):
+            params = params.replace(stream_interval=self.info.stream_interval)
+        params, options = self._split_options(self._with_bad_tokens(params), text, tokens)
+        if embeds is not None:
+            options[EMBEDS] = embeds
+        request = GenerateRequest(
+            id=request_id or uuid.uuid4().hex,
+            tokens=tokens,
+            keys=keys,
+            params=self._with_max_tokens(params, len(tokens), param, fit=fit),
+            namespace=f"{namespace}\x1f{salt}" if salt else namespace,
+            priority=priority,
+            arrival=arrival,
+            options=options,
+            reads_cache=not params.skip_reading_prefix_cache,
+        )
+        return Prepared(request, text)
+
+    def _split_options(
+        self, params: SamplingParams, text: str | None, tokens: list[int]
+    ) -> tuple[SamplingParams, dict[str, msgspec.Raw]]:
+        """What a feature of the engine sees to, apart from the rest; refused if the engine lacks the feature."""
+        found: dict[str, Any] = {}
+        form = params.structured_outputs
+        if form is not None:
+            self._require_feature(_GRAMMAR, "structured output", form.param)
+            found[_GRAMMAR] = form
+        budget = params.thinking_token_budget
+        if budget is not None and budget >= 0 and self.reasoning is not None:
+            self._require_feature(_THINKING, "thinking budget", "thinking_token_budget")
+            begin, end = self.reasoning.begin, self.reasoning.end
+            tail = text if text is not None else self.tokenizer.decode(tokens[-_TAIL:], skip_special_tokens=False)
+            is_open = tail.rstrip().endswith(begin)
+            found[_THINKING] = ThinkingBudget(tokens=budget, begin=begin, end=end, open=is_open)
+        elif budget is not None and budget >= 0:
+            log.warning("a thinking budget has no effect: the model marks no reasoning (--reasoning-parser)")
+        if params.extra_args:
+            what = "logits processors (--logits-processors) that could read extra_args (vllm_xargs over HTTP)"
+            self._require_feature(PROCESSORS, what, "extra_args")
+        if PROCESSORS in self.info.features:
+            found[PROCESSORS] = _json_values(params.extra_args)
+        if not found:
+            return params, {}
+        try:
+            options = {name: msgspec.Raw(msgspec.msgpack.encode(option)) for name, option in found.items()}
+        except OverflowError:
+            param = form.param if form is not None else "thinking_token_budget"
+            raise InvalidRequestError(f"{param} has a whole number of more than 64 bits.", param=param) from None
+        return params.replace(structured_outputs=None, thinking_token_budget=None, extra_args=None), options
+
+    def _require_feature(self, name: str, what: str, param: str) -> None:
+        if name not in self.info.features:
+            raise UnsupportedError(f"This engine has no {what}; leave it out.", param=param)
+
+    def check_chars(self, text: str, param: str) -> None:
+        """Refuses a text that can't fit, before time is spent on tokenizing it."""
+        per_token = self.tokenizer.max_token_chars if len(text) > self.info.max_model_len else 0
+        if len(text) > _SLACK * per_token * self.info.max_model_len > 0:
+            raise self.too_long(f"at least {len(text) // per_token}", param, len(text))
+
+    def too_long(self, count: str, param: str, value: int) -> InvalidRequestError:
+        sentence = context_error(self.info.max_model_len, count, field=_field(param))
+        return InvalidRequestError(sentence, param=param, value=value)
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
+        most = self.max_tokens
+        if most is None or (params.max_tokens is not None and params.max_tokens <= most):
+            return params
+        return params.replace(max_tokens=most, min_tokens=min(params.min_tokens, most))
+
+    def _with_max_tokens(self, params: SamplingParams, num_prompt: int, param: str, *, fit: bool) -> SamplingParams:
+        room = self.info.max_model_len - num_prompt
+        if room < 1:
+            raise self.too_long(str(num_prompt), param, num_prompt)
+        if params.max_tokens is None or (fit and params.max_tokens > room):
+            return params.replace(
+                max_tokens=room, min_tokens=min(params.min_tokens, room) if fit else params.min_tokens
+            )
+        if params.max_tokens > room:
+            sentence = context_error(self.info.max_model_len, num_prompt, params.max_tokens, field=_field(param))
+            raise InvalidRequestError(sentence, param="max_tokens", value=params.max_tokens)
+        return params
+
+    def check_ids(self, tokens: list[int], param: str, *, placeholders: bool = False) -> None:
+        size = self.info.vocab_size
+        for place, token in enumerate(tokens):
+            if type(token) is not int:
+                raise InvalidRequestError(
+                    f"Token ids must be integers; at position {place} there is {token!r}.", param=param, value=token
+                )
+            if not 0 <= token < size and not (placeholders and token == PLACEHOLDER):
+                raise InvalidRequestError(
+                    f"Token id {token} at position {place} is out of vocabulary: ids go from 0 to {size - 1}.",
+                    param=param,
+                    value=token,
+                )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        limit = self.info.max_logprobs
+        named = bool(params.logprob_token_ids)  # whose number has a limit of its own
+        for name, what in (("prompt_logprobs", "prompt"), *(() if named else (("logprobs", "sample"),))):
+            count = getattr(params, name)
+            count = self.info.vocab_size if count == -1 else count
+            if count is not None and 0 <= limit < count:
+                raise InvalidRequestError(
+                    f"Requested {what} logprobs of {count}, which is greater than max allowed: {limit}",
+                    param=name,
+                    value=count,
+                )
+
+    def _with_bad_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Bad words as tokens: each as it stands, and as it is written after a space, where that is other tokens."""
+        if not params.bad_words:
+            return params
+        found: list[list[int]] = []
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):
+                tokens = self.tokenizer.encode(text, add_special_tokens=False)
+                if tokens and tokens not in found:
+                    found.append(tokens)
+        return params.replace(bad_token_ids=found)
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        size = self.info.vocab_size
+        self._check_logprobs(params)
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < size:
+                    raise InvalidRequestError(
+                        f"token_id {token} in {name} is an out-of-vocab token id. Vocabulary size: {size}, so ids go "
+                        f"from 0 to {size - 1}.",
+                        param=name,
+                        value=token,
+                    )
+
+
+def _json_values(extra_args: dict[str, Any] | None) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(msgspec.msgpack.encode(extra_args))
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise InvalidRequestError(f"extra_args must hold JSON values alone: {exc}.", param="extra_args") from None
+
+
+def truncation(given: int | None, longest: int, *, keep: int) -> int | None:
+    """The most tokens of a prompt; None for no limit. `keep` is what -1 stands for.
+
+    Raises:
+        InvalidRequestError: `given` is neither -1 nor from 1 to `longest`.
+    """
+    if given is None:
+        return None
+    if given == -1:
+        return keep
+    if not 1 <= given <= longest:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be -1 (as many as the model takes), or from 1 to {longest}, got {given}. "
+            "Please request a smaller truncation size.",
+            param="truncate_prompt_tokens",
+            value=given,
+        )
+    return given
+
+
+def cut(tokens: list[int], limit: int, side: Side) -> list[int]:
+    """Tokens without what is over the limit at one side."""
+    return tokens[:limit] if side == "right" else tokens[-limit:]
+
+
+def not_generating(info: ModelInfo) -> UnsupportedError:
+    """For whoever wants text of a model that makes vectors."""
+    return UnsupportedError(
+        f"This server's model {info.name} makes embeddings and does not generate text. Use POST /v1/embeddings, "
+        "/v1/score or /v1/rerank, or serve a model that generates (without --runner pooling)."
+    )
+
+
+def _field(param: str) -> str:
+    return param if param in ("messages", "input") else "prompt"

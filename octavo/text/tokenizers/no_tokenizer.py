@@ -1,0 +1,81 @@
+"""`NoTokenizer`: what stands in a tokenizer's place where an engine takes and gives token ids alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import tokenizers
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.core.params import SamplingParams
+from octavo.text.tokenizers.tokenizer import Tokenizer
+
+_TEXT_PARAMS = ("stop", "bad_words", "structured_outputs", "thinking_token_budget")
+
+
+class NoTokenizer(Tokenizer):
+    """Knows no text: whoever gives it some, or asks for some, is told so.
+
+    Args:
+        vocab_size: rows of the model's head.
+    """
+
+    present = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self.named_tokens: dict[str, str] = {}
+        self.chat_templates: dict[str, str] = {}
+        self.special_ids: frozenset[int] = frozenset()
+        self.vocab_size = vocab_size
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:  # type: ignore[override]
+        raise needs_tokenizer()
+
+    @property
+    def max_token_chars(self) -> int:
+        return 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise needs_tokenizer()
+
+    def encode_within(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        limit: int | None = None,
+        side: Literal["left", "right"] = "right",
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], list[int]]:
+        raise needs_tokenizer()
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        raise needs_tokenizer()
+
+    def token_bytes(self, token: int) -> bytes:
+        raise needs_tokenizer()
+
+
+def needs_tokenizer(param: str | None = None, value: Any = None) -> InvalidRequestError:
+    """For whoever wants what only a tokenizer gives."""
+    what = "text can't be read or written" if param is None else f"{param} can't be had"
+    return UnsupportedError(
+        f"This engine runs without a tokenizer, so {what}: send token ids as the prompt and take token ids, or start "
+        "it without --skip-tokenizer-init (--tokens-only).",
+        param=param,
+        value=value,
+    )
+
+
+def without_text(params: SamplingParams) -> SamplingParams:
+    """The parameters of a request whose output stays token ids.
+
+    Raises:
+        UnsupportedError: they name text to look for or to allow.
+    """
+    odd = next((name for name in _TEXT_PARAMS if getattr(params, name) not in (None, [], "")), None)
+    if odd is not None:
+        raise needs_tokenizer(odd, getattr(params, odd))
+    return params.replace(detokenize=False)

@@ -1,0 +1,302 @@
+"""`Tokenizer`: text to token ids and back, from a checkpoint's files. The work is done by the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+
+from octavo.core.errors import InvalidRequestError, ModelFileError
+from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_file import read_gguf
+from octavo.hub.json_file import read_json_if_there
+from octavo.text.tokenizers import gguf
+from octavo.text.tokenizers.token_bytes import decoding_of, token_bytes
+
+_LONG = 8192
+"""Characters from which a text is encoded in the library's way for batches, which leaves the GIL to others."""
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: one more than the highest id; a model's head may have more rows.
+        special_ids: tokens that are marks, not text; `decode` leaves them out unless told otherwise.
+        named_tokens: "bos_token", "eos_token" and the like -> the token's text, as chat templates use them.
+        chat_templates: name -> Jinja source; the main one is "default".
+        present: False for one that stands where there is none.
+    """
+
+    present = True
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.named_tokens = dict(named_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        self._mark_named_tokens()
+        self.decoding = decoding_of(backend)
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._bytes: dict[int, bytes] = {}
+        self._longest: int | None = None
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.named_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.named_tokens.get("eos_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    @property
+    def max_token_chars(self) -> int:
+        """Characters of the longest token as the vocabulary writes it; no token stands for more characters of text."""
+        if self._longest is None:
+            self._longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        return self._longest
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Special tokens written out in the text are parsed as such.
+
+        Args:
+            add_special_tokens: put the model's beginning or end mark around the text, if it uses any. A prompt made by
+                a chat template has them already.
+
+        Raises:
+            InvalidRequestError: the text holds half of a surrogate pair, which no UTF-8 has.
+        """
+        try:
+            ids: list[int] = self._encoding(text, add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise _not_text(text) from exc
+        return ids
+
+    def encode_with_offsets(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode`, and where in the text the characters of each token begin and end."""
+        try:
+            part = self._encoding(text, add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise _not_text(text) from exc
+        return part.ids, part.offsets
+
+    def encode_after(self, text: str) -> list[int]:
+        """Token ids of a text that something else precedes: as after a special token, without a text's first space.
+
+        Raises:
+            InvalidRequestError: as `encode`.
+        """
+        for token, added in self.backend.get_added_tokens_decoder().items():
+            if added.special and not added.rstrip:
+                ids = self.encode(added.content + text, add_special_tokens=False)
+                if ids[:1] == [token]:
+                    return ids[1:]
+        return self.encode(text, add_special_tokens=False)
+
+    def encode_within(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        limit: int | None = None,
+        side: Literal["left", "right"] = "right",
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of one text, or of two as one sequence, and each token's type: which text it belongs to.
+
+        Args:
+            limit: no more ids than that, the marks that the tokenizer adds among them. Of two texts the longer one
+                loses its tokens first.
+            side: where they are lost.
+
+        Raises:
+            InvalidRequestError: as `encode`; or not even the marks are within the limit.
+        """
+        texts = [text] if pair is None else [text, pair]
+        try:
+            parts = [self._encoding(one, False) for one in texts]
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise _not_text(next((one for one in texts if not _is_whole(one)), text)) from exc
+        if limit is not None:
+            marks = self.backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
+            if limit <= marks:
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens must be more than the {marks} special tokens that the tokenizer adds, "
+                    f"got {limit}.",
+                    param="truncate_prompt_tokens",
+                    value=limit,
+                )
+            for part, room in zip(parts, _shares([len(part) for part in parts], limit - marks), strict=True):
+                part.truncate(room, direction=side)
+        whole = self.backend.post_process(parts[0], parts[1] if pair is not None else None, add_special_tokens)
+        return whole.ids, whole.type_ids
+
+    def shorten(self, text: str, limit: int) -> str:
+        """The beginning of a text, as far as its first `limit` tokens reach.
+
+        Raises:
+            InvalidRequestError: as `encode`.
+        """
+        try:
+            part = self._encoding(text, False)
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise _not_text(text) from exc
+        return text if len(part) <= limit else text[: part.offsets[limit - 1][1]]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
+        if not self.decoding.concatenates:
+            known = [token for token in ids if 0 <= token < self.vocab_size]
+            text: str = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+            return text
+        skip = self.special_ids if skip_special_tokens else frozenset()
+        text = b"".join(self.token_bytes(token) for token in ids if token not in skip).decode("utf-8", "replace")
+        return text[self.leading_spaces(text) :]
+
+    def leading_spaces(self, text: str) -> int:
+        """How many of the spaces at the beginning of a whole text the tokenizer has put there itself."""
+        spaces = len(text) - len(text.lstrip(" "))
+        return min(spaces, self.decoding.strip)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for; they need not be whole characters. Empty outside the vocabulary."""
+        known = self._bytes.get(token)
+        if known is None:
+            text = self.backend.id_to_token(token) if 0 <= token < self.vocab_size else None
+            known = token_bytes(text, self.decoding.kind) if text is not None else b""
+            self._bytes[token] = known
+        return known
+
+    def token_text(self, token: int) -> str:
+        """One token as text, special ones included; U+FFFD where it holds parts of characters."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """As the library gives it; of a long text without the tokens' places, and with the GIL free meanwhile."""
+        if len(text) <= _LONG:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    def _mark_named_tokens(self) -> None:
+        """Marks the named tokens as special, which some checkpoints forget."""
+        present = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        missing = [
+            token
+            for token in self.named_tokens.values()
+            if token not in present and self.backend.token_to_id(token) is not None
+        ]
+        if missing:
+            self.backend.add_special_tokens(
+                [tokenizers.AddedToken(token, normalized=False, special=True) for token in missing]
+            )
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer of a checkpoint: its tokenizer.json, or the one in a GGUF file's metadata.
+
+    Raises:
+        ModelFileError: absent, corrupt, or of a kind that is not known.
+    """
+    return _from_gguf(files.path) if files.format == "gguf" else _from_folder(files.path)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    file = read_gguf(path)
+    shorts = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    named = {name: gguf.special_token(file, short) for name, short in shorts.items()}
+    return Tokenizer(
+        gguf.build_backend(file),
+        named_tokens={name: token for name, token in named.items() if token is not None},
+        chat_templates=gguf.chat_templates(file),
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelFileError(
+            f"{folder} has no tokenizer.json. If it has a tokenizer in an older format, convert it with "
+            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or give --tokenizer FOLDER."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as exc:  # the library raises bare Exception for whatever is wrong
+        raise ModelFileError(f"{path} is corrupt or in an unknown format: {exc}. Download the file again.") from exc
+    config = read_json_if_there(folder / "tokenizer_config.json")
+    return Tokenizer(backend, named_tokens=_named_tokens(folder, config), chat_templates=_templates(folder, config))
+
+
+def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    merged = read_json_if_there(folder / "special_tokens_map.json") | config
+    named = {}
+    for name in _NAMED_TOKENS:
+        value = merged.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Newer checkpoints keep templates in files of their own, which win over those in the config."""
+    templates: dict[str, str] = {}
+    for content in (config, read_json_if_there(folder / "chat_template.json")):
+        value = content.get("chat_template")
+        if isinstance(value, str):
+            templates["default"] = value
+        elif isinstance(value, list):
+            templates |= {entry["name"]: entry["template"] for entry in value if {"name", "template"} <= entry.keys()}
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    for name, path in [*((path.stem, path) for path in more), ("default", folder / "chat_template.jinja")]:
+        if path.is_file():
+            templates[name] = path.read_text(encoding="utf-8")
+    return templates
+
+
+def _shares(lengths: list[int], room: int) -> list[int]:
+    """What each of one or two texts may keep of `room` tokens, so that the longer one is cut first."""
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    first, second = lengths
+    if first + second <= room:
+        return lengths
+    half = room // 2
+    if first <= half:
+        return [first, room - first]
+    if second <= room - half:
+        return [room - second, second]
+    return [half, room - half]
+
+
+def _is_whole(text: Any) -> bool:
+    return isinstance(text, str) and not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _not_text(text: Any) -> InvalidRequestError:
+    if not isinstance(text, str):
+        return InvalidRequestError(f"The prompt must be text, got {type(text).__name__}.", param="prompt", value=text)
+    place = next((n for n, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
+    return InvalidRequestError(
+        f"The text can't be encoded: at character {place} it holds U+{ord(text[place]):04X}, half of a surrogate pair. "
+        "Send complete characters.",
+        param="prompt",
+        value=ascii(text[max(place - 10, 0) : place + 10]),
+    )

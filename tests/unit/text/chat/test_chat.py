@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_tokenizers
+
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError
+from octavo.text.chat.messages import plain_messages
+from octavo.text.chat.template import ChatTemplate, chat_template_of
+from octavo.text.tokenizers.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(
+    toy_tokenizers.byte_level(),
+    named_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+    chat_templates={"default": "model's own"},
+)
+SIMPLE = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "  {% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
+    "<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+
+
+def render(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
+    return ChatTemplate(source, TOKENIZER).render([USER] if messages is None else messages, **options)
+
+
+def test_blocks_are_trimmed_and_tokens_known() -> None:
+    assert render(SIMPLE) == "<s><user>hi</user><assistant>"
+    assert render(SIMPLE, add_generation_prompt=False) == "<s><user>hi</user>"
+
+
+def test_continuing_the_final_message() -> None:
+    messages = [USER, {"role": "assistant", "content": "the hi is "}]
+    assert render(SIMPLE, messages, continue_final_message=True) == "<s><user>hi</user><assistant>the hi is "
+    trimming = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+    repeated = [{"role": "assistant", "content": "hi"}, {"role": "assistant", "content": "hi"}]
+    assert render(trimming, repeated, continue_final_message=True) == "[hi][hi"
+    with pytest.raises(InvalidRequestError, match="leaves the final message out") as caught:
+        render("{{ messages[0].content }}", messages, continue_final_message=True)
+    assert caught.value.param == "messages"
+
+
+LOOPS = [
+    "{% for m in messages %}<{{ m.role }}>{% for c in m['content'] %}{{ c['text'] }}|{% endfor %}{% endfor %}",
+    "{% set rest = messages[0:] %}{% for m in rest %}<{{ m.role }}>{% set c = m.content %}"
+    "{% for p in c | list %}{{ p.text }}|{% endfor %}{% endfor %}",
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{{ c.text }}|{% endfor %}{% endif %}{% endfor %}",
+    "{% set first = messages[0] %}<{{ first['role'] }}>{% for c in first['content'] %}{{ c.text }}|{% endfor %}",
+]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+
+
+@pytest.mark.parametrize("source", LOOPS)
+def test_a_template_that_goes_through_parts_gets_parts(source: str) -> None:
+    assert render(source) == "<user>hi|"
+    assert render(source, PARTS) == "<user>a|b|"
+    assert render(source, [{"role": "assistant", "content": None, "tool_calls": [CALL]}]) == "<assistant>"
+    assert render(source, PARTS, continue_final_message=True) == "<user>a|b"
+    empty = [{"role": "assistant", "content": []}]
+    assert render(source, empty, continue_final_message=True) == "<assistant>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SIMPLE,
+        "{% for m in messages %}{% for t in m.tool_calls or [] %}x{% endfor %}{{ m.content }}{% endfor %}",
+        "{% for w in words or [] %}{{ w.content }}{% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    ],
+)
+def test_other_templates_get_a_string(source: str) -> None:
+    assert "a\nb" in render(source, PARTS, add_generation_prompt=False)
+
+
+def test_the_format_of_contents_can_be_set() -> None:
+    shown = "{{ messages[0].content | tojson }}"
+    assert render(shown, PARTS) == '"a\\nb"'
+    assert render(shown, PARTS, content_format="openai") == json.dumps(PARTS[0]["content"])
+    assert ChatTemplate(shown, TOKENIZER, "openai").render([USER]) == '[{"type": "text", "text": "hi"}]'
+    assert ChatTemplate(shown, TOKENIZER, "openai").render([USER], content_format="string") == '"hi"'
+    looping = ChatTemplate("{% for c in messages[0].content %}{{ c }}.{% endfor %}", TOKENIZER, "string")
+    assert looping.render([USER]) == "h.i."
+
+
+def test_the_messages_given_are_not_changed() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    before = json.dumps(messages)
+    render(SIMPLE, messages, continue_final_message=True)
+    assert json.dumps(messages) == before
+
+
+def test_functions_that_templates_use() -> None:
+    assert render("{{ {'b': '<ü>', 'a': 1} | tojson }}") == '{"b": "<ü>", "a": 1}'
+    assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
+    assert render("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}") == '{"a": 2, "b": 1}'
+    assert int(render("{{ strftime_now('%Y') }}")) > 2000
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("a{% generation %}b{{ 1 + 1 }}{% endgeneration %}c") == "ab2c"
+    assert render("{{ documents is none }} {{ tools is none }}") == "True True"
+
+
+def test_variables_of_the_request() -> None:
+    source = "{{ enable_thinking }} {{ messages[0].content }} {{ tools is none }}"
+    kwargs = {"enable_thinking": False, "messages": [], "tools": [1], "add_generation_prompt": False}
+    assert render(source, template_kwargs=kwargs) == "False hi True"
+    assert render(source, enable_thinking=True) == "True hi True"
+
+
+def test_tools_choose_their_template() -> None:
+    template = ChatTemplate({"default": "D", "tool_use": "T{{ tools | length }}"}, TOKENIZER)
+    assert template.render([USER]) == "D"
+    assert template.render([USER], tools=[{"type": "function"}]) == "T1"
+    assert ChatTemplate("{{ tools | length }}", TOKENIZER).render([USER], tools=[{}, {}]) == "2"
+    with pytest.raises(InvalidRequestError, match="no default chat template, only: rag"):
+        ChatTemplate({"rag": "R"}, TOKENIZER).render([USER])
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[5].content }}", "list object has no element 5"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+        ("{{ messages.append(1) }}", "not safely callable|immutable|unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe|__class__"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_what_a_template_raises_is_the_requests_fault(source: str, match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match) as caught:
+        render(source)
+    assert caught.value.param == "messages"
+
+
+def test_a_template_that_is_not_jinja() -> None:
+    with pytest.raises(ConfigError, match=r"not valid Jinja.*line 2"):
+        ChatTemplate("ok\n{% if %}", TOKENIZER)
+
+
+def test_where_the_template_comes_from(tmp_path: Path) -> None:
+    def first(override: str | None, tokenizer: Tokenizer = TOKENIZER) -> str:
+        template = chat_template_of(tokenizer, override)
+        assert template is not None
+        return template.render([USER])
+
+    (tmp_path / "t.jinja").write_text("from a file")
+    assert first(None) == "model's own"
+    assert first(str(tmp_path / "t.jinja")) == "from a file"
+    assert first("{{ 'inline' }}") == "inline"
+    assert chat_template_of(Tokenizer(toy_tokenizers.byte_level())) is None
+    with pytest.raises(ConfigError, match=r"none\.jinja.*can't be read"):
+        chat_template_of(TOKENIZER, str(tmp_path / "none.jinja"))
+
+
+def test_content_parts_become_text() -> None:
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "text", "text": "c"}]
+    assert plain_messages([{"role": "user", "content": parts}])[0]["content"] == "a\nb\nc"
+    assert plain_messages([{"role": "user", "content": []}])[0]["content"] == ""
+
+
+def test_tool_calls_become_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    plain = plain_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])[0]
+    assert plain["content"] == ""
+    assert plain["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert plain["tool_calls"][0]["id"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        ([], "at least one message"),
+        ("hi", "must be a list"),
+        (USER, "must be a list"),
+        (None, "must be a list"),
+        (["hi"], r"messages\[0\] must be an object"),
+        ([USER, {"content": "x"}], r"messages\[1\]\.role"),
+        ([{"role": 3, "content": "x"}], r"messages\[0\]\.role"),
+        ([{"role": "user"}], r"messages\[0\]\.content is missing"),
+        ([{"role": "user", "content": 5}], r"messages\[0\]\.content must be a string"),
+        ([{"role": "user", "content": [{"words": "x"}]}], r"content\[0\] must be"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], r"content\[0\] must be"),
+        ([{"role": "assistant", "tool_calls": {}, "content": None}], "content is missing"),
+        ([{"role": "assistant", "tool_calls": [5]}], r"tool_calls\[0\]\.function must be"),
+        ([{"role": "assistant", "tool_calls": "x"}], r"tool_calls must be a list"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            r"tool_calls\[0\]\.function\.arguments is not valid JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}],
+            r"tool_calls\[0\]\.function\.arguments is not valid JSON",
+        ),
+    ],
+)
+def test_messages_of_a_wrong_form_are_named(messages: Any, match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match) as caught:
+        plain_messages(messages)
+    assert caught.value.param == "messages"
+
+
+def test_parts_that_are_not_text_are_not_supported() -> None:
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(UnsupportedError, match=r"messages\[0\]\.content\[0\] is of type 'image_url'"):
+        plain_messages([{"role": "user", "content": [image]}])
