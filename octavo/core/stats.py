@@ -39,7 +39,6 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv_slots_allocated: int = 0
     kv_slots_filled: int = 0
     last_step_s: float = 0.0
-    last_step_at: float = 0.0
     paused: bool = False
     sleep_level: int = AWAKE
     weight_version: str = "default"

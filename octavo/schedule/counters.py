@@ -79,7 +79,6 @@ class Counters:
         stats.launch_s += launch
         stats.retire_s += retire
         stats.last_step_s = plan + launch + retire
-        stats.last_step_at = time.monotonic()
 
     def idle(self, seconds: float) -> None:
         """The device waited for the host."""
