@@ -87,7 +87,8 @@ def test_llm_of_ids(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=1)
     (output,) = llm.generate({"prompt_token_ids": [4, 5, 6]}, params)
     assert (output.prompt, output.outputs[0].text, len(output.outputs[0].token_ids)) == (None, "", 3)
-    assert all(one.decoded_token is None for entry in output.outputs[0].logprobs or [] for one in entry.values())
+    entries = output.outputs[0].logprobs or []
+    assert [[one.decoded_token for one in entry.values()] for entry in entries] == [[None]] * 3
     (beams,) = llm.beam_search([[4, 5]], BeamSearchParams(2, 2))
     assert [(len(one.tokens), one.text) for one in beams.sequences] == [(4, "")] * 2
 

@@ -94,8 +94,9 @@ def test_what_is_logged_is_cut(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_text_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None:
     config = {"enable_log_requests": True, "enable_log_outputs": True}
-    for line in logged(caplog, logging.DEBUG, TEXT, {"prompt": "a\nINFO Request x ended\u2028b"}, **config):
-        assert len(line.splitlines()) == 1
+    lines = logged(caplog, logging.DEBUG, TEXT, {"prompt": "a\nINFO Request x ended\u2028b"}, **config)
+    assert any("INFO Request x ended" in line for line in lines)
+    assert [line for line in lines if len(line.splitlines()) != 1] == []
 
 
 def test_a_client_that_leaves_has_had_what_was_generated(caplog: pytest.LogCaptureFixture) -> None:

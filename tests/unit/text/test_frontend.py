@@ -65,6 +65,7 @@ def test_the_engine_is_free_before_the_last_item_is_read() -> None:
                 if output.finished:
                     assert engine.running == set()
                     return
+        pytest.fail("no item was the last")
 
     asyncio.run(scenario())
 

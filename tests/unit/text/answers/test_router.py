@@ -103,12 +103,15 @@ def test_forced_calls_need_no_trigger() -> None:
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
 def test_a_call_cut_off_shows_what_there_is(form: ToolFormat) -> None:
     text, ((name, arguments),) = written(form, [("f", {"city": "Paris"})])
+    shown = set()
     for length in range(len(text)):
         _, content, calls = read(Router(tools=form), [text[:length]])
         if calls:
             assert calls[0][0] == name
             assert arguments.startswith(calls[0][1])
+            shown.add(calls[0][1])
         assert "city" not in content
+    assert len(shown) > 2, "nothing was shown before the call was whole"
 
 
 def test_reasoning_is_counted_while_it_lasts() -> None:
