@@ -117,6 +117,12 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "null")
 
 
+def unknown_field(name: str, value: Any, *, strict: bool) -> str:
+    """The warning about a field of a body that nobody knows. Raises `InvalidRequestError` if `strict`."""
+    require(not strict, name, value, f"{name} is not a parameter that this server knows.")
+    return f"The unknown field `{name}` was ignored."
+
+
 def require(condition: bool, param: str, value: Any, message: str) -> None:
     """Raise `InvalidRequestError` for `param` unless `condition` holds."""
     if not condition:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from octavo.config import ServerConfig
+from octavo.core.request import GenerateRequest
 from octavo.server.admission import Admission
 from octavo.server.errors import UnknownModelError
 from octavo.server.metrics.metrics import Metrics
+from octavo.server.metrics.requests import RequestRecord
 from octavo.server.process.lifecycle import Lifecycle
 from octavo.server.siblings.siblings import Siblings
 from octavo.server.transcript import Transcripts
@@ -51,6 +55,23 @@ class ServerContext:
         if name is not None and name not in names and not self.config.skip_model_name_validation:
             raise UnknownModelError(name, names)
         return name or names[0]
+
+    @contextmanager
+    def in_flight(self, request: GenerateRequest) -> Iterator[RequestRecord]:
+        """Admit a request and count it until it is over, however it ends; its record is told what becomes of it.
+
+        Raises:
+            QueueFullError: too many wait already.
+        """
+        self.admission.enter(request)
+        record = self.metrics.requests.begin(request)
+        self.lifecycle.active.add(request.id)
+        try:
+            yield record
+        finally:
+            self.lifecycle.active.discard(request.id)
+            self.admission.leave(request)
+            record.end()
 
 
 def answer_id(request: Request, own: str | None, prefix: str) -> str:

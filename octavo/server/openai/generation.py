@@ -96,27 +96,22 @@ async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput
 
 
 async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    ctx.admission.enter(job.request)
-    record = ctx.metrics.requests.begin(job.request)
-    transcript = ctx.transcripts.begin(job.request, job.text)
-    active = ctx.lifecycle.active
-    active.add(job.request.id)
-    outputs = cast("AsyncGenerator[RequestOutput, None]", ctx.frontend.generate(job.request, job.text))
+    transcript = None
     try:
-        async with aclosing(outputs):
-            async for output in outputs:
-                record.observe(output)
-                if transcript is not None:
-                    transcript.add(output)
-                ctx.admission.begun(job.request)
-                for choice in output.outputs:
-                    if choice.finish_reason == "error":
-                        raise _failure(str(choice.stop_reason), job.params)
-                yield number, output
+        with ctx.in_flight(job.request) as record:
+            transcript = ctx.transcripts.begin(job.request, job.text)
+            outputs = cast("AsyncGenerator[RequestOutput, None]", ctx.frontend.generate(job.request, job.text))
+            async with aclosing(outputs):
+                async for output in outputs:
+                    record.observe(output)
+                    if transcript is not None:
+                        transcript.add(output)
+                    ctx.admission.begun(job.request)
+                    for choice in output.outputs:
+                        if choice.finish_reason == "error":
+                            raise _failure(str(choice.stop_reason), job.params)
+                    yield number, output
     finally:
-        active.discard(job.request.id)
-        ctx.admission.leave(job.request)
-        record.end()
         if transcript is not None:
             transcript.end()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.core.errors import UnsupportedError
+from octavo.server.body import unknown_field
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import GenerationBody
 from octavo.server.openai.sampling import BUDGETS
@@ -56,9 +57,7 @@ def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> lis
         elif name in known:
             neutral = any(_same(value, one) for one in known[name])
         else:
-            if strict:
-                raise InvalidRequestError(f"{name} is not a parameter that this server knows.", param=name, value=value)
-            warnings.append(f"The unknown field `{name}` was ignored.")
+            warnings.append(unknown_field(name, value, strict=strict))
             continue
         if not neutral:
             raise UnsupportedError(f"{name} is not supported by this version; leave it out.", param=name, value=value)

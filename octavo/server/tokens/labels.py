@@ -15,16 +15,18 @@ from starlette.responses import Response
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import RequestOutput
-from octavo.core.params import MAX_LOGPROB_TOKENS, OutputKind, SamplingParams
+from octavo.core.params import MAX_LOGPROB_TOKENS
 from octavo.core.request import BACKGROUND
-from octavo.server.body import parse_body, require
+from octavo.server.body import parse_body, require, unknown_field
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import json_response
 from octavo.server.openai.fields import Int, Items
 from octavo.server.openai.generation import Job, UsageCounter, collect
+from octavo.server.openai.next_token import asking_for, logprobs_of, shares_of
 from octavo.server.openai.responses import Usage
 from octavo.server.stream import until_disconnect
 from octavo.server.vectors.answers import ScoreItem
+from octavo.server.vectors.work import check_count
 
 _FIELD = "logprob_token_ids"
 """Under which name the sampler knows the labels."""
@@ -76,9 +78,8 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
     """Score each item by the token that would follow it."""
     body = await parse_body(request, LabelsBody, ctx.config.max_body_bytes)
     model = ctx.check_model(body.model)
-    unknown = list(body.model_extra or {})
-    strict = next(iter(unknown), None) if ctx.config.strict_params else None
-    require(strict is None, strict or "", None, f"{strict} is not a parameter that this server knows.")
+    extra = (body.model_extra or {}).items()
+    warnings = [unknown_field(one, value, strict=ctx.config.strict_params) for one, value in extra]
     name = body.request_id or request.state.request_id
     jobs = await _prepare(ctx, body, name)
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))
@@ -96,25 +97,17 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
         model=model,
         data=scores,
         usage=counter.usage(),
-        warnings=[f"The unknown field `{one}` was ignored." for one in unknown] or UNSET,
+        warnings=warnings or UNSET,
     )
     return json_response(answer)
 
 
 async def _prepare(ctx: ServerContext, body: LabelsBody, name: str) -> list[Job]:
-    limit = ctx.config.max_inputs
-    count = len(body.items)
-    require(count <= limit, "items", f"{count} entries", f"items must have at most {limit} entries on this server.")
+    check_count(ctx, len(body.items), "items")
     labels = list(dict.fromkeys(body.label_token_ids))
     text = f"label_token_ids must have at most {MAX_LOGPROB_TOKENS} tokens, got {len(labels)}."
     require(len(labels) <= MAX_LOGPROB_TOKENS, "label_token_ids", len(labels), text)
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=1,
-        detokenize=False,
-        logprob_token_ids=labels,
-        output_kind=OutputKind.FINAL_ONLY,
-    )
+    params = asking_for(labels)
     query = _tokens(ctx, body.query, special=body.add_special_tokens is not False)
     jobs = []
     for number, item in enumerate(body.items):
@@ -141,10 +134,5 @@ def _tokens(ctx: ServerContext, part: str | list[int], *, special: bool) -> list
 
 
 def _score(output: RequestOutput, labels: Sequence[int], *, softmax: bool) -> float:
-    (told,) = output.outputs[0].logprobs or [{}]
-    logprobs = {label: told[label].logprob for label in labels}
-    first = logprobs[labels[0]]
-    if not softmax:
-        return math.exp(first)
-    peak = max(logprobs.values())  # without it labels that are all most unlikely would be 0 / 0
-    return math.exp(first - peak) / sum(math.exp(logprob - peak) for logprob in logprobs.values())
+    logprobs = logprobs_of(output, list(dict.fromkeys(labels)))
+    return shares_of(logprobs)[0] if softmax else math.exp(logprobs[0])

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.pooling import Pooled, PooledOutput, PoolingParams
 from octavo.core.request import BACKGROUND, GenerateRequest
-from octavo.server.body import require
+from octavo.server.body import require, unknown_field
 from octavo.server.context import ServerContext, answer_id, engine_id
 from octavo.server.errors import ApiError
 from octavo.server.merge import merge
@@ -177,20 +177,13 @@ def usage_of(jobs: Sequence[GenerateRequest]) -> VectorUsage:
 
 
 async def _tracked(ctx: ServerContext, job: GenerateRequest) -> AsyncGenerator[PooledOutput, None]:
-    ctx.admission.enter(job)
-    record = ctx.metrics.requests.begin(job)
-    active = ctx.lifecycle.active
-    active.add(job.id)
-    try:
-        output = await pool(ctx.frontend.engine, job)
+    with ctx.in_flight(job) as record:
+        try:
+            output = await pool(ctx.frontend.engine, job)
+        except PoolingFailedError as exc:
+            raise ApiError(500, str(exc)) from exc
         record.observe_whole(output.times, cached=output.num_cached_tokens, preemptions=output.num_preemptions)
         yield output
-    except PoolingFailedError as exc:
-        raise ApiError(500, str(exc)) from exc
-    finally:
-        active.discard(job.id)
-        ctx.admission.leave(job)
-        record.end()
 
 
 def _extras(body: VectorBody, *, strict: bool) -> list[str]:
@@ -207,8 +200,6 @@ def _extras(body: VectorBody, *, strict: bool) -> list[str]:
                 raise UnsupportedError(
                     f"{name} is not supported by this version; leave it out.", param=name, value=value
                 )
-        elif strict:
-            raise InvalidRequestError(f"{name} is not a parameter that this server knows.", param=name, value=value)
         else:
-            warnings.append(f"The unknown field `{name}` was ignored.")
+            warnings.append(unknown_field(name, value, strict=strict))
     return warnings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
@@ -23,6 +23,7 @@ from octavo.server.openai.decide.protocol import (
     ScoreAnswer,
     Turn,
 )
+from octavo.server.openai.next_token import shares_of
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 _NAMES = (*ascii_uppercase, *ascii_lowercase, *map("".join, itertools.product(ascii_uppercase, repeat=2)))
@@ -82,10 +83,8 @@ def conversation(turns: Sequence[Turn], question: Question, names: Sequence[str]
 
 def answer_to(question: Question, logprobs: Sequence[float]) -> Answer:
     """From the log-probabilities of the options' names among all tokens."""
-    peak = max(logprobs)  # without it options that are all most unlikely would be 0 / 0
-    weights = [math.exp(one - peak) for one in logprobs]
-    shares = [weight / sum(weights) for weight in weights]
-    best, confidence = shares.index(max(shares)), math.exp(peak)
+    shares = shares_of(logprobs)
+    best, confidence = shares.index(max(shares)), math.exp(max(logprobs))
     if isinstance(question, PredicateQuestion):
         return PredicateAnswer(name=question.name, probability=shares[0])
     if isinstance(question, ChoiceQuestion):
@@ -98,7 +97,3 @@ def answer_to(question: Question, logprobs: Sequence[float]) -> Answer:
     ]
     expected = sum(one.value * one.probability for one in levels)
     return ScoreAnswer(name=question.name, score=expected, probabilities=levels, confidence=confidence)
-
-
-def logprobs_of(told: Mapping[int, Any], tokens: Sequence[int]) -> list[float]:
-    return [told[token].logprob for token in tokens]

@@ -8,9 +8,8 @@ from starlette.responses import Response
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import RequestOutput
-from octavo.core.params import OutputKind, SamplingParams
 from octavo.core.request import BACKGROUND
-from octavo.server.body import parse_body, require
+from octavo.server.body import parse_body, unknown_field
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import json_response
 from octavo.server.openai.decide.protocol import (
@@ -21,8 +20,9 @@ from octavo.server.openai.decide.protocol import (
     OutputDetails,
     Question,
 )
-from octavo.server.openai.decide.questions import answer_to, conversation, labels_for, logprobs_of, options_of
+from octavo.server.openai.decide.questions import answer_to, conversation, labels_for, options_of
 from octavo.server.openai.generation import Job, collect
+from octavo.server.openai.next_token import asking_for, logprobs_of
 from octavo.server.stream import until_disconnect
 
 
@@ -30,9 +30,8 @@ async def decisions(ctx: ServerContext, request: Request) -> Response:
     """Answer each question by the token with which the model would go on."""
     body = await parse_body(request, DecisionBody, ctx.config.max_body_bytes)
     model = ctx.check_model(body.model)
-    unknown = list(body.model_extra or {})
-    strict = next(iter(unknown), None) if ctx.config.strict_params else None
-    require(strict is None, strict or "", None, f"{strict} is not a parameter that this server knows.")
+    extra = (body.model_extra or {}).items()
+    warnings = [unknown_field(one, value, strict=ctx.config.strict_params) for one, value in extra]
     name = f"decision-{request.state.request_id}"
     jobs, tokens = [], []
     for number, question in enumerate(body.questions):
@@ -41,23 +40,16 @@ async def decisions(ctx: ServerContext, request: Request) -> Response:
         jobs.append(await _job(ctx, body, question, labels, name))
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))
     answers = [
-        answer_to(question, logprobs_of((output.outputs[0].logprobs or [{}])[0], asked))
+        answer_to(question, logprobs_of(output, asked))
         for question, output, asked in zip(body.questions, outputs, tokens, strict=True)
     ]
-    warnings = [f"The unknown field `{one}` was ignored." for one in unknown]
     return json_response(
         Decision(model=model, answers=answers, usage=_usage(jobs, outputs), warnings=warnings or UNSET)
     )
 
 
 async def _job(ctx: ServerContext, body: DecisionBody, question: Question, labels: dict[str, int], name: str) -> Job:
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=1,
-        detokenize=False,
-        logprob_token_ids=list(labels.values()),
-        output_kind=OutputKind.FINAL_ONLY,
-    )
+    params = asking_for(list(labels.values()))
     messages = conversation(body.input, question, list(labels))
     try:
         text = ctx.frontend.render_chat(messages, template_kwargs={"enable_thinking": False})
