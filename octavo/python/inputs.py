@@ -22,7 +22,7 @@ _TOKENIZATION = {
 _REMEDIES = {
     "lora_request": "LoRA adapters are not supported; merge the adapter into the weights and load the result",
     "mm_processor_kwargs": "images, audio and video are not supported; leave it out",
-    "trace_headers": "tracing is not supported; leave it out",
+    "trace_headers": "only a server traces requests; leave it out",
     "data_parallel_rank": "there is one engine; leave it out",
     "timeout": "a call in this process can't be interrupted; leave it out",
 }

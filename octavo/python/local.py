@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.build import build_core
 from octavo.config import EngineConfig
+from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
 from octavo.hub.progress import Progress, silent
 from octavo.python.loop import SharedLoop
@@ -38,7 +39,8 @@ class LocalEngine:
     ) -> None:
         config = EngineConfig.of(model=model, **settings) if model else EngineConfig.of(**settings)
         files = model_files(config.model, weights=config.needs_weights, progress=progress)
-        loop, self.info = build_core(config, files)
+        loop, info = build_core(config, files)
+        self.info: ModelInfo = info
         self._core: SharedLoop | None = SharedLoop(loop)
         text = load_text(files, config.model, chat_template=chat_template)
         self.tokenizer, self.template = text.tokenizer, text.chat
