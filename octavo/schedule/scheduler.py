@@ -199,24 +199,29 @@ class Scheduler:
             if row in output.prompt_logprobs and request.finish is None:
                 deltas += prompt_news(request, output.prompt_logprobs[row])
             if plan.samples[row]:
-                sampled = output.tokens[row]
-                self._quarantine.passed(request)
-                request.pending -= 1 + plan.num_drafts[row]
-                request.num_computed -= 1 + plan.num_drafts[row] - len(sampled)
-                if request.finish is None:
-                    error, found = output.errors.get(row), output.logprobs.get(row)
-                    if error is not None:
-                        deltas += self._end(request, FinishReason.ERROR, error=error)
-                    elif request.params.beam_width and found:
-                        deltas += self._report(request, found[0])
-                    else:
-                        deltas.append(self._append(request, sampled, found))
-                        self.counters.stats.generation_tokens += len(deltas[-1].tokens)
+                deltas += self._take(request, plan.num_drafts[row], output, row)
             elif request.finish is None and not request.inflight and request.certain_to_finish:
                 deltas += self._answer(request, output, row)
             if request.finish is not None and not request.inflight and request.slot >= 0:
                 self._roster.release(request)
         return deltas
+
+    def _take(self, request: Request, num_drafts: int, output: StepOutput, row: int) -> list[TokenDelta]:
+        """What a row sampled, after which its bounds are the truth again: drafts that were rejected don't count."""
+        sampled = output.tokens[row]
+        self._quarantine.passed(request)
+        request.pending -= 1 + num_drafts
+        request.num_computed -= 1 + num_drafts - len(sampled)
+        if request.finish is not None:
+            return []
+        error, found = output.errors.get(row), output.logprobs.get(row)
+        if error is not None:
+            return self._end(request, FinishReason.ERROR, error=error)
+        if request.params.beam_width and found:
+            return self._report(request, found[0])
+        delta = self._append(request, sampled, found)
+        self.counters.stats.generation_tokens += len(delta.tokens)
+        return [delta]
 
     def _report(self, beam: Request, found: TokenLogprobs) -> list[TokenDelta]:
         """A beam's part of a round; at the end of the search the news of those that are answered.
