@@ -15,7 +15,7 @@ from octavo.core.embeds import OPTION as PROMPT_EMBEDS
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
 from octavo.core.params import PROCESSORS, SamplingParams
-from octavo.core.pooling import OPTION
+from octavo.core.pooling import OPTION as POOLING
 from octavo.core.profiling import ProfileSettings, from_environment, profile_settings
 from octavo.core.request import GenerateRequest
 from octavo.core.structured import StructuredDefaults
@@ -136,8 +136,8 @@ def _build_encoder(
     names = [feature.name for feature in features]
     _check_processors(config, files, names, generates=False)
     _check_embeds(config, files, names, generates=False)
-    if OPTION not in names:
-        raise ConfigError(f"{files.name} is an encoder, but this build of Octavo lacks the feature {OPTION}.")
+    if POOLING not in names:
+        raise ConfigError(f"{files.name} is an encoder, but this build of Octavo lacks the feature {POOLING}.")
     pooler = pooler_of(
         files, config.model.pooler_config, size=spec.hidden_size, default=spec.pooling, labels=spec.num_labels
     )
@@ -192,31 +192,22 @@ def _common_info(
 
 
 def _check_encoder_settings(config: EngineConfig, files: ModelFiles) -> None:
-    if config.model.runner == "generate":
-        raise ConfigError(
-            f"--runner generate: {files.name} is an encoder ({_architecture(files)}), which computes embeddings and "
-            "can't generate text. Leave it out, or serve another model."
-        )
-    if config.cache.kv_cache_dtype != "auto":
-        raise ConfigError(
-            f"--kv-cache-dtype {config.cache.kv_cache_dtype}: {files.name} is an encoder ({_architecture(files)}), "
-            "which has no KV cache. Leave it out."
-        )
-    if config.cache.num_blocks is not None:
-        raise ConfigError(
-            f"--num-gpu-blocks-override {config.cache.num_blocks}: {files.name} is an encoder "
-            f"({_architecture(files)}), which has no KV cache. Leave it out."
-        )
-    if config.model.disable_sliding_window:
-        raise ConfigError(
-            f"--disable-sliding-window: {files.name} is an encoder ({_architecture(files)}); the setting is for models "
-            "that generate text. Leave it out."
-        )
-    if config.model.enable_sleep_mode:
-        raise ConfigError(
-            f"--enable-sleep-mode: {files.name} is an encoder ({_architecture(files)}), which keeps its memory "
-            "while it runs. Leave it out."
-        )
+    """Refuses what only a model that generates text could follow."""
+    model, cache = config.model, config.cache
+    no_cache = "which has no KV cache"
+    refused = (
+        (model.runner == "generate", "--runner generate", "which computes embeddings and can't generate text"),
+        (cache.kv_cache_dtype != "auto", f"--kv-cache-dtype {cache.kv_cache_dtype}", no_cache),
+        (cache.num_blocks is not None, f"--num-gpu-blocks-override {cache.num_blocks}", no_cache),
+        (model.disable_sliding_window, "--disable-sliding-window", "and the setting is for models that generate text"),
+        (model.enable_sleep_mode, "--enable-sleep-mode", "which keeps its memory while it runs"),
+    )
+    for given, setting, why in refused:
+        if given:
+            raise ConfigError(
+                f"{setting}: {files.name} is an encoder ({_architecture(files)}), {why}. Leave it out, or serve "
+                "another model."
+            )
 
 
 def _encoder_limits(config: EngineConfig, files: ModelFiles, worker: EncoderWorker) -> Limits:
@@ -251,9 +242,9 @@ def _decoder_tasks(config: EngineConfig, files: ModelFiles, features: list[str])
         )
         raise ConfigError(f"--runner generate: {why}. Leave it out.")
     only_vectors = asked == "pooling" or (asked == "auto" and (embeds or bare or is_sentence_transformer(files)))
-    vectors = ["embed", "token_embed"] if OPTION in features else []
+    vectors = ["embed", "token_embed"] if POOLING in features else []
     if only_vectors and not vectors:
-        raise ConfigError(f"--runner pooling: this build of Octavo lacks the feature {OPTION}.")
+        raise ConfigError(f"--runner pooling: this build of Octavo lacks the feature {POOLING}.")
     return vectors if only_vectors else ["generate", *vectors]
 
 

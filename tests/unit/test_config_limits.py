@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from octavo.build import build_core
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
+from octavo.hub.files import ModelFiles
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,21 @@ def test_a_number_of_blocks_is_the_size_of_the_cache():
 def test_a_number_of_blocks_that_can_not_be(settings, says):
     with pytest.raises(ConfigError, match=says):
         sized(**{"num_gpu_blocks_override": 9} | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"runner": "generate"}, "--runner generate: "),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: "),
+        ({"num_gpu_blocks_override": 9}, "--num-gpu-blocks-override 9: "),
+        ({"disable_sliding_window": True}, "--disable-sliding-window: "),
+        ({"enable_sleep_mode": True}, "--enable-sleep-mode: "),
+    ],
+)
+def test_an_encoder_refuses_what_is_for_text(settings: dict[str, Any], named: str, tmp_path: Path):
+    """Before any of its weights is looked for: there are none here."""
+    config = {"architectures": ["BertModel"]}
+    files = ModelFiles(name="bert", path=tmp_path, format="safetensors", weights=(), config=config)
+    with pytest.raises(ConfigError, match=f"{named}bert is an encoder \\(BertModel\\), .*Leave it out"):
+        build_core(EngineConfig.of(**settings), files)
