@@ -76,7 +76,6 @@ INFERENCE_BODIES: list[type[BaseModel]] = [
 def create_app(
     frontend: Frontend,
     config: ServerConfig | None = None,
-    metrics: Metrics | None = None,
     *,
     lifecycle: Lifecycle | None = None,
     siblings: Siblings | None = None,
@@ -91,7 +90,7 @@ def create_app(
         traces: where requests are traced; whoever made it closes it.
     """
     config = config or ServerConfig()
-    ctx = make_context(frontend, config, metrics, lifecycle, siblings, traces)
+    ctx = make_context(frontend, config, lifecycle, siblings, traces)
     app = FastAPI(
         title="Octavo",
         version=__version__,
@@ -135,14 +134,13 @@ def create_app(
 def make_context(
     frontend: Frontend,
     config: ServerConfig,
-    metrics: Metrics | None = None,
     lifecycle: Lifecycle | None = None,
     siblings: Siblings | None = None,
     traces: Traces | None = None,
 ) -> ServerContext:
     """What the routes share; parts that are not given are made."""
     name = (*config.served_model_name, frontend.info.name)[0]
-    metrics = metrics or Metrics(frontend.engine, name, log_requests=config.enable_log_requests, tracing=traces)
+    metrics = Metrics(frontend.engine, name, log_requests=config.enable_log_requests, tracing=traces)
     lifecycle = lifecycle or Lifecycle()
     return ServerContext(
         frontend=frontend,

@@ -152,6 +152,6 @@ def _routes_near(request: Request) -> str:
     return f"did you mean {close[0]}?" if close else f"this server answers {', '.join(known)}."
 
 
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(value: Any) -> Response:
     """`value` (msgspec structs, dicts, lists) as a JSON response."""
-    return Response(msgspec.json.encode(value), status, dict(headers or {}), media_type="application/json")
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
@@ -21,7 +21,7 @@ def post_endpoints(*routers: APIRouter) -> dict[str, Endpoint]:
     return {route.path: route.endpoint for route in posts}
 
 
-def inner_request(path: str, body: bytes, request_id: str, headers: Mapping[str, str] | None = None) -> Request:
+def inner_request(path: str, body: bytes, request_id: str) -> Request:
     """A POST of JSON by a client that stays; cancel whoever answers it instead."""
     parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -30,7 +30,7 @@ def inner_request(path: str, body: bytes, request_id: str, headers: Mapping[str,
             await asyncio.Event().wait()
         return parts.pop()
 
-    sent = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    sent = {"content-type": "application/json", "content-length": str(len(body))}
     scope = {
         "type": "http",
         "http_version": "1.1",

@@ -52,13 +52,12 @@ class Traces:
     Which traces are kept, the service's name and limits are for OpenTelemetry's own variables to say.
     """
 
-    def __init__(self, protocol: str, target: str, model: str, exporter: SpanExporter | None = None) -> None:
+    def __init__(self, protocol: str, target: str, model: str) -> None:
         """
         Args:
             protocol: of OTLP, "grpc" or "http/protobuf".
             target: the collector's URL.
             model: the name in the spans.
-            exporter: in place of that of the protocol.
 
         Raises:
             ImportError: the protocol's exporter is not installed.
@@ -66,7 +65,7 @@ class Traces:
         name = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "octavo"}
         self._model = model
         self._provider = TracerProvider(resource=Resource.create(name), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(protocol, target)))
+        self._provider.add_span_processor(BatchSpanProcessor(_exporter(protocol, target)))
         self._tracer = self._provider.get_tracer("octavo", __version__)
 
     joining = TraceContext
