@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ async def wait_ready(
 
 
 async def profile(
-    base_url: str, headers: dict[str, str], verb: str, transport: httpx.AsyncBaseTransport | None = None
+    base_url: str, headers: Mapping[str, str], verb: str, transport: httpx.AsyncBaseTransport | None = None
 ) -> dict[str, Any]:
     """Have the server "start" or "stop" a profile; what it answers, if that is an object.
 
@@ -123,7 +123,9 @@ async def profile(
     return answer if isinstance(answer, dict) else {}
 
 
-async def first_model(base_url: str, headers: dict[str, str], transport: httpx.AsyncBaseTransport | None = None) -> str:
+async def first_model(
+    base_url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport | None = None
+) -> str:
     """The name of the first model that the server lists.
 
     Raises:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ ENDPOINTS = {
 }
 DEFAULT_VOCABULARY = 30_000
 SHOWN_ERRORS = 5
+GOALS = ("ttft", "tpot", "e2el")
 
 
 def run(argv: list[str]) -> int:
@@ -84,23 +86,12 @@ def add_request_flags(parser: OctavoParser) -> None:
 
 
 async def bench(args: argparse.Namespace) -> int:
+    """The command's exit code: 0 if any request was answered."""
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be greater than zero")
-    metrics, percentiles, goals = parse_result_flags(args)
-    base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
-    headers = parse_headers(args)
-    patience = args.ready_check_timeout_sec
-    waiting = f"no server answers at %s yet; waiting for it for {patience:g} s (--ready-check-timeout-sec)"
-    await wait_ready(base_url, patience, waiting=lambda url: say(waiting % url))
-    model = args.served_model_name or args.model or await first_model(base_url, headers)
-    target = Target(
-        base_url=base_url,
-        endpoint=args.endpoint or ENDPOINTS[args.backend],
-        model=model,
-        body=request_body(args),
-        headers=headers,
-    )
-    tokenizer = find_tokenizer(args.tokenizer or args.model or model, required=bool(args.tokenizer))
+    wanted = parse_result_flags(args)
+    target = await find_target(args)
+    tokenizer = find_tokenizer(args.tokenizer or args.model or target.model, required=bool(args.tokenizer))
     samples = make_samples(
         args,
         tokenizer=tokenizer,
@@ -109,19 +100,40 @@ async def bench(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     pace = Pace(rate=args.request_rate, burstiness=args.burstiness, max_concurrency=args.max_concurrency)
-    say(f"{len(samples)} requests to {target.base_url}{target.endpoint}, model {model}, rate {pace.rate:g}/s")
+    say(f"{len(samples)} requests to {target.base_url}{target.endpoint}, model {target.model}, rate {pace.rate:g}/s")
     if args.num_warmups:
         await run_load(target, [samples[0]] * args.num_warmups, pace)
     if args.profile:
-        await profile(base_url, headers, "start")
+        await profile(target.base_url, target.headers, "start")
     timings, duration = await run_with_bar(target, samples, pace, seed=args.seed, show=not args.disable_tqdm)
     if args.profile:
-        trace = (await profile(base_url, headers, "stop")).get("trace")
+        trace = (await profile(target.base_url, target.headers, "stop")).get("trace")
         say(f"the server wrote a profile to {trace}" if trace else "the server's profile has ended; its log says where")
-    summary = Summary.of(timings, duration, goals)
-    print(summary.text(metrics, percentiles))
+    return report(args, wanted, target.model, timings, duration)
+
+
+async def find_target(args: argparse.Namespace) -> Target:
+    """Where and how to ask, once the server answers."""
+    base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
+    headers = parse_headers(args)
+    patience = args.ready_check_timeout_sec
+    waiting = f"no server answers at %s yet; waiting for it for {patience:g} s (--ready-check-timeout-sec)"
+    await wait_ready(base_url, patience, waiting=lambda url: say(waiting % url))
+    return Target(
+        base_url=base_url,
+        endpoint=args.endpoint or ENDPOINTS[args.backend],
+        model=args.served_model_name or args.model or await first_model(base_url, headers),
+        body=request_body(args),
+        headers=headers,
+    )
+
+
+def report(args: argparse.Namespace, wanted: Wanted, model: str, timings: list[Timing], duration: float) -> int:
+    """Print the figures, and save them where that is asked for; the command's exit code."""
+    summary = Summary.of(timings, duration, wanted.goals)
+    print(summary.text(wanted.metrics, wanted.percentiles))
     if args.save_result or args.save_detailed:
-        figures = described(args, model, len(samples)) | summary.figures(metrics, percentiles)
+        figures = described(args, model, len(timings)) | summary.figures(wanted.metrics, wanted.percentiles)
         if args.save_detailed:
             figures |= details(timings)
         path = args.result_dir / (args.result_filename or f"{args.backend}-{args.request_rate:g}qps-{_stamp()}.json")
@@ -182,8 +194,22 @@ def parse_headers(args: argparse.Namespace) -> dict[str, str]:
     return headers
 
 
-def parse_result_flags(args: argparse.Namespace) -> tuple[list[str], list[float], dict[str, float]]:
-    """(metrics, percentiles, goals in milliseconds)."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of the figures is told.
+
+    Attributes:
+        metrics: of `TITLES`.
+        percentiles: from 0 to 100.
+        goals: metric -> the most milliseconds that a good request takes.
+    """
+
+    metrics: list[str]
+    percentiles: list[float]
+    goals: dict[str, float]
+
+
+def parse_result_flags(args: argparse.Namespace) -> Wanted:
     metrics = [m for m in args.percentile_metrics.split(",") if m]
     if unknown := set(metrics) - set(TITLES):
         raise ConfigError(f"--percentile-metrics knows {', '.join(TITLES)}, not {', '.join(sorted(unknown))}")
@@ -195,16 +221,17 @@ def parse_result_flags(args: argparse.Namespace) -> tuple[list[str], list[float]
         ) from error
     if any(not 0 <= p <= 100 for p in percentiles):
         raise ConfigError(f"--metric-percentiles must lie in [0, 100], got {args.metric_percentiles}")
-    goals = {}
-    for goal in args.goodput:
-        metric, _, limit = goal.partition(":")
-        try:
-            goals[metric] = float(limit)
-        except ValueError:
-            goals["?"] = 0.0
-        if not set(goals) <= {"ttft", "tpot", "e2el"}:
-            raise ConfigError(f"--goodput {goal!r} must be ttft:MS, tpot:MS or e2el:MS")
-    return metrics, percentiles, goals
+    return Wanted(metrics, percentiles, dict(map(parse_goal, args.goodput)))
+
+
+def parse_goal(goal: str) -> tuple[str, float]:
+    metric, _, limit = goal.partition(":")
+    try:
+        if metric in GOALS:
+            return metric, float(limit)
+    except ValueError:
+        pass
+    raise ConfigError(f"--goodput {goal!r} must be ttft:MS, tpot:MS or e2el:MS")
 
 
 def described(args: argparse.Namespace, model: str, count: int) -> dict[str, Any]:
