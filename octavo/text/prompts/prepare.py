@@ -111,14 +111,10 @@ class Preparer:
         limit = truncation(truncate, self.info.max_model_len, keep=self.info.max_model_len - room)
         if tokens is None:
             assert text is not None
-            if limit is None:
-                self.check_chars(text, param)
-            tokens, _ = self.tokenizer.encode_within(
-                text, limit=limit, side=side, add_special_tokens=add_special_tokens
-            )
+            tokens = self._tokenized(text, limit, side, param, add_special_tokens=add_special_tokens)
         else:
             self.check_ids(tokens, param, placeholders=embeds is not None)
-            tokens = tokens if limit is None or len(tokens) <= limit else cut(tokens, limit, side)
+            tokens = cut(tokens, limit, side)
         if not tokens:
             raise InvalidRequestError(
                 f"The {param} cannot be empty; it needs at least one token.",
@@ -143,6 +139,14 @@ class Preparer:
             reads_cache=not params.skip_reading_prefix_cache,
         )
         return Prepared(request, text)
+
+    def _tokenized(
+        self, text: str, limit: int | None, side: Side, param: str, *, add_special_tokens: bool
+    ) -> list[int]:
+        """At most `limit` tokens; without a limit, a text that can't fit is refused."""
+        if limit is None:
+            self.check_chars(text, param)
+        return self.tokenizer.encode_within(text, limit=limit, side=side, add_special_tokens=add_special_tokens)[0]
 
     def _split_options(
         self, params: SamplingParams, text: str | None, tokens: list[int]
@@ -289,8 +293,10 @@ def truncation(given: int | None, longest: int, *, keep: int) -> int | None:
     return given
 
 
-def cut(tokens: list[int], limit: int, side: Side) -> list[int]:
-    """Tokens without what is over the limit at one side."""
+def cut(tokens: list[int], limit: int | None, side: Side) -> list[int]:
+    """Tokens without what is over the limit at one side; all of them if there is none."""
+    if limit is None or len(tokens) <= limit:
+        return tokens
     return tokens[:limit] if side == "right" else tokens[-limit:]
 
 

@@ -106,7 +106,7 @@ class PoolingPreparer:
                 tokens, _ = self._encode(text or "", None, limit, side, add_special_tokens, param)
             else:
                 self._check_ids(given, param)
-                tokens = given if limit is None or len(given) <= limit else cut(given, limit, side)
+                tokens = cut(given, limit, side)
         if not tokens:
             raise InvalidRequestError(
                 f"The {param} cannot be empty; it needs at least one token.", param=param, value=prompt
