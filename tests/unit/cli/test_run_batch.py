@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.cli import run_batch, start
+from octavo.cli.flags.table import SERVER_GROUPS, flags_of
 from octavo.core.errors import ConfigError
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.text.frontend import Frontend
@@ -80,6 +81,20 @@ def test_results_come_in_order_with_errors_among_them(
     assert found[3]["response"]["body"]["choices"][0]["text"] == "say 3"
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
     assert "9 answered, 1 failed" in capsys.readouterr().err
+
+
+def test_lines_are_answered_as_a_server_with_these_flags_would(tmp_path: Path, engine: FakeEngine) -> None:
+    source, output = write(tmp_path / "in", [line(0, model="another")]), tmp_path / "out"
+    for flags, status in (([], 404), (["--skip-model-name-validation", "--enable-prompt-tokens-details"], 200)):
+        assert run_batch.run(["-i", source, "-o", str(output), *flags]) == 0
+        answer = json.loads(output.read_text())["response"]
+        assert answer["status_code"] == status
+    assert "cached_tokens" in answer["body"]["usage"]["prompt_tokens_details"]
+
+
+def test_every_flag_of_a_servers_that_is_taken_exists() -> None:
+    """A name that is not a flag's would drop out without a word."""
+    assert {flag.name for flag in flags_of(SERVER_GROUPS)} >= run_batch._SERVER_FLAGS
 
 
 def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, engine: FakeEngine) -> None:
