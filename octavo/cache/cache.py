@@ -75,11 +75,15 @@ class KVCache:
     def fork(self, source: BlockTable, table: BlockTable, num_tokens: int) -> None:
         """Let an empty table share the blocks that hold the first `num_tokens` of `source`, the last one in part.
 
-        `grow` copies a shared block when either of the two is about to write into it.
+        `grow` copies a shared block when either of the two is about to write into it. What of the shared ones others
+        can find is known of both tables.
         """
         for block in source.blocks[: self.blocks_for(num_tokens)]:
             self.pool.hold(block)
             table.blocks.append(block)
+        table.num_registered, table.node = source.num_registered, source.node
+        while table.node is not None and table.num_registered > num_tokens // self.block_size:
+            table.num_registered, table.node = table.num_registered - 1, table.node.parent
 
     def grow(self, table: BlockTable, start: int, end: int) -> Growth | None:
         """Make positions [start, end) writable: add blocks, and copy those that others can see. None if room lacks."""

@@ -126,7 +126,6 @@ class BeamGroup:
             beam.table, beam.num_computed = BlockTable(), 0
             if beam.slot >= 0 and table.blocks:
                 cache.fork(table, beam.table, computed)
-                beam.table.num_registered, beam.table.node = table.num_registered, table.node
                 beam.num_computed = computed
         for _, table, _ in old:
             cache.release(table)

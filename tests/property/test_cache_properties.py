@@ -164,3 +164,18 @@ def test_an_empty_namespace_leaves_nothing_behind():
         cache.register(table, f"salt {i}", [1] * 8, 8)
         cache.release(table)
     assert len(cache.tree._roots) == 1
+
+
+def test_a_fork_goes_on_from_what_is_registered_of_the_shared_part():
+    cache = KVCache(num_blocks=8, block_size=BLOCK)
+    source, fork = BlockTable(), BlockTable()
+    cache.grow(source, 0, 8)
+    cache.register(source, "", [1] * 8, 8)
+    cache.fork(source, fork, 6)
+    assert (fork.num_registered, fork.node) == (1, source.node.parent)
+    cache.grow(fork, 6, 12)  # the second block, of which it has a half, becomes its own
+    cache.register(fork, "", [1] * 6 + [2] * 6, 12)
+    assert fork.blocks[0] == source.blocks[0]
+    assert fork.blocks[1] != source.blocks[1]
+    assert cache.match(BlockTable(), "", [1] * 6 + [2] * 7) == 12
+    assert cache.match(BlockTable(), "", [1] * 9) == 8
