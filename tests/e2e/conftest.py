@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from serving import Server
 
@@ -29,6 +30,13 @@ def server(smollm2_files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) 
         assert "Traceback" not in server.output(), server.output()
     finally:
         server.close()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of that server."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture

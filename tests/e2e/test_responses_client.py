@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from serving import Server
 
 pytestmark = pytest.mark.e2e
 
@@ -17,12 +15,6 @@ ASKED: Any = {
     "temperature": 0,
     "max_output_tokens": 24,
 }
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_a_response_its_stream_and_its_successor(client: openai.OpenAI) -> None:

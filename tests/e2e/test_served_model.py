@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -14,12 +14,6 @@ from serving import Server
 pytestmark = pytest.mark.e2e
 
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
