@@ -1,4 +1,4 @@
-"""`Executor`: what the loop needs of whatever runs the model; `InlineExecutor` runs it in this thread."""
+"""`Executor`: what the loop needs of whatever runs the model, and of what else stands behind it: weights, sleep."""
 
 from __future__ import annotations
 
