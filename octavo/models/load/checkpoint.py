@@ -9,6 +9,8 @@ from torch import Tensor
 
 from octavo.nn.weights import Blocks, TensorSpec
 
+Index = tuple[slice, ...]
+
 
 class Checkpoint(Protocol):
     """A source of named tensors. Reading is lazy, so only what is asked for leaves the disk."""
@@ -34,8 +36,8 @@ class Checkpoint(Protocol):
         """A quantized matrix as it is stored, if the format is one that `Blocks` can hold; else None."""
         ...
 
-    def tensor(self, name: str, spec: TensorSpec) -> Tensor:
-        """A tensor in CPU memory; possibly a view into a mapped file.
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
+        """A tensor in CPU memory, or the part of it that `index` cuts out; possibly a view into a mapped file.
 
         `spec.dtype` is the dtype wanted: a source that has to compute the values gives that one, the others give what
         is stored.

@@ -8,6 +8,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
+from octavo.models.load.checkpoint import Index
 from octavo.nn.weights import Blocks, TensorSpec
 
 # A prime, so that a matrix's rows, which have round lengths, start at different places of the pool.
@@ -39,7 +40,11 @@ class DummyCheckpoint:
     def blocks(self, name: str) -> Blocks | None:
         return None
 
-    def tensor(self, name: str, spec: TensorSpec) -> Tensor:
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
+        whole = self._values(name, spec).view(spec.shape)
+        return whole if index is None else whole[index]
+
+    def _values(self, name: str, spec: TensorSpec) -> Tensor:
         pool = self._pool.roll(zlib.crc32(name.encode()) % _POOL)
         if len(spec.shape) > 1:
             pool = pool * spec.shape[-1] ** -0.5
@@ -51,4 +56,4 @@ class DummyCheckpoint:
         full = size // _POOL
         out[: full * _POOL].view(full, _POOL).copy_(pool.expand(full, _POOL))
         out[full * _POOL :] = pool[: size - full * _POOL]
-        return out.view(spec.shape)
+        return out

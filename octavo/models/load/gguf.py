@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
+from octavo.models.load.checkpoint import Index
 from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks, dequantize
 from octavo.nn.weights import Blocks, TensorSpec
 
@@ -74,9 +75,15 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._tensors[name].shape
 
-    def tensor(self, name: str, spec: TensorSpec) -> Tensor:
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         tensor = self._tensors[name]
-        return dequantize(self._rows(name), GGMLQuantizationType(tensor.kind), spec.dtype).view(tensor.shape)
+        rows, shape = self._rows(name), tensor.shape
+        if index:
+            # Rows can be left out before decoding, columns only after it.
+            rows = rows[index[0]].contiguous()
+            shape = (rows.shape[0], *shape[1:])
+        values = dequantize(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
+        return values[(slice(None), *index[1:])] if index else values
 
     def blocks(self, name: str) -> Blocks | None:
         tensor = self._tensors[name]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 
 from torch import Tensor
 
-from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.checkpoint import Checkpoint, Index
 from octavo.nn.weights import Blocks, TensorSpec
 
 
@@ -30,8 +30,8 @@ class RenamedCheckpoint:
     def blocks(self, name: str) -> Blocks | None:
         return self._source.blocks(self._stored[name])
 
-    def tensor(self, name: str, spec: TensorSpec) -> Tensor:
-        return self._source.tensor(self._stored[name], spec)
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
+        return self._source.tensor(self._stored[name], spec, index)
 
 
 def with_root(checkpoint: Checkpoint, root: str) -> Checkpoint:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
+from octavo.models.load.checkpoint import Index
 from octavo.nn.weights import Blocks, TensorSpec
 
 
@@ -42,10 +43,10 @@ class SafetensorsCheckpoint:
     def blocks(self, name: str) -> Blocks | None:
         return None
 
-    def tensor(self, name: str, spec: TensorSpec) -> Tensor:
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         path, handle = self._files[name]
         try:
-            return handle.get_tensor(name)
+            return handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelFileError(f"Tensor {name} can't be read from {path}: {error}") from error
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 
 from torch import Tensor
 
+from octavo.models.load.checkpoint import Index
 from octavo.nn.weights import Blocks, TensorSpec
 
 
@@ -29,5 +30,6 @@ class TensorCheckpoint:
     def blocks(self, name: str) -> Blocks | None:
         return None
 
-    def tensor(self, name: str, spec: TensorSpec) -> Tensor:
-        return self._tensors[name].detach()
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
+        tensor = self._tensors[name].detach()
+        return tensor if index is None else tensor[index]

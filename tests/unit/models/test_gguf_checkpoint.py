@@ -86,6 +86,19 @@ def test_tensors_longer_than_a_piece(kind: Kind, tmp_path: Path) -> None:
     assert torch.equal(values.bfloat16(), expected)
 
 
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.F32], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["blk.0.attn_k", "blk.0.attn_v"])
+def test_a_slice_is_the_same_as_slicing_the_whole(kind: Kind, name: str, tmp_path: Path) -> None:
+    """Also where rows are stored in another order."""
+    raw = random_raw(kind, (16, 512))
+    checkpoint = GGUFCheckpoint(write(tmp_path / "m.gguf", {f"{name}.weight": (kind, raw)}, heads=4, kv_heads=2))
+    full = next(iter(checkpoint.names()))
+    spec = TensorSpec((16, 512), torch.float32)
+    whole = checkpoint.tensor(full, spec)
+    assert torch.equal(checkpoint.tensor(full, spec, (slice(3, 9),)), whole[3:9])
+    assert torch.equal(checkpoint.tensor(full, spec, (slice(8, 16), slice(32, 40))), whole[8:16, 32:40])
+
+
 def test_rows_of_q_and_k_come_back_in_half_rotation_order(tmp_path: Path) -> None:
     """Stored: pair after pair. Wanted: all first halves of a head, then all second halves."""
     rows = np.arange(16, dtype=np.float32)[:, None].repeat(32, axis=1)

@@ -16,6 +16,7 @@ from octavo.core.errors import ModelFileError
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint
+from octavo.models.load.checkpoint import Index
 from octavo.models.load.dummy import DummyCheckpoint
 from octavo.models.load.safetensors import SafetensorsCheckpoint
 from octavo.models.load.weights import LoadReport, load_weights, weight_layers
@@ -52,8 +53,8 @@ class Memory:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self.tensors[name].shape)
 
-    def tensor(self, name: str, spec: TensorSpec) -> Tensor:
-        return self.tensors[name]
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
+        return self.tensors[name] if index is None else self.tensors[name][index]
 
 
 def make_model(dtype: torch.dtype = torch.float32, **changes: object) -> CausalLM:
@@ -185,6 +186,13 @@ def test_the_same_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         SafetensorsCheckpoint(paths)
 
 
+def test_slices_of_a_stored_tensor(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    checkpoint = SafetensorsCheckpoint([save(tmp_path / "m.safetensors", {"x": whole})])
+    part = checkpoint.tensor("x", TensorSpec((4, 6), torch.float32), (slice(1, 3), slice(0, 5)))
+    assert torch.equal(part, whole[1:3, 0:5])
+
+
 @pytest.mark.parametrize("keep", [0, 4, 60, -10])
 def test_a_truncated_file_is_named(keep: int, tmp_path: Path) -> None:
     path = save(tmp_path / "model.safetensors", make_tensors())
@@ -248,3 +256,4 @@ def test_dummy_rows_and_tensors_differ() -> None:
     first, second = checkpoint.tensor("a.weight", spec), checkpoint.tensor("b.weight", spec)
     assert not torch.equal(first, second)
     assert len(torch.unique(first[:, :4], dim=0)) == 4096
+    assert torch.equal(checkpoint.tensor("a.weight", spec, (slice(5, 9),)), first[5:9])
