@@ -41,7 +41,7 @@ class Embedding(WeightLayer):
         return [
             Wanted(
                 f"{self.path}.weight",
-                TensorSpec((self.rows, self.size), self.dtype),
+                TensorSpec((self.rows, self.size), self.dtype, out_dim=0),
                 blocks=self.takes_blocks,
             )
         ]

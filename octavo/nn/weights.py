@@ -18,10 +18,14 @@ class TensorSpec:
     Attributes:
         shape: as stored, so packed formats count stored elements.
         dtype: what the layer wants; a floating-point tensor stored otherwise is converted.
+        out_dim, in_dim: which dimension runs along the layer's outputs or inputs; None where none does. A shard of
+            the layer is a range of that dimension, whatever the packing.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    out_dim: int | None = None
+    in_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

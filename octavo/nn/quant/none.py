@@ -30,9 +30,9 @@ class Unquantized:
         self._shared = False
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
-        specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype)}
+        specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype, out_dim=0, in_dim=1)}
         if part.bias:
-            specs["bias"] = TensorSpec((part.out_features,), self.dtype)
+            specs["bias"] = TensorSpec((part.out_features,), self.dtype, out_dim=0)
         return specs
 
     def prepare(self, parts: Sequence[Mapping[str, Tensor]]) -> None:

@@ -67,8 +67,8 @@ def test_what_a_layer_wants() -> None:
     layer, _ = qkv(True)
     wanted = {want.name: want.spec for want in layer.wanted()}
     assert list(wanted)[:2] == ["model.layers.3.q_proj.weight", "model.layers.3.q_proj.bias"]
-    assert wanted["model.layers.3.k_proj.weight"] == TensorSpec((8, 24), torch.float32)
-    assert wanted["model.layers.3.k_proj.bias"] == TensorSpec((8,), torch.float32)
+    assert wanted["model.layers.3.k_proj.weight"] == TensorSpec((8, 24), torch.float32, out_dim=0, in_dim=1)
+    assert wanted["model.layers.3.k_proj.bias"] == TensorSpec((8,), torch.float32, out_dim=0)
     assert layer.shard == Heads(4, 2, 4)
 
 
