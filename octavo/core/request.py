@@ -37,7 +37,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         keys: what tells the prompt's tokens from others in the KV cache, if that is not their ids alone: the digest of
             an embedding in the place of its placeholder.
         params: how to sample; `params.max_tokens` is resolved (not None) by the time it gets here.
-        namespace: requests share KV cache only within one namespace (an adapter's name, a tenant's salt).
+        namespace: requests share KV cache only within one namespace (a tenant's salt).
         priority: lower runs earlier, under the priority policy; from `BACKGROUND` on, under all.
         arrival: `time.monotonic()` when the request reached the front end.
         options: feature name -> that feature's own struct, encoded; core passes it on unread.

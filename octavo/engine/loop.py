@@ -1,4 +1,4 @@
-"""`EngineLoop`: the only loop there is. Its depth is a number: 0 is synchronous, 1 overlaps, the stages pipeline."""
+"""`EngineLoop`: the only loop there is. Its depth is a number: 0 is synchronous, 1 overlaps."""
 
 from __future__ import annotations
 

@@ -99,8 +99,7 @@ def _explain(
     if isinstance(problem, GatedRepoError):
         return ModelNotFoundError(
             f"The Hugging Face model {model!r} is gated: its owner must grant you access. Ask for it on the model's "
-            "page, then set "
-            "HF_TOKEN to your access token."
+            "page, then set HF_TOKEN to your access token."
         )
     if isinstance(problem, RevisionNotFoundError):
         return ModelNotFoundError(f"The Hugging Face model {model!r} has no revision {revision!r}.")

@@ -14,8 +14,9 @@ class Limits:
     """What bounds a step and a request.
 
     Attributes:
-        max_ahead: steps in flight that may hold a row of one request: depth + 1, or 1 under pipeline parallelism.
-        num_drafts: draft tokens that the worker proposes whenever it samples.
+        max_ahead: steps in flight that may hold a row of one request: the loop's depth + 1.
+        num_drafts: draft tokens that the worker proposes whenever it samples. 0 for all workers there are; the toy
+            device of the tests (`engine/toy.py`) drafts.
         share_prefixes: whether requests may find each other's blocks.
         watermark: part of the KV cache that stays free when a request is admitted beside running ones.
         paced_tokens: tokens of a step beyond which prompts that can wait do so, under a policy that spreads them; 0 if

@@ -185,8 +185,7 @@ def _in_time(receive: Receive, seconds: float) -> Receive:
             raise ApiError(
                 408,
                 f"The request's body arrived too slowly: it may take {seconds:g} s, and a second more for each "
-                f"{_SLOWEST:,} "
-                "bytes. Send it faster, or start the server with a longer --body-timeout.",
+                f"{_SLOWEST:,} bytes. Send it faster, or start the server with a longer --body-timeout.",
                 headers={"Connection": "close"},
             ) from None
         complete = not message.get("more_body", False)
