@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, with cgroup limits and affinity respected. No torch."""
+"""What this process may use of the machine: cores and memory, with all limits and affinity respected. No torch."""
 
 from __future__ import annotations
 
@@ -8,28 +8,25 @@ import platform
 import sys
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+from octavo.device.cgroup import cpu_quota, memory_left, read
+
 _CPUS = Path("/sys/devices/system/cpu")
 
 
 def physical_cores() -> int:
     """Physical cores given to this process: one a pair of hardware threads, at most the cgroup's CPU quota."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    siblings = {_read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
+    siblings = {read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
     cores = max(1, len(siblings))
-    quota, _, period = (_read(_CGROUP / "cpu.max") or "max 1").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+    quota = cpu_quota()
+    return cores if quota is None else min(cores, max(1, int(quota)))
 
 
 def available_memory() -> int:
-    """Bytes that can still be used: the system's available memory, or what the cgroup leaves if that is less."""
-    available = _system_available()
-    limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
-    if limit and limit.isdigit() and used:
-        available = min(available, int(limit) - int(used) + _reclaimable())
-    return max(available, 0)
+    """Bytes that can still be used: the least of the system's available memory, and what control groups and the limit
+    of this process's address space (ulimit -v) leave."""
+    limits = (_system_available(), memory_left(), _address_space_left())
+    return min(limit for limit in limits if limit is not None)
 
 
 def free_swap() -> int:
@@ -55,29 +52,24 @@ def _system_available() -> int:
 
 
 def _meminfo(name: str) -> int | None:
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+    for line in (read(Path("/proc/meminfo")) or "").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def _reclaimable() -> int:
-    """Page cache that counts against the cgroup but goes when memory is asked for."""
-    for line in (_read(_CGROUP / "memory.stat") or "").splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0
+def _address_space_left() -> int | None:
+    try:
+        import resource
+    except ImportError:  # there are no such limits on Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = (read(Path("/proc/self/statm")) or "0").split()[0]
+    return None if limit == resource.RLIM_INFINITY else max(limit - int(pages) * resource.getpagesize(), 0)
 
 
 def _cpuinfo() -> list[str]:
-    return (_read(Path("/proc/cpuinfo")) or "").splitlines()
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
+    return (read(Path("/proc/cpuinfo")) or "").splitlines()
 
 
 def trim_memory() -> None:

@@ -38,6 +38,8 @@ SEPARATE = ("attention_int8", "blocks", "words")
 """Sources that not every model needs, of one to three seconds: each becomes a library of its own."""
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-pthread")
 _TIMEOUT_S = 180
+_ROOM = 4 << 20
+"""Bytes: several times what a compilation leaves and needs besides."""
 _WORK_PREFIX = "build-"
 _building = threading.Lock()
 _built: dict[str, _Built | NativeBuildError] = {}
@@ -232,10 +234,10 @@ def _units() -> _Units:
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, or where it can't be written one that lasts as long as the machine's temporary files."""
+    """The folder, or where it can't be written or is full one that lasts as long as the machine's temporary files."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _ROOM:
             return folder
     return _own_temporary()
 

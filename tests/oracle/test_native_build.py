@@ -227,6 +227,17 @@ def test_a_cache_folder_that_cannot_be_made_is_no_obstacle(fresh, monkeypatch):
     native_build.load_library()
 
 
+@has_compiler
+def test_a_full_cache_disk_is_no_obstacle(fresh, monkeypatch):
+    full = shutil.disk_usage(fresh)._replace(free=native_build._ROOM - 1)
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full if path.is_relative_to(fresh / "cache") else real(path))
+    monkeypatch.setattr(tempfile, "tempdir", str(fresh))
+    assert native_build.load_library().octavo_self_test() == 0
+    (library,) = fresh.rglob("*.so")
+    assert not library.is_relative_to(fresh / "cache")
+
+
 def test_what_another_user_may_have_put_there_is_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     usual = native_build._own_temporary()

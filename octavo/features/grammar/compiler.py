@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,6 +26,8 @@ MAX_KEPT = 256
 MAX_KEPT_BYTES = 16 << 20
 _THREADS = 2
 _MAX_REASON = 500
+_NOT_FOR_USERS = re.compile(r"\n?<(?:backtrace|non-verbose/?|state)>")
+"""What llguidance puts behind a reason: its own stack, or that it leaves its state out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,5 +109,5 @@ def _limits() -> LLParserLimits:
 def _reason(params: StructuredOutputsParams, error: str) -> str:
     names = {"json": "JSON schema", "json_object": "JSON schema", "regex": "regular expression"}
     what = names.get(params.form, params.form.replace("_", " "))
-    text = error.strip()
+    text = _NOT_FOR_USERS.split(error, maxsplit=1)[0].strip()
     return f"The {what} of {params.param} can't be used: {text[:_MAX_REASON]}{'...' if len(text) > _MAX_REASON else ''}"

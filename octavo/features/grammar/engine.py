@@ -7,9 +7,9 @@ is done, ahead of it where all earlier tokens are known by then.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -30,6 +30,14 @@ _MAX_THREADS = 4
 _LONG_S = 0.004
 """Other threads only help with masks that take longer than this. Most are made in 3 us: for 64 of them one thread took
 0.9 ms, four threads 1.6 ms; and on a CPU these compete with those that compute."""
+_COSTLY_S = 0.02
+"""One mask or one token takes longer than this only where a grammar can read the same text in very many ways: with
+large schemas it is 5 ms, with `s: s s s | "a"` 350 ms, and all other requests wait for that."""
+_ALLOWANCE_S = 2.0
+"""So much of that may one request cost the others before it is ended. A moment in which the machine stood still counts
+as a quarter of it at most."""
+_UNTIMED = 16
+"""Masks made on threads can't be told apart: after so many costly steps, one is made without them."""
 
 
 class Masks(msgspec.Struct):
@@ -73,13 +81,24 @@ class _Guided:
 class _Guide:
     """One request's way through its grammar. It has `begun` with its first token, before which its mask is known."""
 
-    __slots__ = ("begun", "compiled", "error", "matcher")
+    __slots__ = ("begun", "compiled", "error", "matcher", "spent")
 
     def __init__(self, compiled: Future[Compiled]) -> None:
         self.compiled = compiled
         self.begun = False
         self.matcher: LLMatcher | None = None
         self.error = ""
+        self.spent = 0.0
+
+    def charge(self, seconds: float) -> None:
+        """Count what one mask or token has cost; end the request once that is too much."""
+        if seconds > _COSTLY_S:
+            self.spent += min(seconds, _ALLOWANCE_S / 4)
+            if self.spent > _ALLOWANCE_S and not self.error:
+                self.error = (
+                    f"{UNFOLLOWED}its grammar is too ambiguous, which has cost {self.spent:.1f} s so far. Write the "
+                    "rules so that there are few ways to read the same text."
+                )
 
 
 class GrammarEngine(EngineHook):
@@ -96,6 +115,7 @@ class GrammarEngine(EngineHook):
         threads = min(_MAX_THREADS, physical_cores() // 2)
         self._executor = LLExecutor(threads) if threads > 1 else None
         self._together = False
+        self._untimed = 0
         self._computes_at_launch = device == "cpu"
         self._bits = np.zeros((1, -(-compiler.vocab_size // 32)), dtype=np.int32)
 
@@ -136,7 +156,9 @@ class GrammarEngine(EngineHook):
         if guide is None or guide.matcher is None:
             return False
         guide.begun = True
+        began = perf_counter()
         taken = guide.matcher.try_consume_tokens(list(tokens))
+        guide.charge(perf_counter() - began)
         if taken == len(tokens) and not guide.matcher.is_stopped():  # as it also is in error
             return False
         if taken < len(tokens) or guide.matcher.is_error():
@@ -181,11 +203,25 @@ class GrammarEngine(EngineHook):
         for place, guide in new.items():
             bits[place] = guide.compiled.result().first
         work = [one for one in guided.work if one[1] not in new] if new else guided.work
-        began = time.perf_counter()
-        first, stride = bits.ctypes.data, bits.strides[0]
+        began, longest = perf_counter(), 0.0
         if self._executor is not None and self._together:
-            self._executor.unsafe_compute_mask_ptr(work, first, stride, len(bits))
+            self._executor.unsafe_compute_mask_ptr(work, bits.ctypes.data, bits.strides[0], len(bits))
+            self._untimed += 1
         else:
-            for matcher, place in work:
-                matcher.unsafe_compute_mask_ptr(first + place * stride, stride)
-        self._together = time.perf_counter() - began > (_LONG_S / 2 if self._together else _LONG_S)
+            longest = _fill_one_by_one(bits, work, guided.guides)
+            self._untimed = 0
+        took = perf_counter() - began
+        unclear = took > _COSTLY_S and (longest > _COSTLY_S or self._untimed >= _UNTIMED)
+        self._together = took > (_LONG_S / 2 if self._together else _LONG_S) and not unclear
+
+
+def _fill_one_by_one(bits: NDArray[np.int32], work: Sequence[tuple[LLMatcher, int]], guides: Sequence[_Guide]) -> float:
+    """Charge each guide what its mask has cost; the seconds of the longest."""
+    first, stride = bits.ctypes.data, bits.strides[0]
+    longest, before = 0.0, perf_counter()
+    for matcher, place in work:
+        matcher.unsafe_compute_mask_ptr(first + place * stride, stride)
+        now = perf_counter()
+        guides[place].charge(now - before)
+        longest, before = max(longest, now - before), now
+    return longest

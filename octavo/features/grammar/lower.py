@@ -50,7 +50,8 @@ def _lower(params: StructuredOutputsParams) -> str:
         case "regex":
             return str(LLMatcher.grammar_from_regex(params.regex or ""))
         case "choice":
-            return _lark("start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in params.choice or ()))
+            words = " | ".join(json.dumps(one, ensure_ascii=False) for one in params.choice or ())
+            return _lark(f"start: CHOICE\nCHOICE: {words}")  # as one terminal: of rules' alternatives there may be few
         case "structural_tag":
             tag = _object(params.structural_tag, "structural_tag", params.param)
             return _lark(tags_to_lark(tag, json_options(params), params.param))

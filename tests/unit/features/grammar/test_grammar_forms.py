@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from toy_tokenizers import byte_level
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured import StructuredOutputsParams
+from octavo.core.structured import MAX_CHOICES, StructuredOutputsParams
 from octavo.features.grammar.lower import lower
 
 BACKEND = byte_level()
@@ -61,6 +61,8 @@ NOTE = {"type": "tag", "begin": "<note>", "content": ANY, "end": "</note>"}
         ({"regex": r"\d{3}-[a-z/]+"}, ["123-ab/c"], ["12-ab", "123-AB", "123-"]),
         ({"regex": "a\nb"}, ["a\nb"], ["ab"]),
         ({"choice": ["yes", 'no "really"', "a\nb", "naïve"]}, ["yes", 'no "really"', "a\nb", "naïve"], ["ye", "no"]),
+        ({"choice": ["a", "ab", "abc"]}, ["a", "ab", "abc"], ["abcd", "b"]),
+        ({"choice": [str(number) for number in range(MAX_CHOICES)]}, ["0", "77", "4095"], ["4096", "x"]),
         ({"grammar": SQL}, ["SELECT * FROM users", "SELECT a, b FROM t WHERE a < 3"], ["SELECT FROM t", "DROP t"]),
         ({"grammar": 'root ::= "x" n\nn ::= [0-9]+ | "-"'}, ["x12", "x-"], ["x", "12"]),
         (

@@ -113,6 +113,8 @@ class House:
         return end
 
 
+# Each rule in all the ways in which the next one can be read, twice.
+DEEP = "start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | r{i + 1} | ""\n' for i in range(300)) + 'r300: /./ | ""'
 ITEM = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"enum": ["a", "b"]}}, "required": ["n", "s"]}
 
 
@@ -197,6 +199,7 @@ def test_nobody_waits_for_a_grammar_that_is_being_compiled(monkeypatch: pytest.M
         ({"regex": "(a|b"}, "unclosed"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"grammar": "start: foo"}, "foo"),
+        ({"grammar": DEEP}, "items"),
         ({"structural_tag": {"format": {"type": "regex", "pattern": "("}}}, "structural tag"),
     ],
 )
@@ -213,6 +216,7 @@ def test_a_bad_form_fails_its_own_request_only(form: dict[str, Any], word: str) 
         assert end.error is not None
         assert word in end.error
         assert len(end.error) < 700
+        assert "<" not in end.error
 
 
 def test_an_abort_while_compiling_leaves_nothing() -> None:
@@ -291,6 +295,56 @@ def test_a_matcher_in_trouble_ends_its_request_with_the_reason() -> None:
     end = house.end("a")
     assert end.finish is FinishReason.ERROR
     assert "grammar" in str(end.error)
+
+
+class Costly:
+    """A matcher whose masks or tokens cost a clock so many seconds each; the clock is what the engine half reads."""
+
+    def __init__(self, matcher: Any, clock: list[float], mask_s: float = 0.0, token_s: float = 0.0) -> None:
+        self._matcher, self._clock = matcher, clock
+        self._mask_s, self._token_s = mask_s, token_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        self._clock[0] += self._mask_s
+        self._matcher.unsafe_compute_mask_ptr(address, size)
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        self._clock[0] += self._token_s
+        return int(self._matcher.try_consume_tokens(tokens))
+
+
+class InOrder:
+    """Stands for llguidance's threads, which take nothing but its own matchers."""
+
+    def unsafe_compute_mask_ptr(self, work: list[tuple[Any, int]], address: int, stride: int, count: int) -> None:
+        for matcher, place in work:
+            matcher.unsafe_compute_mask_ptr(address + place * stride, stride)
+
+
+@pytest.mark.parametrize("cost", [{"mask_s": 0.1}, {"token_s": 0.1}, {"mask_s": 60.0}])
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_grammar_that_costs_the_others_too_much_ends_its_request(
+    cost: dict[str, float], threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(engine_module, "perf_counter", lambda: clock[0])
+    house = House()
+    house.hook._executor = InOrder() if threads else None  # type: ignore[assignment]
+    house.ask("costly", option(regex="[ab]{150}"), max_tokens=150)
+    house.ask("large", option(regex="[cd]{150}"), max_tokens=150)
+    while len(guides := [g for g in house.hook._guides.values() if g.matcher is not None]) < 2:
+        house.deltas += house.loop.step()
+    guides[0].matcher = Costly(guides[0].matcher, clock, **cost)  # type: ignore[assignment]
+    guides[1].matcher = Costly(guides[1].matcher, clock, mask_s=0.015, token_s=0.015)  # type: ignore[assignment]
+    house.run()
+    end = house.end("costly")
+    assert end.finish is FinishReason.ERROR
+    assert "ambiguous" in str(end.error)
+    assert 4 < len(house.text("costly")) < 60
+    assert len(house.text("large")) == 150
 
 
 def test_the_worker_half_finds_each_mask_its_row() -> None:

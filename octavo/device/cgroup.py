@@ -1,0 +1,74 @@
+"""What Linux's control groups leave this process: containers, services (systemd) and batch systems limit it by them.
+
+A limit may be set on the process's own group or on any around it, and all hold. A container sees its group as the root
+of the file system, a service does not. Version 1 has a tree for each resource, version 2 one for all (cgroups(7)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_OWN = Path("/proc/self/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
+_MEMORY = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of either version: the limit, what is used, and the part of that which goes when memory is asked for."""
+
+
+def memory_left() -> int | None:
+    """Bytes that may still be used; None if nothing limits them."""
+    left = [
+        int(limit) - used + _of_stat(folder, reclaimable)
+        for folder in _groups("memory")
+        for limit_name, used_name, reclaimable in _MEMORY
+        if (limit := read(folder / limit_name) or "").isdigit() and (used := _number(folder / used_name)) is not None
+    ]
+    return max(min(left), 0) if left else None
+
+
+def cpu_quota() -> float | None:
+    """Processors' worth of time; None if nothing limits it."""
+    quotas = []
+    for folder in _groups("cpu"):
+        quota, _, period = (read(folder / "cpu.max") or "").partition(" ")
+        if not quota:
+            quota, period = read(folder / "cpu.cfs_quota_us") or "", read(folder / "cpu.cfs_period_us") or ""
+        if quota.isdigit() and period.isdigit() and int(period):  # "max" and -1 are no limit
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def read(path: Path) -> str | None:
+    """A small file's text without white space around it; None if it can't be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """The folders of this process's group and of those around it, as far as they can be seen."""
+    for line in (read(_OWN) or "0::/").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = _ROOT / controller if controllers else _ROOT
+        folder = mount / path.strip("/")
+        yield folder
+        yield from (around for around in folder.parents if around.is_relative_to(mount))
+
+
+def _of_stat(folder: Path, name: str) -> int:
+    for line in (read(folder / "memory.stat") or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    text = read(path) or ""
+    return int(text) if text.isdigit() else None
