@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.nn.attention.triton_fp8 import unit, widen
-from octavo.nn.ops.triton_overlap import follow
+from octavo.nn.ops.triton_overlap import follow, invite, join, lead
 
 WHOLE: tl.constexpr = tl.constexpr(0)
 REST: tl.constexpr = tl.constexpr(1)
@@ -67,14 +67,20 @@ def decode_kernel(
 ):
     """One kv head of one row, and one part of its context. `scale` is the softmax scale times log2(e).
 
-    The `splits` parts of a launch are `parts` of a whole from `first_part` on. If READS is REST, a row's context begins
-    at shared[row]. If it is COMMON, an item is a group of rows with one query each, three numbers in `shared`: where in
-    `rows` they begin, how many they are, and how many tokens they have in common, whole tiles.
+    The `splits` parts of a launch are some of a whole's `parts`, from `first_part` on. If READS is COMMON, an item is a
+    group of rows with one query each, three numbers in `shared`: where in `rows` they begin, how many they are, and how
+    many tokens they have in common, whole tiles. REST is launched behind that and runs beside it: a row's context
+    begins at shared[row], and if it is not DIVIDED, all `parts` are of what came before.
 
     An FP8 cache (FORM, `triton_fp8.py`) comes as 16-bit words, its strides in those, and is computed with in float16:
     of q, the output and the accumulators, even channels are in the first and odd ones in the second of two tiles.
     """
-    follow(OVERLAPS)
+    if READS == COMMON:
+        lead(OVERLAPS)
+    elif READS == REST:
+        invite(OVERLAPS)
+    else:
+        follow(OVERLAPS)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     split = tl.program_id(2)
@@ -187,11 +193,28 @@ def decode_kernel(
                 acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd)
             peak = new_peak
 
+    cell = place.to(tl.int64) * heads + head
+    STEP: tl.constexpr = 1 if FORM == 0 else 2
+    if READS == REST:
+        join(OVERLAPS)
+        if not DIVIDED:
+            for common in range(parts):
+                lse = tl.load(part_lse + cell * parts + common, mask=m_valid, other=float("-inf"))
+                new_peak = tl.maximum(peak, lse)
+                safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                weight, decay = tl.exp2(lse - safe), tl.exp2(peak - safe)
+                total = total * decay + weight
+                found = part_out + (cell * parts + common)[:, None] * D + STEP * d[None, :]
+                held = md_valid & (lse > float("-inf"))[:, None]
+                weight = weight / value_unit
+                acc = acc * decay[:, None] + weight[:, None] * tl.load(found, mask=held, other=0.0)
+                if STEP == 2:
+                    acc_odd = acc_odd * decay[:, None] + weight[:, None] * tl.load(found + 1, mask=held, other=0.0)
+                peak = new_peak
+
     whole = tl.where(total > 0, total, 1.0)
     share_of_whole = (value_unit / whole)[:, None]
-    cell = place.to(tl.int64) * heads + head
     part = cell * parts + first_part + split
-    STEP: tl.constexpr = 1 if FORM == 0 else 2
     for odd in tl.static_range(STEP):
         result = (acc if odd == 0 else acc_odd) * share_of_whole
         channel = STEP * d + odd

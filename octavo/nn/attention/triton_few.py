@@ -77,25 +77,27 @@ def attend_few(
     shared = few.shared if spec.window is None else None
     rows = few.rows if few.rows is not None else step.query_start
     splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device)
+    divided = splits if splits > 1 else 0
     if shared is None:
+        parts = _parts(divided, few, spec, out)
         readings = [_Reading(WHOLE.value, few.count, few.queries, splits, 0, rows, rows)]
     else:
         most = most_sharing(spec.num_heads // spec.num_kv_heads)
         common = _common_splits(-(-few.count // most) * spec.num_kv_heads, step.max_seq_len, q.device)
+        parts = _parts(common + divided, few, spec, out)
         readings = [
-            _Reading(COMMON.value, len(shared.groups), most, common, splits, shared.rows, shared.groups),
-            _Reading(REST.value, few.count, 1, splits, 0, rows, shared.lens),
+            _Reading(COMMON.value, len(shared.groups), most, common, 0, shared.rows, shared.groups),
+            _Reading(REST.value, few.count, 1, splits, common, rows, shared.lens),
         ]
-    parts = _parts(sum(reading.splits for reading in readings), few, spec, out)
     for reading in readings:
         _read(q, cache, scales, step, spec, reading, parts, out, few.rows is not None)
-    if parts.count > 1:
+    if divided:
         _merge(parts, few, rows, step, spec, form_of(cache.dtype), out)
 
 
 def _parts(count: int, few: Few, spec: AttentionSpec, out: Tensor) -> _Parts:
-    if count == 1:
-        return _Parts(out, out, 1)
+    if not count:
+        return _Parts(out, out, 0)
     cells = few.count * few.queries * spec.num_heads * count
     part_out = torch.empty(cells * spec.head_dim, dtype=torch.float32, device=out.device)
     return _Parts(part_out, torch.empty(cells, dtype=torch.float32, device=out.device), count)
@@ -145,7 +147,7 @@ def _read(
         PAGE=cache.shape[3],
         WINDOW=spec.window or 0,
         CAPPED=spec.soft_cap is not None,
-        DIVIDED=parts.count > 1,
+        DIVIDED=reading.kind == COMMON.value or reading.splits > 1,
         READS=reading.kind,
         HAS_ROWS=has_rows,
         HAS_TABLE_ROWS=step.table_rows is not None,

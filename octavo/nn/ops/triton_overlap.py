@@ -32,6 +32,28 @@ def follow(OVERLAPS: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def lead(OVERLAPS: tl.constexpr):
+    """Wait, then let the next launch come, which may use what the ones before this have written without waiting."""
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def join(OVERLAPS: tl.constexpr):
+    """In the middle of a launch: wait for what the one before, which leads, has written."""
+    if OVERLAPS:
+        gdc_wait()
+
+
+@triton.jit
+def invite(OVERLAPS: tl.constexpr):
+    """Let the next launch come."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
 @functools.cache
 def _can_overlap(device: torch.device) -> bool:
     import torch  # kernels are compiled by processes that do without
