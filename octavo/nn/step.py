@@ -25,6 +25,12 @@ class SharedContexts:
     rows: Tensor
     lens: Tensor
 
+    @classmethod
+    def of(cls, packed: Tensor, rows: int) -> SharedContexts:
+        """Views of [3 G + 2 R] int32: groups, rows and lens, one after the other."""
+        groups, order, lens = packed.split([len(packed) - 2 * rows, rows, rows])
+        return cls(groups.view(-1, 3), order, lens)
+
 
 @dataclass(slots=True)
 class StepInput:

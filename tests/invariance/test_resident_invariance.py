@@ -302,7 +302,7 @@ def test_recorded_steps_with_prompts(tokens, prompts, monkeypatch):
     assert replayed["sample"] > 1
 
 
-@pytest.mark.parametrize("settings", [{"max_num_seqs": 4}, {"async_scheduling": False}][: None if GPU else 1], ids=str)
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 8}, {"async_scheduling": False}][: None if GPU else 1], ids=str)
 def test_what_contexts_have_in_common_is_read_once(settings, monkeypatch):
     """Requests come and go in turn, so that groups grow and shrink; some have nothing in common with others."""
     rng = random.Random(os.urandom(8))

@@ -196,9 +196,7 @@ def groups_of(case: ragged.Case) -> SharedContexts:
     most, tokens = TritonAttention(case.dtype, case.spec).sharing()
     found = grouped(tables, whole, most, tokens // case.block_size) or Groups.none()
     size = len(whole)
-    sent = torch.from_numpy(found.padded(size, most, case.block_size)).to(DEVICE)
-    groups, rows, lens = sent.split([3 * size, size, size])
-    return SharedContexts(groups.view(size, 3), rows, lens)
+    return SharedContexts.of(torch.from_numpy(found.padded(size, most, case.block_size)).to(DEVICE), size)
 
 
 def test_padding_rows_share_nothing_and_are_finite(monkeypatch):

@@ -82,8 +82,9 @@ def decode_kernel(
     else:
         follow(OVERLAPS)
     kv_head = tl.program_id(0)
-    item = tl.program_id(1)
-    split = tl.program_id(2)
+    item, split = tl.program_id(1), tl.program_id(2)
+    if READS == COMMON:
+        item, split = split, item  # groups that are not used come last
     heads = tl.num_programs(0) * GROUP
     m = tl.arange(0, M)
     query = m // GROUP

@@ -118,7 +118,8 @@ def _read(
     group = spec.num_heads // spec.num_kv_heads
     block_d = tile_width(spec.head_dim, form)
     shape = decode_shape(q.dtype, block_d, form, max(16, triton.next_power_of_2(group * reading.queries)))
-    decode_kernel[(spec.num_kv_heads, reading.items, reading.splits)](
+    last = (reading.splits, reading.items) if reading.kind == COMMON.value else (reading.items, reading.splits)
+    decode_kernel[(spec.num_kv_heads, *last)](
         q,
         cells,
         step.seq_lens if scales is None else scales,
@@ -184,8 +185,8 @@ def num_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
 
 
 def _common_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
-    """The same of what groups have in common, by programs of four warps."""
-    return _power_of_two(2 * _multiprocessors(device) // programs, max_seq_len)
+    """The same of what groups have in common, which is attended beside the rest."""
+    return _power_of_two(_multiprocessors(device) // programs, max_seq_len)
 
 
 def _power_of_two(wanted: int, max_seq_len: int) -> int:

@@ -28,12 +28,12 @@ from octavo.nn.attention.base import FusedBackend
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.sampling.resident import ResidentSampler
 from octavo.worker.resident.rows import Batch, ResidentSlots, empty_step
-from octavo.worker.resident.sharing import Groups
+from octavo.worker.resident.sharing import Groups, shared_room
 
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 1024
-_SHARING = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+_SHARING = (8, 16, 32, 64, 128, 192, 256, 384, 512)
 """The sizes, as far as they are recorded, with a pass for contexts that begin alike."""
 _WORTH = 32 << 20
 """From how many bytes a layer on it pays to read contexts once: what two more launches take, at 4 TB/s."""
@@ -126,7 +126,8 @@ class DecodeGraphs:
         self._sampled = torch.empty(largest, dtype=torch.int32, device=device)
         layers = [layer for layer in self._model.attention_layers if layer.spec.window is None]
         self._sharing = [size for size in _SHARING if size in self._sizes and layers and self._most_sharing > 1]
-        self._shared = torch.zeros(5 * max(self._sharing, default=0), dtype=torch.int32, device=device)
+        room = shared_room(self._sharing[-1], self._most_sharing) if self._sharing else 0
+        self._shared = torch.zeros(room, dtype=torch.int32, device=device)
         self._block_bytes = layers[0].cache[0].nbytes if layers else 0
         self._hidden = self._computed(largest).clone()
 
@@ -202,8 +203,7 @@ class DecodeGraphs:
         return self._attention.sharing()[0]
 
     def _shared_contexts(self, size: int) -> SharedContexts:
-        groups, rows, lens = self._shared[: 5 * size].split([3 * size, size, size])
-        return SharedContexts(groups.view(size, 3), rows, lens)
+        return SharedContexts.of(self._shared[: shared_room(size, self._most_sharing)], size)
 
     def _forward(self, size: int, shared: SharedContexts | None = None) -> None:
         self._hidden[:size].copy_(self._computed(size, shared))

@@ -36,19 +36,23 @@ class Groups:
         """For a batch of `size` rows, of which those beyond this one's are strangers in groups of at most so many.
 
         Returns:
-            [5 size] int32: what `SharedContexts` holds, in tokens, one after the other.
+            [shared_room(size, most)] int32, for `SharedContexts.of`: the numbers of blocks are of tokens there.
         """
         real = len(self.rows)
-        packed = np.zeros(5 * size, dtype=np.int32)
-        groups, rows, lens = packed[: 3 * size].reshape(size, 3), packed[3 * size : 4 * size], packed[4 * size :]
-        groups[: len(self.groups)] = self.groups * (1, 1, page)
         padding = np.arange(real, size, most)
-        groups[len(self.groups) : len(self.groups) + len(padding), 0] = padding
-        groups[len(self.groups) : len(self.groups) + len(padding), 1] = np.minimum(most, size - padding)
-        rows[:real] = self.rows
-        rows[real:] = np.arange(real, size)
-        lens[:real] = self.lens * page
+        strangers = np.stack([padding, np.minimum(most, size - padding), np.zeros_like(padding)], axis=1)
+        packed = np.zeros(shared_room(size, most), dtype=np.int32)
+        groups = np.concatenate([self.groups * (1, 1, page), strangers])
+        packed[: groups.size] = groups.ravel()
+        packed[-2 * size : -size] = np.concatenate([self.rows, np.arange(real, size)])
+        packed[-size : real - size or None] = self.lens * page
         return packed
+
+
+def shared_room(size: int, most: int) -> int:
+    """Numbers that tell of `size` rows: three a group and two a row. Strangers stand `most` together, and all other
+    groups have two rows or more."""
+    return 3 * (size // 2 + -(-size // most)) + 2 * size
 
 
 class BlockTables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow
+from octavo.nn.step import SharedContexts
 from octavo.worker.resident.sharing import BlockTables, Groups, grouped
 
 
@@ -78,8 +80,8 @@ def test_padding_stands_in_groups_of_strangers(batch, most, padding):
     if found is None:
         return
     size = len(tables) + padding
-    packed = found.padded(size, most, 16)
-    groups, rows, lens = packed[: 3 * size].reshape(size, 3), packed[3 * size : 4 * size], packed[4 * size :]
+    shared = SharedContexts.of(torch.from_numpy(found.padded(size, most, 16)), size)
+    groups, rows, lens = shared.groups.numpy(), shared.rows.numpy(), shared.lens.numpy()
     tables = np.concatenate([tables, np.full((padding, tables.shape[1]), -2, dtype=np.int32)])
     whole = np.concatenate([whole, np.zeros(padding, dtype=np.int64)])
     used = int(np.count_nonzero(groups[:, 1]))
