@@ -85,7 +85,7 @@ class OctavoParser(argparse.ArgumentParser):
         elif not negated and (value is None or _canonical(value) not in map(_canonical, entry.neutral)):
             shown = f"--{name}" + (f" {value}" if value is not None else "")
             rest = (
-                f"; leave it out (or give its neutral value: {', '.join(sorted(entry.neutral))})"
+                f"; leave it out (or give a neutral value: {', '.join(sorted(entry.neutral))})"
                 if any(entry.neutral)
                 else ""
             )

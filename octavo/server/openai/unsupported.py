@@ -35,6 +35,11 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": _ABSENT,
 }
+_INSTEAD = {
+    "functions": "declare them as tools",
+    "function_call": "declare tools, and say which with tool_choice",
+    "logits_processors": "load them at the server's start, with --logits-processors",
+}
 _NEEDLESS = {"guided_decoding_backend": "there is one backend"}
 
 
@@ -57,10 +62,11 @@ def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> lis
         elif name in known:
             neutral = any(_same(value, one) for one in known[name])
         else:
-            warnings.append(unknown_field(name, value, strict=strict))
+            warnings.append(unknown_field(body, name, value, strict=strict))
             continue
         if not neutral:
-            raise UnsupportedError(f"{name} is not supported by this version; leave it out.", param=name, value=value)
+            remedy = _INSTEAD.get(name, "leave it out")
+            raise UnsupportedError(f"{name} is not supported by this version; {remedy}.", param=name, value=value)
     return warnings
 
 
