@@ -138,7 +138,9 @@ def _explain_http(request: Request, exc: HTTPException) -> ApiError:
     error = _from_http(exc)
     path = request.url.path
     if exc.status_code == 404:
-        error.message = f"There is no {request.method} {path} here; {_routes_near(request)}"
+        flag = getattr(request.app.state, "behind", {}).get(path)
+        rest = f" unless the server is started with {flag}." if flag else f"; {_routes_near(request)}"
+        error.message = f"There is no {request.method} {path} here{rest}"
     elif exc.status_code == 405:
         allowed = error.headers.get("allow") or error.headers.get("Allow") or "another method"
         error.message = f"{path} does not answer {request.method}; it answers {allowed}."

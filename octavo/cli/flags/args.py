@@ -145,7 +145,9 @@ def read_value(flag: Flag, raw: Any, where: str) -> Any:
 def _read_one(flag: Flag, raw: Any, where: str) -> Any:
     if isinstance(raw, dict) and flag.dotted:
         return raw
-    if isinstance(raw, (dict, list, bool)) or raw is None:
+    if raw is None:
+        raise ConfigError(f"{where}: has no value; give one, or leave the line out")
+    if isinstance(raw, (dict, list, bool)):
         raise ConfigError(f"{where}: must be one value, not {raw!r}")
     try:
         value = flag.read(str(raw))

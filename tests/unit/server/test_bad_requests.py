@@ -340,6 +340,12 @@ def test_routes_and_methods_that_do_not_exist() -> None:
     assert "/openapi.json lists them" in answer.error()["message"]
     for path, meant in (("/models", "/v1/models"), ("/v1/v1/models", "/v1/models"), ("/v1/helth", "/health")):
         assert f"did you mean {meant}?" in get_now(APP, path).error()["message"]
+    for path, flag in (
+        ("/is_sleeping", "--server-dev-mode"),
+        ("/tokenizer_info", "--enable-tokenizer-info-endpoint"),
+        ("/start_profile", "--profiler-config"),
+    ):
+        assert f"unless the server is started with {flag}." in get_now(APP, path).error()["message"]
     bare = make_house(saying("x"), ServerConfig(enable_docs=False)).app
     assert "this server answers" in get_now(bare, "/v1/nothing").error()["message"]
     answer = get_now(APP, CHAT)
