@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.core.errors import UnsupportedError
+from octavo.core.request import BACKGROUND
 from octavo.server.body import unknown_field
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import GenerationBody
@@ -53,6 +54,7 @@ def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> lis
     known = _BOTH | (_CHAT if chat else {})
     strict = ctx.config.strict_params
     warnings = [] if ctx.frontend.answers.reasoning else _idle_budget(body, strict=strict)
+    warnings += _idle_priority(body, ctx.frontend.info.scheduling_policy, strict=strict)
     for name, value in body.extra.items():
         if name == "best_of":
             neutral = value is None or _same(value, body.choices)
@@ -79,9 +81,22 @@ def _idle_budget(body: GenerationBody, *, strict: bool) -> list[str]:
         "this model marks no reasoning that could be bounded. Leave it out, or start the server with "
         "--reasoning-parser if the model does reason"
     )
+    return [_idle(name, value, why, strict=strict)]
+
+
+def _idle_priority(body: GenerationBody, policy: str, *, strict: bool) -> list[str]:
+    """About a priority under a policy that does not ask for it."""
+    value = body.priority or 0
+    if value == 0 or value >= BACKGROUND or policy in ("", "priority"):
+        return []
+    why = f"the server runs with --scheduling-policy {policy}. Leave it out, or start the server with priority"
+    return [_idle("priority", value, why, strict=strict)]
+
+
+def _idle(name: str, value: int, why: str, *, strict: bool) -> str:
     if strict:
         raise UnsupportedError(f"{name} has no effect: {why}.", param=name, value=value)
-    return [f"`{name}` has no effect: {why}."]
+    return f"`{name}` has no effect: {why}."
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -112,3 +112,14 @@ def test_unknown_fields_are_refused_if_asked_to() -> None:
     openai = {"safety_identifier": "a", "prompt_cache_key": "b", "prompt_cache_retention": "24h", "user": "c"}
     assert "warnings" not in ask_now(strict, CHAT, HELLO | openai).json()
     assert get_now(strict, "/load").status == 200
+
+
+def test_a_priority_that_nobody_asks_for_says_so() -> None:
+    body = HELLO | {"priority": 3}
+    (warning,) = ask_now(make_house(saying("x"), scheduling_policy="fcfs").app, CHAT, body).json()["warnings"]
+    assert warning.startswith("`priority` has no effect: the server runs with --scheduling-policy fcfs.")
+    strict = make_house(saying("x"), ServerConfig(strict_params=True), scheduling_policy="longest-first").app
+    assert ask_now(strict, CHAT, body).error()["param"] == "priority"
+    assert ask_now(strict, CHAT, HELLO | {"priority": 0}).status == 200
+    house = make_house(saying("x"), ServerConfig(strict_params=True), scheduling_policy="priority")
+    assert "warnings" not in ask_now(house.app, CHAT, body).json()
