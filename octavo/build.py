@@ -187,6 +187,7 @@ def _common_info(
         weights=worker.weight_form,
         max_logprobs=config.model.max_logprobs,
         stream_interval=config.model.stream_interval,
+        scheduling_policy=config.scheduler.policy,
         features=features,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -225,6 +226,8 @@ class EngineConfig:
 
 def _by_other_words(name: str, given: str, value: Any) -> Any:
     """A value as the field has it, from words that scripts and other engines use for it."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if name == "dtype" and value is not None:
         text = str(value).removeprefix("torch.")
         return {"half": "float16", "float": "float32"}.get(text, text)
@@ -242,6 +245,8 @@ def _check(kind: Any, name: str, given: str, value: Any) -> None:
     kinds = get_args(kind) or (kind,)
     if value is None and type(None) in kinds:
         return
+    if kind in (str, str | None) and not isinstance(value, str):
+        raise ConfigError(f"{given}={value!r} must be a text.")
     smallest = 0 if name in _FROM_ZERO else 1
     if int in kinds and (type(value) is not int or value < smallest):
         raise ConfigError(f"{given}={value!r} must be a whole number of at least {smallest}.")

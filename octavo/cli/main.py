@@ -38,6 +38,8 @@ class Command(Protocol):
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 done, 1 failed, 2 misused, 128 + N ended by signal N."""
     words = sys.argv[1:] if argv is None else argv
+    if len(words) > 1 and words[0] == "help":
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:10}{about}" for name, about in COMMANDS.items())), end="")
         return 0 if words else 2
@@ -45,9 +47,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"octavo {__version__}")
         return 0
     if words[0] not in COMMANDS:
-        print(f"octavo: error: unknown command {words[0]!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"octavo: error: {_unknown(words[0])}", file=sys.stderr)
         return 2
     return _run(words[0], words[1:])
+
+
+def _unknown(word: str) -> str:
+    from octavo.cli.flags.parser import nearest
+
+    what = "option" if word.startswith("-") else "command"
+    return f"unknown {what} {word!r}{nearest(word, COMMANDS) or '; the commands are ' + ', '.join(COMMANDS)}"
 
 
 def _run(name: str, argv: list[str]) -> int:

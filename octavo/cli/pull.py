@@ -1,4 +1,4 @@
-"""`octavo pull`: get a model by its short name, or list the names."""
+"""`octavo pull`: get a model before it is needed, or list those with a short name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def run(argv: list[str]) -> int:
     if args.list:
         print_catalogue()
         return 0
-    from octavo.hub.pull import pull
+    from octavo.hub.resolve import resolve
 
     with open_display() as display:
-        path = pull(args.name, progress=display.download)
-    print(path)
+        found = resolve(args.name, revision=args.revision, download_dir=args.download_dir, progress=display.download)
+    print(found.path)
     return 0
 
 
@@ -25,10 +25,14 @@ def make_parser() -> OctavoParser:
     parser = OctavoParser(
         "octavo pull",
         words="[NAME]",
-        description="Download a model into Octavo's cache folder ($OCTAVO_CACHE) and print its path. "
-        "A model that is already there is checked, not downloaded again.",
+        description="Download a model and print its path. One of the catalogue goes into Octavo's cache folder "
+        "($OCTAVO_CACHE), one of the Hugging Face Hub into Hugging Face's ($HF_HOME). A model that is already there "
+        "is checked, not downloaded again.",
     )
-    parser.add_argument("name", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=f"(default: {DEFAULT_MODEL})")
+    about = f"a name listed by --list, or a Hugging Face id, OWNER/NAME (default: {DEFAULT_MODEL})"
+    parser.add_argument("name", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=about)
+    parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id (default: main)")
+    parser.add_argument("--download-dir", metavar="FOLDER", help="folder for it, in place of those caches")
     parser.add_argument("--list", action="store_true", help="list the models known by name and exit")
     return parser
 

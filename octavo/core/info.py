@@ -29,6 +29,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         accelerator: "cuda" or "cpu".
         max_logprobs: the largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit.
         stream_interval: the fewest tokens of a choice that are streamed together, but for its first and its last.
+        scheduling_policy: who goes first, by its name; empty where that is not known.
         tasks: what requests may ask for: "generate", "embed", "token_embed", "classify".
         pooler: how vectors are made; None if they are not.
         pid: of the engine's process.
@@ -60,6 +61,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_form: str = ""
     max_logprobs: int = 20
     stream_interval: int = 1
+    scheduling_policy: str = ""
     hidden_size: int = 0
     features: list[str] = msgspec.field(default_factory=list)
     tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])

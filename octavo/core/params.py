@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -213,7 +214,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         try:
             self._check()
         except (AttributeError, TypeError):
-            self._check_types()
+            self._typed()  # a value that could not be compared, mostly
             raise
 
     def _check(self) -> None:
@@ -258,19 +259,24 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """A copy with some fields changed, checked anew."""
         return msgspec.structs.replace(self, **changes)
 
-    def clone(self) -> SamplingParams:
-        """A copy, checked anew."""
-        return self.replace()
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, checked anew with all its types: for what programs made by hand.
 
-    def _check_types(self) -> None:
-        """Only where a value could not be compared, which is soon found out."""
-        for field in msgspec.structs.fields(self):
+        Numbers and arrays of NumPy or torch become Python's own.
+        """
+        return SamplingParams(**(self._typed() | changes))
+
+    def _typed(self) -> dict[str, Any]:
+        """Field -> value, of the type that the field has."""
+        found = {}
+        for field in _fields():
             value = getattr(self, field.name)
             try:
-                msgspec.convert(value, field.type)
+                found[field.name] = msgspec.convert(_plain(value, field.type), field.type)
             except msgspec.ValidationError as exc:
                 text = f"{field.name} is of a type that it can't have: {exc}."
                 raise InvalidRequestError(text, param=field.name, value=value) from None
+        return found
 
     def _check_numbers(self) -> None:
         self._check_range("n", f"n must be at least 1, got {self.n}.")
@@ -360,6 +366,24 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.stop,
             "stop strings are only supported when detokenize is True. Set detokenize=True to use stop.",
         )
+
+
+@cache
+def _fields() -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(SamplingParams)
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Python's own numbers and lists for those of a program that computes; `extra_args` stays as it is."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, float) and value.is_integer() and kind in (int, int | None):
+        return int(value)
+    if isinstance(value, list | tuple | set):
+        return [_plain(one, None) for one in value]
+    if isinstance(value, dict) and kind == dict[int, float] | None:
+        return {_plain(key, int): _plain(one, float) for key, one in value.items()}
+    return value
 
 
 def _require(condition: bool, param: str, value: Any, message: str) -> None:

@@ -10,10 +10,11 @@ _GIB = 1 << 30
 
 
 def too_large(size: int, free: int, where: str) -> str:
-    """What is said of a KV cache that can't be had."""
+    """What is said of a KV cache that can't be had; `size` is what of the bytes asked for could be of use."""
     return (
         f"A KV cache of {size / _GIB:.2f} GiB was asked for, but {free / _GIB:.2f} GiB of {where} are free. Lower "
-        "--kv-cache-memory-bytes or leave it out; --max-model-len and --max-num-seqs bound what is of use."
+        "--kv-cache-memory-bytes or leave it out. A cache is never larger than --max-num-seqs requests of "
+        "--max-model-len can use, so lowering these will do, too."
     )
 
 

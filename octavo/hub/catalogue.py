@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from types import MappingProxyType
 
@@ -50,6 +50,8 @@ class CatalogueEntry:
         title: the name under which the world knows it.
         sources: places to get it from, the preferred one first; all hold the same files.
         licence: an SPDX identifier.
+        sampling: defaults that the model's authors recommend, but that none of its files states, under the names of
+            generation_config.json.
     """
 
     name: str
@@ -57,6 +59,7 @@ class CatalogueEntry:
     description: str
     licence: str
     sources: tuple[PackageSource, ...]
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +91,8 @@ _SMOLLM2 = CatalogueEntry(
             ),
         ),
     ),
+    # From the examples of its model card. At temperature 1 a model this small writes nonsense.
+    sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 _MINILM_FILES = (

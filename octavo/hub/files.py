@@ -17,7 +17,8 @@ class ModelFiles:
         format: how the weights are stored.
         weights: the weight files; empty is legal only for dummy weights.
         config: the content of config.json, or its equivalent made from GGUF metadata.
-        generation_config: the content of generation_config.json, or {}.
+        generation_config: the content of generation_config.json, or its equivalent from GGUF metadata and the
+            catalogue.
         own_fields: fields that the config had before the user overrode some.
     """
 

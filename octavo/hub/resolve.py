@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def resolve(
     kept_in = None if download_dir is None else Path(os.path.expanduser(download_dir))
     if model in CATALOGUE:
         pulled = pull(model, cache_dir=kept_in, progress=progress)
-        return _from_disk(model, pulled, need_weights, tokenizer_only)
+        found = _from_disk(model, pulled, need_weights, tokenizer_only)
+        return replace(found, generation_config={**CATALOGUE[model].sampling, **found.generation_config})
     path = Path(os.path.expanduser(model))
     if model and os.path.exists(path):
         return _from_disk(model, path, need_weights, tokenizer_only)

@@ -64,7 +64,7 @@ def sampling_of(params: Params, default: SamplingParams, count: int) -> list[Sam
     if odd is not None:
         hint = "; for these there is LLM.beam_search" if type(odd).__name__ == "BeamSearchParams" else ""
         raise TypeError(f"sampling_params must be SamplingParams, or a list of them; got {type(odd).__name__}{hint}")
-    return [one.replace(output_kind=OutputKind.FINAL_ONLY) for one in found]
+    return [one.clone(output_kind=OutputKind.FINAL_ONLY) for one in found]
 
 
 def refuse(**given: Any) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -113,12 +114,8 @@ def create_app(
         if not siblings.leads:
             in_one_place = [relayed(router, siblings) for router in in_one_place]
     inference = [inference_routes(ctx, responses), token_routes(ctx), vector_routes(ctx)]
-    optional = [tokenizer_routes(ctx)] if config.enable_tokenizer_info_endpoint else []
-    optional += [profile_routes(ctx)] if frontend.info.profile_dir else []
+    optional, app.state.behind = _behind_flags(ctx)
     optional += [docs_routes()] if config.enable_docs else []
-    if config.server_dev_mode:
-        dev = (dev_routes, pause_routes, sleep_routes, weight_routes, transfer_routes, rpc_routes)
-        optional += [make(ctx) for make in dev]
     for router in (status_routes(ctx), debug_routes(ctx), *inference, *in_one_place, *optional):
         app.include_router(router)
     posts = post_endpoints(*inference)
@@ -129,6 +126,25 @@ def create_app(
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
     return app
+
+
+def _behind_flags(ctx: ServerContext) -> tuple[list[APIRouter], dict[str, str]]:
+    """Routes that there are only with a flag, where that is given; where it is not, path -> flag."""
+    dev = (dev_routes, pause_routes, sleep_routes, weight_routes, transfer_routes, rpc_routes)
+    found: list[APIRouter] = []
+    missing: dict[str, str] = {}
+    for given, flag, makers in (
+        (ctx.config.enable_tokenizer_info_endpoint, "--enable-tokenizer-info-endpoint", (tokenizer_routes,)),
+        (bool(ctx.frontend.info.profile_dir), "--profiler-config", (profile_routes,)),
+        (ctx.config.server_dev_mode, "--server-dev-mode", dev),
+    ):
+        routers = [make(ctx) for make in makers]
+        if given:
+            found += routers
+        else:
+            paths = [route.path for router in routers for route in router.routes if isinstance(route, APIRoute)]
+            missing |= dict.fromkeys(paths, flag)
+    return found, missing
 
 
 def make_context(

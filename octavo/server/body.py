@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, TypeVar
 
 import msgspec
@@ -117,10 +118,15 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "null")
 
 
-def unknown_field(name: str, value: Any, *, strict: bool) -> str:
-    """The warning about a field of a body that nobody knows. Raises `InvalidRequestError` if `strict`."""
-    require(not strict, name, value, f"{name} is not a parameter that this server knows.")
-    return f"The unknown field `{name}` was ignored."
+def unknown_field(body: BaseModel, name: str, value: Any, *, strict: bool) -> str:
+    """The warning about a field of a body that nobody knows, with the one that may have been meant.
+
+    Raises `InvalidRequestError` if `strict`.
+    """
+    near = difflib.get_close_matches(name, type(body).model_fields, n=1, cutoff=0.75)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    require(not strict, name, value, f"{name} is not a parameter that this server knows{hint}")
+    return f"The unknown field `{name}` was ignored{hint}"
 
 
 def require(condition: bool, param: str, value: Any, message: str) -> None:

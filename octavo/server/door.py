@@ -53,9 +53,9 @@ class ApiKeys:
         if not self._digests:
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        shown = _digest(token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
-        matches = [hmac.compare_digest(shown, digest) for digest in self._digests]
-        return any(matches)
+        shown = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        matches = [hmac.compare_digest(_digest(shown), digest) for digest in self._digests]
+        return bool(shown) and any(matches)
 
 
 def key_error() -> ApiError:

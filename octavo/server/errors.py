@@ -138,7 +138,9 @@ def _explain_http(request: Request, exc: HTTPException) -> ApiError:
     error = _from_http(exc)
     path = request.url.path
     if exc.status_code == 404:
-        error.message = f"There is no {request.method} {path} here; {_routes_near(request)}"
+        flag = getattr(request.app.state, "behind", {}).get(path)
+        rest = f" unless the server is started with {flag}." if flag else f"; {_routes_near(request)}"
+        error.message = f"There is no {request.method} {path} here{rest}"
     elif exc.status_code == 405:
         allowed = error.headers.get("allow") or error.headers.get("Allow") or "another method"
         error.message = f"{path} does not answer {request.method}; it answers {allowed}."
@@ -146,10 +148,16 @@ def _explain_http(request: Request, exc: HTTPException) -> ApiError:
 
 
 def _routes_near(request: Request) -> str:
-    """The one route that the client may have meant, or all there are."""
-    known = sorted(request.app.openapi()["paths"])
-    close = difflib.get_close_matches(request.url.path, known, n=1, cutoff=0.7)
-    return f"did you mean {close[0]}?" if close else f"this server answers {', '.join(known)}."
+    """The one route that the client may have meant, or where all are told."""
+    path, known = request.url.path, sorted(request.app.openapi()["paths"])
+    # Mostly it is the client's base URL that lacks /v1, or has it once too often.
+    close = [one for one in (f"/v1{path}", path.removeprefix("/v1")) if one != path and one in known]
+    close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {close[0]}?"
+    if request.app.openapi_url:
+        return "/docs shows the routes there are, and /openapi.json lists them for programs."
+    return f"this server answers {', '.join(known)}."
 
 
 def json_response(value: Any) -> Response:

@@ -70,7 +70,7 @@ def _generation_config(where: str, files: ModelFiles) -> dict[str, Any]:
     path = Path(where).expanduser() / "generation_config.json"
     if not path.is_file():
         raise ConfigError(
-            f"generation_config={where!r}: there is no {path}; give auto, none, or a folder that has one."
+            f"--generation-config {where}: there is no {path}; give auto, none, or a folder that has one."
         )
     return read_json(path)
 
@@ -86,7 +86,7 @@ def _overrides(config: ModelConfig) -> dict[str, Any]:
     unknown = next((name for name in config.override_generation_config if name not in SAMPLING_DEFAULTS), None)
     if unknown is not None:
         raise ConfigError(
-            f"override_generation_config: {unknown!r} is not a sampling default; those are "
+            f"--override-generation-config: {unknown!r} is not a sampling default; those are "
             f"{', '.join(SAMPLING_DEFAULTS)}."
         )
     return config.override_generation_config

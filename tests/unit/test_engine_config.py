@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from octavo.core.errors import ConfigError
         ({"load_format": "bin"}, "choose one of: auto, safetensors, gguf, dummy"),
         ({"device": "tpu"}, "choose one of: auto, cpu"),
         ({"max_model_len": "8k"}, "max_model_len='8k' must be a whole number of at least 1"),
+        ({"model": 5}, "model=5 must be a text"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1"),
         ({"block_size": -1}, "block_size=-1"),
         ({"block_size": True}, "block_size=True"),
@@ -83,3 +85,8 @@ def test_settings_of_others_that_ask_for_nothing_pass(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("float", "float32"), (torch.bfloat16, "bfloat16")])
 def test_a_dtype_by_other_words(word: Any, dtype: str) -> None:
     assert EngineConfig.of(dtype=word).model.dtype == dtype
+
+
+def test_a_path_is_a_name_of_a_model() -> None:
+    config = EngineConfig.of(model=Path("models/mine"), tokenizer=Path("other"))
+    assert (config.model.model, config.model.tokenizer) == ("models/mine", "other")

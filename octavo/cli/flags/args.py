@@ -14,7 +14,7 @@ from typing import Any
 
 from octavo.cli.flags.environment import OTHER_WORDS
 from octavo.cli.flags.flag import Flag
-from octavo.cli.flags.parser import OctavoParser, nearest
+from octavo.cli.flags.parser import OctavoParser, nearest, put
 from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.errors import ConfigError
@@ -115,8 +115,11 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
     names = {alias: flag for flag in known.values() for alias in (flag.name, *flag.aliases)}
     found: dict[str, Any] = {}
     for key, value in content.items():
-        name = str(key).replace("_", "-").removeprefix("--")
-        if name in names:
+        head, _, below = str(key).partition(".")
+        name = head.replace("_", "-").removeprefix("--")
+        if below and name in names and names[name].dotted:
+            put(found.setdefault(names[name].target, {}), below, value)
+        elif name in names and not below:
             found[names[name].target] = read_value(names[name], value, f"--config {path}: {key}")
         elif name in FLAGS:
             if value is not False:
@@ -145,7 +148,9 @@ def read_value(flag: Flag, raw: Any, where: str) -> Any:
 def _read_one(flag: Flag, raw: Any, where: str) -> Any:
     if isinstance(raw, dict) and flag.dotted:
         return raw
-    if isinstance(raw, (dict, list, bool)) or raw is None:
+    if raw is None:
+        raise ConfigError(f"{where}: has no value; give one, or leave the line out")
+    if isinstance(raw, (dict, list, bool)):
         raise ConfigError(f"{where}: must be one value, not {raw!r}")
     try:
         value = flag.read(str(raw))

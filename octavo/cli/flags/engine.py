@@ -134,8 +134,8 @@ MODEL = (
     Flag(
         "generation-config",
         "model.generation_config",
-        "where sampling defaults come from: auto (the model's generation_config.json), a folder with another one, or "
-        "none",
+        "where sampling defaults come from: auto (the model's generation_config.json, or what the catalogue "
+        "recommends), a folder with another one, or none",
         "auto",
         metavar="PLACE",
     ),

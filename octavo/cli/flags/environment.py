@@ -1,12 +1,18 @@
-"""Environment variables that users bring from other servers: those read in other units, and those without an effect."""
+"""Environment variables: those that users bring from other servers in other units, and those without an effect."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from octavo.core.profiling import FOLDER_VARIABLES
 
 PREFIX = "VLLM_"
+_OURS = "OCTAVO_"
+_OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP|SCTP)")
+"""What it sets in every container beside a service that is called octavo."""
+_READ_ELSEWHERE = frozenset({"OCTAVO_CACHE", "OCTAVO_DATA", "OCTAVO_KERNEL_CACHE", *FOLDER_VARIABLES})
 
 
 def _gibibytes(text: str) -> str:
@@ -51,15 +57,24 @@ _NEEDLESS: Mapping[str, str] = {
 
 
 def notices(environ: Mapping[str, str], read: Collection[str]) -> Iterator[str]:
-    """A line for each variable of the other server's that changes nothing here.
+    """A line for each variable of ours, or of the other server's, that changes nothing here.
 
     Args:
-        read: our own variables; those of the same ending are read.
+        read: our own variables that set flags; those of the other server's of the same ending are read.
     """
-    ours = {name.removeprefix("OCTAVO_") for name in read}
-    others = {name for names in OTHER_WORDS.values() for name in names} | {*FOLDER_VARIABLES}
+    ours = {name.removeprefix(_OURS) for name in read}
+    others = {name for names in OTHER_WORDS.values() for name in names} | _READ_ELSEWHERE
     for name in sorted(environ):
+        if _is_ours(name, environ[name]) and name not in read and name not in others:
+            near = difflib.get_close_matches(name, [*read, *_READ_ELSEWHERE], n=1, cutoff=0.8)
+            hint = f"; did you mean {near[0]}?" if near else "; docs/configuration.md lists those there are"
+            yield f"{name} has no effect: there is no such variable{hint}"
         ending = name.removeprefix(PREFIX)
         if ending == name or ending in ours or name in others or not environ[name]:
             continue
         yield f"{name} has no effect: {_NEEDLESS.get(ending, 'this server has no such setting')}"
+
+
+def _is_ours(name: str, value: str) -> bool:
+    of_kubernetes = _OF_KUBERNETES.search(name) or value.startswith(("tcp://", "udp://", "sctp://"))
+    return name.startswith(_OURS) and value != "" and not of_kubernetes

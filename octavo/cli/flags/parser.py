@@ -85,7 +85,7 @@ class OctavoParser(argparse.ArgumentParser):
         elif not negated and (value is None or _canonical(value) not in map(_canonical, entry.neutral)):
             shown = f"--{name}" + (f" {value}" if value is not None else "")
             rest = (
-                f"; leave it out (or give its neutral value: {', '.join(sorted(entry.neutral))})"
+                f"; leave it out (or give a neutral value: {', '.join(sorted(entry.neutral))})"
                 if any(entry.neutral)
                 else ""
             )
@@ -142,12 +142,16 @@ def gather_dotted(words: Sequence[str], known: Collection[str]) -> list[str]:
             kept.append(word)
         else:
             given = value if equals else next(rest, "")
-            *above, last = path.split(".")
-            level = gathered.setdefault(name, {})
-            for key in above:
-                level = level.setdefault(key, {})
-            level[last] = _json_or_text(given)
+            put(gathered.setdefault(name, {}), path, _json_or_text(given))
     return [*(part for name, value in gathered.items() for part in (name, json.dumps(value))), *kept]
+
+
+def put(into: dict[str, Any], path: str, value: Any) -> None:
+    """Set what lies at `a.b` in nested objects."""
+    *above, last = path.split(".")
+    for key in above:
+        into = into.setdefault(key, {})
+    into[last] = value
 
 
 def _json_or_text(text: str) -> Any:

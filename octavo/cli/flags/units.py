@@ -48,7 +48,17 @@ def natural(text: str) -> int:
 
 def context_length(text: str) -> int | None:
     """A count, or `auto` or `-1` for as much as the model has and the memory holds (None)."""
-    return None if text.strip().lower() in ("auto", "-1") else count(text)
+    try:
+        return None if text.strip().lower() in ("auto", "-1") else count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+
+
+def word(text: str) -> str:
+    """Text that is not empty, as what a shell makes of a variable that is not set would be."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the text is empty; give one, or leave the flag out")
+    return text
 
 
 def size(text: str) -> int:

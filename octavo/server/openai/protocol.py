@@ -83,6 +83,9 @@ class GenerationBody(BaseModel):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     top_k: Int | None = None
     min_p: float | None = None

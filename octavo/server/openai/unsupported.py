@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.core.errors import UnsupportedError
+from octavo.core.request import BACKGROUND
 from octavo.server.body import unknown_field
 from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import GenerationBody
@@ -35,6 +36,11 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": _ABSENT,
 }
+_INSTEAD = {
+    "functions": "declare them as tools",
+    "function_call": "declare tools, and say which with tool_choice",
+    "logits_processors": "load them at the server's start, with --logits-processors",
+}
 _NEEDLESS = {"guided_decoding_backend": "there is one backend"}
 
 
@@ -48,6 +54,7 @@ def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> lis
     known = _BOTH | (_CHAT if chat else {})
     strict = ctx.config.strict_params
     warnings = [] if ctx.frontend.answers.reasoning else _idle_budget(body, strict=strict)
+    warnings += _idle_priority(body, ctx.frontend.info.scheduling_policy, strict=strict)
     for name, value in body.extra.items():
         if name == "best_of":
             neutral = value is None or _same(value, body.choices)
@@ -57,10 +64,11 @@ def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> lis
         elif name in known:
             neutral = any(_same(value, one) for one in known[name])
         else:
-            warnings.append(unknown_field(name, value, strict=strict))
+            warnings.append(unknown_field(body, name, value, strict=strict))
             continue
         if not neutral:
-            raise UnsupportedError(f"{name} is not supported by this version; leave it out.", param=name, value=value)
+            remedy = _INSTEAD.get(name, "leave it out")
+            raise UnsupportedError(f"{name} is not supported by this version; {remedy}.", param=name, value=value)
     return warnings
 
 
@@ -73,9 +81,22 @@ def _idle_budget(body: GenerationBody, *, strict: bool) -> list[str]:
         "this model marks no reasoning that could be bounded. Leave it out, or start the server with "
         "--reasoning-parser if the model does reason"
     )
+    return [_idle(name, value, why, strict=strict)]
+
+
+def _idle_priority(body: GenerationBody, policy: str, *, strict: bool) -> list[str]:
+    """About a priority under a policy that does not ask for it."""
+    value = body.priority or 0
+    if value == 0 or value >= BACKGROUND or policy in ("", "priority"):
+        return []
+    why = f"the server runs with --scheduling-policy {policy}. Leave it out, or start the server with priority"
+    return [_idle("priority", value, why, strict=strict)]
+
+
+def _idle(name: str, value: int, why: str, *, strict: bool) -> str:
     if strict:
         raise UnsupportedError(f"{name} has no effect: {why}.", param=name, value=value)
-    return [f"`{name}` has no effect: {why}."]
+    return f"`{name}` has no effect: {why}."
 
 
 def _same(value: Any, neutral: Any) -> bool:

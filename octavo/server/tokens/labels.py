@@ -79,7 +79,7 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
     body = await parse_body(request, LabelsBody, ctx.config.max_body_bytes)
     model = ctx.check_model(body.model)
     extra = (body.model_extra or {}).items()
-    warnings = [unknown_field(one, value, strict=ctx.config.strict_params) for one, value in extra]
+    warnings = [unknown_field(body, one, value, strict=ctx.config.strict_params) for one, value in extra]
     name = body.request_id or request.state.request_id
     jobs = await _prepare(ctx, body, name)
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))

@@ -201,5 +201,5 @@ def _extras(body: VectorBody, *, strict: bool) -> list[str]:
                     f"{name} is not supported by this version; leave it out.", param=name, value=value
                 )
         else:
-            warnings.append(unknown_field(name, value, strict=strict))
+            warnings.append(unknown_field(body, name, value, strict=strict))
     return warnings

@@ -145,6 +145,13 @@ def test_the_command_line_wins_over_the_file_and_that_over_the_environment(
     assert (server.port, server.api_keys, server.max_stop_strings) == (2, ("k1", "k2"), 9)
 
 
+def test_keys_of_an_object_one_by_one_in_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "override_generation_config.top_p: 0.5\nhf-overrides.a.b: 1\nhf-overrides.a.c_d: [2]\n")
+    model = parse("--config", file)[0].model
+    assert model.override_generation_config == {"top_p": 0.5}
+    assert model.hf_overrides == {"a": {"b": 1, "c_d": [2]}}
+
+
 def test_our_own_variable_wins_over_the_borrowed_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "ours")
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
@@ -167,6 +174,8 @@ def test_a_variable_turns_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("port: http", "port: 'http' is not a port"),
         ("port: true", "port: must be one value, not True"),
         ("port: [1, 2]", "must be one value"),
+        ("port:", "port: has no value"),
+        ("port.a: 1", "unknown setting 'port.a'"),
         ("enable-prefix-caching: maybe", "must be true or false, not 'maybe'"),
         ("dtype: int3", "'int3' is not one of auto, float32"),
         ("- a\n- b", "must hold `name: value` lines"),

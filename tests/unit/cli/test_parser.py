@@ -144,9 +144,18 @@ def test_variables_without_an_effect_are_named() -> None:
         "VLLM_NEVER_HEARD_OF": "1",
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_USE_V1": "",
+        "OCTAVO_API_KEY": "k",
+        "OCTAVO_APIKEY": "k",
+        "OCTAVO_PORT": "9",
+        "OCTAVO_CACHE": "c",
+        "OCTAVO_SERVICE_HOST": "10.0.0.1",
+        "OCTAVO_API_PORT": "tcp://10.0.0.1:80",
+        "OCTAVO_PORT_80_TCP_ADDR": "10.0.0.1",
         "HOME": "/",
     }
     assert list(notices(environ, {"OCTAVO_API_KEY"})) == [
+        "OCTAVO_APIKEY has no effect: there is no such variable; did you mean OCTAVO_API_KEY?",
+        "OCTAVO_PORT has no effect: there is no such variable; docs/configuration.md lists those there are",
         "VLLM_DO_NOT_TRACK has no effect: nothing is ever reported to anybody",
         "VLLM_NEVER_HEARD_OF has no effect: this server has no such setting",
     ]

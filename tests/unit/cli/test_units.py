@@ -47,6 +47,18 @@ def test_context_length(text: str, expected: int | None) -> None:
     assert units.context_length(text) == expected
 
 
+def test_a_wrong_context_length_is_told_what_else_there_is() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'most' is not a whole number .*, or auto"):
+        units.context_length("most")
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_a_word_is_not_empty(text: str) -> None:
+    assert units.word("key") == "key"
+    with pytest.raises(argparse.ArgumentTypeError, match="empty"):
+        units.word(text)
+
+
 @pytest.mark.parametrize("text", ["0", "1.01", "-0.5", "nan", "most"])
 def test_wrong_fractions_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="not a fraction"):

@@ -44,7 +44,7 @@ def test_the_real_model(smollm2_files: ModelFiles) -> None:
         "eos_token_id": 2,
     }
     assert {key: smollm2_files.config[key] for key in expected} == expected
-    assert smollm2_files.generation_config == {"eos_token_id": [2]}
+    assert smollm2_files.generation_config["eos_token_id"] == [2]
 
 
 @pytest.mark.parametrize(

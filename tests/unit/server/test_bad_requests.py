@@ -321,10 +321,33 @@ def test_only_json_is_read() -> None:
             assert "application/json" in answer.error()["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions is not supported by this version; declare them as tools."),
+        ({"prediction": {}}, "prediction is not supported by this version; leave it out."),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp is not a field that this server knows;"),
+    ],
+)
+def test_what_to_do_instead(body: dict[str, Any], said: str) -> None:
+    assert ask_now(APP, CHAT, HELLO | body).error()["message"].startswith(said)
+
+
 def test_routes_and_methods_that_do_not_exist() -> None:
     answer = get_now(APP, "/v1/nothing")
     assert answer.status == 404
     assert "/v1/nothing" in answer.error()["message"]
+    assert "/openapi.json lists them" in answer.error()["message"]
+    for path, meant in (("/models", "/v1/models"), ("/v1/v1/models", "/v1/models"), ("/v1/helth", "/health")):
+        assert f"did you mean {meant}?" in get_now(APP, path).error()["message"]
+    for path, flag in (
+        ("/is_sleeping", "--server-dev-mode"),
+        ("/tokenizer_info", "--enable-tokenizer-info-endpoint"),
+        ("/start_profile", "--profiler-config"),
+    ):
+        assert f"unless the server is started with {flag}." in get_now(APP, path).error()["message"]
+    bare = make_house(saying("x"), ServerConfig(enable_docs=False)).app
+    assert "this server answers" in get_now(bare, "/v1/nothing").error()["message"]
     answer = get_now(APP, CHAT)
     assert answer.status == 405
     assert answer.headers["allow"] == "POST"

@@ -34,6 +34,12 @@ def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
             with_key_file(ServerConfig(api_key_file=str(tmp_path / name)))
 
 
+def test_an_empty_key_opens_nothing() -> None:
+    app = make_house(saying("x"), ServerConfig(api_keys=("",))).app
+    for headers in ({}, {"x-api-key": ""}, {"authorization": "Bearer "}):
+        assert ask_now(app, CHAT, HELLO, headers=headers).status == 401
+
+
 def preflight(app: object, origin: str) -> dict[str, str]:
     asked = {"origin": origin, "access-control-request-method": "POST"}
     return ask_now(app, CHAT, method="OPTIONS", headers=asked).headers  # type: ignore[arg-type]
@@ -96,9 +102,24 @@ def test_waiting_tokens_are_bounded_but_one_request_always_fits() -> None:
 
 def test_unknown_fields_are_refused_if_asked_to() -> None:
     body = HELLO | {"temprature": 1}
-    assert ask_now(make_house(saying("x")).app, CHAT, body).json()["warnings"]
+    (warning,) = ask_now(make_house(saying("x")).app, CHAT, body).json()["warnings"]
+    assert warning == "The unknown field `temprature` was ignored; did you mean temperature?"
     strict = make_house(saying("x"), ServerConfig(strict_params=True)).app
-    assert ask_now(strict, CHAT, body).error()["param"] == "temprature"
+    refusal = ask_now(strict, CHAT, body).error()
+    assert refusal["param"] == "temprature"
+    assert "did you mean temperature?" in refusal["message"]
     assert ask_now(strict, "/v1/completions", {"prompt": "a", "foo": None}).error()["param"] == "foo"
-    assert ask_now(strict, CHAT, HELLO).status == 200
+    openai = {"safety_identifier": "a", "prompt_cache_key": "b", "prompt_cache_retention": "24h", "user": "c"}
+    assert "warnings" not in ask_now(strict, CHAT, HELLO | openai).json()
     assert get_now(strict, "/load").status == 200
+
+
+def test_a_priority_that_nobody_asks_for_says_so() -> None:
+    body = HELLO | {"priority": 3}
+    (warning,) = ask_now(make_house(saying("x"), scheduling_policy="fcfs").app, CHAT, body).json()["warnings"]
+    assert warning.startswith("`priority` has no effect: the server runs with --scheduling-policy fcfs.")
+    strict = make_house(saying("x"), ServerConfig(strict_params=True), scheduling_policy="longest-first").app
+    assert ask_now(strict, CHAT, body).error()["param"] == "priority"
+    assert ask_now(strict, CHAT, HELLO | {"priority": 0}).status == 200
+    house = make_house(saying("x"), ServerConfig(strict_params=True), scheduling_policy="priority")
+    assert "warnings" not in ask_now(house.app, CHAT, body).json()

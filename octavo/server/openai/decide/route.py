@@ -31,7 +31,7 @@ async def decisions(ctx: ServerContext, request: Request) -> Response:
     body = await parse_body(request, DecisionBody, ctx.config.max_body_bytes)
     model = ctx.check_model(body.model)
     extra = (body.model_extra or {}).items()
-    warnings = [unknown_field(one, value, strict=ctx.config.strict_params) for one, value in extra]
+    warnings = [unknown_field(body, one, value, strict=ctx.config.strict_params) for one, value in extra]
     name = f"decision-{request.state.request_id}"
     jobs, tokens = [], []
     for number, question in enumerate(body.questions):
