@@ -396,3 +396,8 @@ class ServerConfig:
     batch_concurrency: int | None = None
     root_path: str = ""
     log_level: str = "info"
+
+    def model_names(self, own: str) -> list[str]:
+        """The names under which clients may ask for a model whose `own` name is this; the first is what answers
+        carry."""
+        return list(self.served_model_name) or [own]

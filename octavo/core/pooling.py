@@ -119,6 +119,8 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
+    """One vector of a whole prompt, of length 1 if it is normalized."""
+
     embedding: list[float]
 
     @property
@@ -128,6 +130,8 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
+    """`probs[i]` is the probability of label i; without an activation the head's output for it."""
+
     probs: list[float]
 
     @property
@@ -137,6 +141,8 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
+    """A cross-encoder's output for a pair, or the cosine of two embeddings, in [-1, 1]."""
+
     score: float
 
 

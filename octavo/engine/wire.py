@@ -21,6 +21,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Queue a request; what comes of it is in `News`, or `Refused`."""
+
     request: GenerateRequest
 
 
@@ -48,6 +50,8 @@ class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End a pause."""
+
     call: int
 
 
@@ -60,6 +64,8 @@ class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class WakeUp(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Take the memory of these parts again."""
+
     call: int
     parts: list[Part]
 
@@ -129,6 +135,8 @@ class Phase(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The core takes requests."""
+
     info: ModelInfo
 
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from octavo.config import EngineConfig
-from octavo.core.errors import ConfigError, EngineDeadError, UnsupportedError
+from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.info import ModelInfo
 from octavo.core.log import LogSettings
 from octavo.core.output import RequestOutput
@@ -22,7 +22,7 @@ from octavo.engine.phases import OnPhase
 from octavo.engine.process import CoreProcess
 from octavo.hub.progress import Progress, silent
 from octavo.python.async_worker import AsyncWorkerMethods
-from octavo.python.inputs import refuse, tokenization
+from octavo.python.inputs import no_running_reset, refuse, tokenization
 from octavo.python.tokenizer import ScriptTokenizer
 from octavo.text.chat.content_format import ContentFormat
 from octavo.text.frontend import Frontend
@@ -223,11 +223,7 @@ class AsyncLLM(AsyncWorkerMethods):
             reset_connector: there is none.
         """
         if reset_running_requests:
-            raise UnsupportedError(
-                "reset_running_requests is not supported: running requests keep their KV cache. Abort them first.",
-                param="reset_running_requests",
-                value=True,
-            )
+            raise no_running_reset()
         await self._started()
         await self._client.reset_prefix_cache()
         return True

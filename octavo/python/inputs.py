@@ -114,6 +114,15 @@ def written_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def no_running_reset() -> UnsupportedError:
+    """For whoever wants the KV cache of what runs forgotten."""
+    return UnsupportedError(
+        "reset_running_requests is not supported: running requests keep their KV cache. Abort them first.",
+        param="reset_running_requests",
+        value=True,
+    )
+
+
 def check_chat(content_format: str, tools: Sequence[Any] | None) -> None:
     """Refuses what no chat template can be given."""
     if content_format not in get_args(ContentFormat):

@@ -21,6 +21,7 @@ from octavo.python.inputs import (
     as_list,
     check_chat,
     conversations,
+    no_running_reset,
     one_each,
     refuse,
     sampling_of,
@@ -271,8 +272,11 @@ class LLM(PoolingMethods, WorkerMethods):
         """Forget the KV cache of past prompts; a stream that is open keeps its own. True: that can't fail.
 
         Args:
-            reset_running_requests, reset_connector: there are none.
+            reset_running_requests: refused while a stream is open, which would have to be computed again.
+            reset_connector: there is none.
         """
+        if reset_running_requests and self._core.loop.busy:
+            raise no_running_reset()
         self._core.loop.reset_prefix_cache()
         return True
 

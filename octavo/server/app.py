@@ -155,7 +155,7 @@ def make_context(
     traces: Traces | None = None,
 ) -> ServerContext:
     """What the routes share; parts that are not given are made."""
-    name = (*config.served_model_name, frontend.info.name)[0]
+    name = config.model_names(frontend.info.name)[0]
     metrics = Metrics(frontend.engine, name, log_requests=config.enable_log_requests, tracing=traces)
     lifecycle = lifecycle or Lifecycle()
     return ServerContext(

@@ -43,7 +43,7 @@ class ServerContext:
     @property
     def model_names(self) -> list[str]:
         """The names under which clients may ask for the model; the first is the one that answers carry."""
-        return list(self.config.served_model_name) or [self.frontend.info.name]
+        return self.config.model_names(self.frontend.info.name)
 
     def check_model(self, name: str | None) -> str:
         """The name that the answer carries. A request that names no model means the one there is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import math
 import os
 import weakref
@@ -261,9 +262,14 @@ def test_the_cache_is_forgotten(llm: LLM) -> None:
     long = list(range(7, 71))
     llm.generate(long, GREEDY)
     assert llm.generate(long, GREEDY)[0].num_cached_tokens > 0
-    assert llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache(reset_running_requests=True)  # none runs
     assert llm.stats().num_blocks_cached == 0
     assert llm.generate(long, GREEDY)[0].num_cached_tokens == 0
+    with contextlib.closing(llm.stream("abc", GREEDY)) as stream:
+        next(stream)
+        with pytest.raises(UnsupportedError, match="keep their KV cache"):
+            llm.reset_prefix_cache(reset_running_requests=True)
+        assert llm.reset_prefix_cache()
 
 
 def test_metrics_have_the_servers_names(llm: LLM) -> None:

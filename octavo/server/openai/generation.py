@@ -107,13 +107,18 @@ async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[
                     if transcript is not None:
                         transcript.add(output)
                     ctx.admission.begun(job.request)
-                    for choice in output.outputs:
-                        if choice.finish_reason == "error":
-                            raise _failure(str(choice.stop_reason), job.params)
+                    _check(output, job.params)
                     yield number, output
     finally:
         if transcript is not None:
             transcript.end()
+
+
+def _check(output: RequestOutput, params: SamplingParams) -> None:
+    """Raises ApiError if the engine gave a choice up."""
+    for choice in output.outputs:
+        if choice.finish_reason == "error":
+            raise _failure(str(choice.stop_reason), params)
 
 
 def _failure(reason: str, params: SamplingParams) -> ApiError:

@@ -239,7 +239,7 @@ async def _wait_any(*events: asyncio.Event, timeout: float) -> None:
 
 def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -> str:
     url = base_url(config, sock)
-    model = (*config.served_model_name, frontend.info.name)[0]
+    model = config.model_names(frontend.info.name)[0]
     curl = curl_example(
         url + config.root_path.rstrip("/"),
         model,
