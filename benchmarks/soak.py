@@ -4,8 +4,9 @@
 
 Random weights. Prompts of 1 to 3,000 tokens, some with beginnings in common; 1 to 600 tokens to generate; every kind of
 sampling; a tenth of the requests is aborted at some point. Every few minutes all requests are let end, and what was
-seen so far is written down. It fails if a request ends in an error, if nothing comes for 30 seconds, or if blocks or
-device memory then are not those of the start.
+seen so far is written down. It fails if a request ends in an error, if nothing comes for 30 seconds, if blocks or the
+bytes that torch holds then are not those of the start, or if never again so few bytes of the device were in use (other
+programs may hold some of these).
 """
 
 from __future__ import annotations
@@ -139,20 +140,22 @@ def main() -> None:
     load.run(min(SETTLING_S, args.seconds / 4))
     before = in_use(loop)
     report: dict[str, Any] = {"machine": machine, "device": info.device, "before": before, "legs": []}
-    began, after = time.monotonic(), before
+    began = time.monotonic()
     while (left := began + args.seconds - time.monotonic()) > 0:
         load.run(min(args.leg, left))
         report |= so_far(load, time.monotonic() - began)
-        after = in_use(loop)
-        report["legs"].append({"seconds": report["seconds"], "requests": load.counts["requests"], **after})
+        report["legs"].append({"seconds": report["seconds"], "requests": load.counts["requests"], **in_use(loop)})
         print(json.dumps(report["legs"][-1]), flush=True)
         if args.output:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
-        if load.failures or after != before:
+        if load.failures or holds_more(report["legs"][-1:], before, "blocks", "allocated"):
             break
     print(json.dumps(report, indent=1))
     loop.close()
-    sys.exit(bool(load.failures) or after != before)
+    leaks = holds_more(report["legs"][-1:], before, "blocks", "allocated") or holds_more(
+        report["legs"], before, "device"
+    )
+    sys.exit(bool(load.failures) or leaks)
 
 
 def so_far(load: Load, seconds: float) -> dict[str, Any]:
@@ -164,6 +167,11 @@ def so_far(load: Load, seconds: float) -> dict[str, Any]:
         "preemptions": stats.num_preemptions,
         "failures": load.failures[:20],
     }
+
+
+def holds_more(legs: list[dict[str, Any]], before: dict[str, int], *names: str) -> bool:
+    """Whether after each of these legs more of one of these was in use than before."""
+    return any(name in before and min(leg[name] for leg in legs) > before[name] for name in names)
 
 
 def in_use(loop: EngineLoop) -> dict[str, int]:
