@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 _LATE_S = 1.0
+_ENDING_S = 1.0
+"""For as long may a process that has ended look alive."""
 _SILENCE_S = 10.0
 
 
@@ -241,9 +244,15 @@ class CoreClient:
         loop = asyncio.get_running_loop()
         try:
             self._transport, _ = await loop.create_unix_connection(lambda: _Receiver(self._take), self._process.address)
-        except OSError:
-            await self._process.exited()
-            raise EngineDeadError(self._process.obituary()) from None
+        except OSError as exc:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ENDING_S):
+                    await self._process.exited()
+                raise EngineDeadError(self._process.obituary()) from None
+            raise EngineDeadError(
+                f"The engine core's socket {self._process.address} can't be reached ({exc.strerror or exc}); if "
+                "something has removed its folder, start the server anew."
+            ) from None
         self._send(wire.Hello())
         while not self._ready.done():
             alive = self._process.alive

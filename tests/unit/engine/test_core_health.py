@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ from core_kit import ask, client_of, run, tokens_of, until
 
 from octavo.core.errors import EngineDeadError
 from octavo.engine import client as client_module
+from octavo.engine.client import CoreClient
+from octavo.engine.process import CoreElsewhere
 
 
 def test_health_tells_a_stall_from_idleness_and_from_death(short_path):
@@ -91,5 +94,15 @@ def test_a_client_that_stood_still_itself_does_not_blame_the_core(short_path, mo
             await until(lambda: "makes no progress" in caplog.text)
             gate.set()
             await reading
+
+    run(main())
+
+
+def test_a_core_whose_socket_was_removed_is_not_waited_for(short_path):
+    async def main():
+        async with client_of(short_path) as (_, process):
+            os.unlink(process.address)
+            with pytest.raises(EngineDeadError, match=r"core\.sock can't be reached .*start the server anew"):
+                await CoreClient.start(CoreElsewhere(process.address, os.getpid()))
 
     run(main())
