@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -25,6 +26,9 @@ from octavo.engine.process import CoreElsewhere, CoreProcess
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_LATE_S = 1.0
+_ENDING_S = 1.0
+"""For as long may a process that has ended look alive."""
 _SILENCE_S = 10.0
 
 
@@ -66,7 +70,7 @@ class CoreClient:
         self._numbers = itertools.count()
         self._stats = EngineStats()
         self._dead: str | None = None
-        self._heard_at = time.monotonic()
+        self._heard_at = self._looked_at = time.monotonic()
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
@@ -189,7 +193,8 @@ class CoreClient:
     def health(self) -> Health:
         if self._dead is not None:
             return Health(ok=False, final=True, reason=self._dead)
-        silent = time.monotonic() - self._heard_at
+        now = time.monotonic()
+        silent = now - self._heard_at - self._stood_still(now)
         # Of all clients, by the core's last news; one's own requests may be news to it.
         waiting = max(len(self._streams), self._stats.num_running + self._stats.num_waiting)
         if waiting and silent > self._stall_after_s and not self._stats.paused:
@@ -239,9 +244,15 @@ class CoreClient:
         loop = asyncio.get_running_loop()
         try:
             self._transport, _ = await loop.create_unix_connection(lambda: _Receiver(self._take), self._process.address)
-        except OSError:
-            await self._process.exited()
-            raise EngineDeadError(self._process.obituary()) from None
+        except OSError as exc:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ENDING_S):
+                    await self._process.exited()
+                raise EngineDeadError(self._process.obituary()) from None
+            raise EngineDeadError(
+                f"The engine core's socket {self._process.address} can't be reached ({exc.strerror or exc}); if "
+                "something has removed its folder, start the server anew."
+            ) from None
         self._send(wire.Hello())
         while not self._ready.done():
             alive = self._process.alive
@@ -307,15 +318,27 @@ class CoreClient:
     async def _watch(self) -> None:
         exited = asyncio.create_task(self._process.exited())
         was_well = True
+        self._looked_at = time.monotonic()
         try:
             while not exited.done():
                 await asyncio.wait({exited}, timeout=_LOOK_S)
+                self._look()
                 was_well = self._report(was_well)
         finally:
             exited.cancel()
         reason = self._process.obituary()
         log.error("%s", reason)
         self._die(reason)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._heard_at = min(self._heard_at + self._stood_still(now), now)
+        self._looked_at = now
+
+    def _stood_still(self, now: float) -> float:
+        """Seconds in which this process did not run, so that it could hear nothing: in a frozen container, say."""
+        late = now - self._looked_at - _LOOK_S
+        return late if self._watching is not None and late > _LATE_S else 0.0
 
     def _report(self, was_well: bool) -> bool:
         """Log when the core stops to make progress, with what it is doing, and when it goes on; whether it is well."""

@@ -104,6 +104,19 @@ def test_one_that_dies_takes_only_its_own_streams_along_and_is_started_again(sta
     assert "Traceback" not in server.output()
 
 
+def test_one_that_hangs_is_ended_and_started_again(start: Callable[..., Server]) -> None:
+    server = start("--stall-after", "1")
+    wait_all_ready(server)
+    (victim,) = api_processes(server)
+    os.kill(victim, signal.SIGSTOP)
+    wait_until(lambda: "API process 1 has answered nothing for 1 s." in server.output(), "what is wrong")
+    wait_until(lambda: bool(api_processes(server)) and victim not in api_processes(server), "a restart")
+    wait_until(lambda: "it is started again" in server.output(), "the reason of the restart")
+    for _ in range(16):  # of both
+        assert server.http.get("/health").status_code == 200
+    assert server.stop() == 0, server.output()
+
+
 def test_one_that_dies_again_and_again_ends_the_server(start: Callable[..., Server]) -> None:
     server = start()
     wait_all_ready(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,13 @@ def scan(path: Path, urls: Collection[str], *, max_lines: int, max_line_bytes: i
 
 
 def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """(number from 1, place, content) of each line that is not empty; of one that is too long only the beginning."""
+    """(number from 1, place, content) of each line that is not empty; of one that is too long only the beginning.
+
+    A byte order mark at the beginning, as programs on Windows write it, belongs to no line (RFC 8259, 8.1).
+    """
     with path.open("rb") as file:
-        number = start = 0
+        number = 0
+        start = file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
         while data := file.readline(max_bytes + 2):
             number, place = number + 1, start
             start += len(data)

@@ -10,7 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-logger = logging.getLogger("octavo.server")
+from octavo.server.process.seldom import Seldom
 
 
 def connection_class(
@@ -24,6 +24,8 @@ def connection_class(
     them for `unread_timeout_s` seconds, the connection is closed, and `closed` is told. An orderly end would wait for
     the client, too, so this is an abrupt one.
     """
+
+    log = Seldom(logging.getLogger("octavo.server"))
 
     class Connection(protocol):  # type: ignore[valid-type, misc]
         _unread: asyncio.TimerHandle | None = None
@@ -42,7 +44,7 @@ def connection_class(
 
         def _drop(self) -> None:
             closed()
-            logger.warning("A client has read nothing for %.0f s; its connection is closed.", unread_timeout_s)
+            log.warning("A client has read nothing for %.0f s; its connection is closed.", unread_timeout_s)
             self.transport.abort()
 
         def _watch_no_more(self) -> None:

@@ -7,6 +7,7 @@ of all others, an offer of HTTP/2 is passed over, and HTTP/1.0 gets answers that
 from __future__ import annotations
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -14,13 +15,19 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo.server.errors import ApiError
+from octavo.server.process.seldom import Seldom
 
 MAX_HEAD = 64 << 10
+_TLS = b"\x16\x03"
+"""How a TLS handshake begins."""
+_IS_TLS = "A client (%s) began a TLS handshake: its URL must begin with http://, or this server needs --ssl-certfile."
+_NO_HTTP = "A client (%s) sent what is no HTTP request."
 
 
 def http_class(head_timeout_s: float) -> type[HttpConnection]:
-    """Connections on which a head may take so long."""
-    return type("HttpConnection", (HttpConnection,), {"head_timeout_s": head_timeout_s})
+    """Connections on which a head may take so long. They share a log."""
+    log = Seldom(logging.getLogger("octavo.server"))
+    return type("HttpConnection", (HttpConnection,), {"head_timeout_s": head_timeout_s, "log": log})
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -28,9 +35,11 @@ class HttpConnection(HttpToolsProtocol):
 
     Attributes:
         head_timeout_s: from its first byte, and of a new connection from its beginning, until a head is complete.
+        log: for what clients do wrong.
     """
 
-    head_timeout_s = 60.0
+    head_timeout_s: float
+    log: Seldom
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -68,7 +77,7 @@ class HttpConnection(HttpToolsProtocol):
             else:
                 self._stay(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self.logger.warning("Invalid HTTP request received.")
+            self.log.warning(_IS_TLS if data.startswith(_TLS) else _NO_HTTP, self.client[0] if self.client else "-")
             self.send_400_response("Invalid HTTP request received.")
 
     def _stay(self, rest: bytes) -> None:

@@ -36,6 +36,7 @@ OWN_METRICS = "/own/metrics"
 _MODULE = "octavo.server.siblings.main"
 _POLL_S = 0.05
 _ANSWER_S = 2.0
+_LOOK_S = 5.0
 _END_S = 5.0
 _MOST_DEATHS, _DEATHS_WITHIN_S = 3, 300.0
 
@@ -164,7 +165,9 @@ class Crew:
                 self._unready.discard(charge.index)
                 if not self._unready:
                     self.ready.set()
+            watching = asyncio.create_task(self._watch(charge, child))
             await _gone(child)
+            watching.cancel()
             self._lose(charge.index)
             if self._ending:
                 return
@@ -179,6 +182,29 @@ class Crew:
                 logger.error("%s; the requests that it was answering are lost, and it is started again.", how)
                 continue
             return
+
+    async def _watch(self, charge: Charge, child: subprocess.Popen[bytes]) -> None:
+        """Kill a process that lives but answers no more: it would go on getting its share of the connections.
+
+        It is asked twice, for it may have been this process that stood still.
+        """
+        patience_s = charge.config.stall_after_s
+        while await self._answers(charge.index, patience_s) or await self._answers(charge.index, _ANSWER_S):
+            await asyncio.sleep(_LOOK_S)
+        if not self._ending:
+            logger.error("API process %d has answered nothing for %.0f s.", charge.index, patience_s)
+            child.kill()
+
+    async def _answers(self, index: int, patience_s: float) -> bool:
+        """False if it is there, but silent."""
+        try:
+            async with asyncio.timeout(patience_s):
+                await ask(self.siblings.path(index), "GET", OWN_METRICS)
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True  # it begins or has ended
+        return True
 
     def _lose(self, index: int) -> None:
         """Whatever a process held is given up; what it counted stays."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import signal
 import socket
 import sys
 
+from octavo.core.errors import OctavoError
 from octavo.engine.client import CoreClient
 from octavo.engine.process import CoreElsewhere, die_with_parent
 from octavo.server.process.garbage import seldom_collecting
@@ -19,6 +21,8 @@ from octavo.server.process.stop import Stop
 from octavo.server.siblings.crew import Charge
 from octavo.server.siblings.siblings import Siblings
 
+logger = logging.getLogger("octavo.server")
+
 _STDIN, _STDOUT = 0, 1
 
 
@@ -28,8 +32,12 @@ def main() -> int:
     die_with_parent()
     charge = pickle.loads(_read(int.from_bytes(_read(8))))
     log_to(charge.config, f"API {charge.index}")
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_serve(charge))
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(_serve(charge))
+    except OctavoError as exc:
+        logger.error("%s", exc)
+        return 1
     return 0
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
 
 import pytest
+from core_kit import Turnstile, ask, client_of, run, tokens_of, until
 
-from octavo.cache.cache import KVCache
 from octavo.core.errors import (
     ConfigError,
     EngineDeadError,
@@ -22,134 +21,13 @@ from octavo.core.errors import (
 )
 from octavo.core.info import Received
 from octavo.core.output import FinishReason, TokenDelta
-from octavo.core.params import SamplingParams
 from octavo.core.pausing import Part, PauseMode
-from octavo.core.request import GenerateRequest
 from octavo.engine import wire
 from octavo.engine.client import CoreClient
-from octavo.engine.connections import listen_at
-from octavo.engine.core_server import CoreServer
-from octavo.engine.fake import fake_info
 from octavo.engine.frames import frame
 from octavo.engine.inbox import Inbox
-from octavo.engine.loop import EngineLoop
-from octavo.engine.phases import PhaseTimer
 from octavo.engine.process import CoreElsewhere
-from octavo.engine.toy import ToyDevice, toy_generate
-from octavo.schedule.policy import make_policy
-from octavo.schedule.scheduler import Limits, Scheduler
-
-
-class ThreadCore:
-    """What `CoreClient` needs of a `CoreProcess`, in a thread. `fail` is raised instead of starting."""
-
-    def __init__(self, folder, *, fail=None, gate=None):
-        self.address = f"{folder}/core.sock"
-        self._listener = listen_at(self.address)
-        self.fail, self.gate = fail, gate
-        self.killed = threading.Event()
-        self.loop = None
-        self.stacks_shown = 0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        CoreServer(self._listener).run(self._make)
-
-    def _make(self, on_phase):
-        timer = PhaseTimer(on_phase)
-        timer.begin("weights")
-        if self.fail is not None:
-            raise self.fail
-        timer.end()
-        cache = KVCache(64, 4)
-        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
-        self.loop = GatedLoop(Scheduler(cache, limits, make_policy("fcfs")), ToyDevice(64, 4), gate=self.gate)
-        return self.loop, fake_info()
-
-    @property
-    def alive(self):
-        return self._thread.is_alive() and not self.killed.is_set()
-
-    async def exited(self):
-        while self.alive:
-            await asyncio.sleep(0.01)
-
-    def obituary(self):
-        return "The engine core was killed by SIGKILL."
-
-    def show_stacks(self):
-        self.stacks_shown += 1
-
-    def stop(self):
-        """A process that was killed is gone; a thread must still be told."""
-        if self.killed.is_set():
-            with socket.socket(socket.AF_UNIX) as peer:
-                peer.connect(self.address)
-                peer.sendall(frame(wire.encode(wire.Shutdown())))
-        self._thread.join()
-
-
-class GatedLoop(EngineLoop):
-    """Steps only while the gate is open, so that a test decides when the core makes progress."""
-
-    def __init__(self, *args, gate=None):
-        super().__init__(*args)
-        self.gate = gate
-
-    def step(self):
-        if self.gate is not None:
-            self.gate.wait()
-        return super().step()
-
-
-class Turnstile:
-    """A gate that lets so many steps through, and all of them once it is set."""
-
-    def __init__(self, steps):
-        self._places, self._open = threading.Semaphore(steps), False
-
-    def wait(self):
-        if not self._open:
-            self._places.acquire()
-
-    def set(self):
-        self._open = True
-        self._places.release()
-
-
-@contextlib.asynccontextmanager
-async def client_of(folder, *, stall_after_s=60.0, on_phase=None, max_unread_tokens=None, **core):
-    process = ThreadCore(folder, **core)
-    client = await CoreClient.start(
-        process, stall_after_s=stall_after_s, max_unread_tokens=max_unread_tokens, on_phase=on_phase
-    )
-    try:
-        yield client, process
-    finally:
-        if process.gate is not None:
-            process.gate.set()
-        await client.close()
-
-
-def ask(name, prompt=(1, 2, 3), **params):
-    return GenerateRequest(
-        id=name, tokens=list(prompt), params=SamplingParams(**{"seed": 0, "max_tokens": 8, **params})
-    )
-
-
-async def tokens_of(client, request):
-    return [token async for delta in client.generate(request) for token in delta.tokens]
-
-
-async def until(condition):
-    async with asyncio.timeout(120):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def run(coroutine):
-    return asyncio.run(coroutine)
+from octavo.engine.toy import toy_generate
 
 
 def test_many_requests_each_get_their_own_tokens(short_path):
@@ -225,59 +103,6 @@ def test_a_refusal_reaches_only_its_request(short_path):
                 await tokens_of(client, ask("long", range(1, 199), max_tokens=9))
             assert caught.value.param == "max_tokens"
             assert await tokens_of(client, ask("short"))
-
-    run(main())
-
-
-def test_health_tells_a_stall_from_idleness_and_from_death(short_path):
-    async def main():
-        gate = threading.Event()
-        async with client_of(short_path, gate=gate, stall_after_s=0.02) as (client, process):
-            await asyncio.sleep(0.03)
-            assert client.health().ok, "idle is healthy, however long"
-            reading = asyncio.create_task(tokens_of(client, ask("r")))
-            await until(lambda: not client.health().ok)
-            assert "no step has completed" in client.health().reason
-            gate.set()
-            await reading
-            assert client.health().ok
-            gate.clear()
-            reading = asyncio.create_task(tokens_of(client, ask("r2")))
-            await until(lambda: process.loop.busy)
-            process.killed.set()
-            with pytest.raises(EngineDeadError, match="SIGKILL"):
-                await reading
-            assert client.health().reason == "The engine core was killed by SIGKILL."
-            assert client.health().final
-            with pytest.raises(EngineDeadError):
-                await tokens_of(client, ask("r3"))
-
-    run(main())
-
-
-def test_a_stall_is_logged_once_with_the_stacks_and_so_is_its_end(short_path, caplog):
-    async def main():
-        gate = threading.Event()
-        async with client_of(short_path, gate=gate, stall_after_s=0.3) as (client, process):
-            reading = asyncio.create_task(tokens_of(client, ask("r")))
-            await until(lambda: process.stacks_shown)
-            assert "1 requests wait, but no step has completed" in caplog.text
-            gate.set()
-            await reading
-            await until(lambda: "makes progress again" in caplog.text)
-            assert process.stacks_shown == 1
-            assert caplog.text.count("makes no progress") == 1
-
-    run(main())
-
-
-def test_an_idle_core_gives_signs_of_life_and_one_that_gives_none_is_ill(short_path):
-    async def main():
-        async with client_of(short_path, stall_after_s=0.02) as (client, _):
-            client._heard_at -= 100
-            assert "has given no sign of life for 100 s" in client.health().reason
-            assert not client.health().final
-            await until(lambda: client.health().ok)
 
     run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -11,6 +12,7 @@ from server_kit import HELLO, running
 
 from octavo.config import ServerConfig
 from octavo.server.process.head import MAX_HEAD
+from octavo.server.process.seldom import Seldom
 
 CHAT = b"/v1/chat/completions"
 GET = b"GET /version HTTP/1.1\r\nHost: x\r\n"
@@ -125,3 +127,34 @@ def test_http_1_0_gets_no_chunks() -> None:
     assert body.endswith(b"data: [DONE]\n\n")
     whole = sending(post(b"1.0"))
     assert json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == "Bonjour"
+
+
+def test_what_clients_send_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with running(ServerConfig(port=0, log_stats_interval_s=0)) as (_, sock):
+            for sent in (b"\x00\x01\r\n\r\n", b"\x16\x03\x01\x00\xff\x01") * 20:
+                reader, writer = await asyncio.open_connection(*sock.getsockname()[:2])
+                writer.write(sent)
+                assert b"400" in await reader.read()
+                writer.close()
+
+    asyncio.run(scenario())
+    assert len(caplog.messages) == 2
+    assert "(127.0.0.1) sent what is no HTTP request" in caplog.messages[0]
+    assert "--ssl-certfile" in caplog.messages[1]
+
+
+def test_the_next_line_says_how_many_were_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [1000.0]
+    log = Seldom(logging.getLogger("octavo.server"), lambda: clock[0])
+    for _ in range(3):
+        log.warning("%s did this.", "one")
+        log.warning("All of them did that.")
+    clock[0] += 60
+    log.warning("%s did this.", "two")
+    log.warning("%s did this.", "three")
+    assert caplog.messages == [
+        "one did this.",
+        "All of them did that.",
+        "two did this. (And 2 more like this before.)",
+    ]

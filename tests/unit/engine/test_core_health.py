@@ -1,0 +1,108 @@
+"""What a client knows of its core's health: progress, signs of life, stalls, death, and its own standstill."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+from core_kit import ask, client_of, run, tokens_of, until
+
+from octavo.core.errors import EngineDeadError
+from octavo.engine import client as client_module
+from octavo.engine.client import CoreClient
+from octavo.engine.process import CoreElsewhere
+
+
+def test_health_tells_a_stall_from_idleness_and_from_death(short_path):
+    async def main():
+        gate = threading.Event()
+        async with client_of(short_path, gate=gate, stall_after_s=0.02) as (client, process):
+            await asyncio.sleep(0.03)
+            assert client.health().ok, "idle is healthy, however long"
+            reading = asyncio.create_task(tokens_of(client, ask("r")))
+            await until(lambda: not client.health().ok)
+            assert "no step has completed" in client.health().reason
+            gate.set()
+            await reading
+            assert client.health().ok
+            gate.clear()
+            reading = asyncio.create_task(tokens_of(client, ask("r2")))
+            await until(lambda: process.loop.busy)
+            process.killed.set()
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await reading
+            assert client.health().reason == "The engine core was killed by SIGKILL."
+            assert client.health().final
+            with pytest.raises(EngineDeadError):
+                await tokens_of(client, ask("r3"))
+
+    run(main())
+
+
+def test_a_stall_is_logged_once_with_the_stacks_and_so_is_its_end(short_path, caplog):
+    async def main():
+        gate = threading.Event()
+        async with client_of(short_path, gate=gate, stall_after_s=0.3) as (client, process):
+            reading = asyncio.create_task(tokens_of(client, ask("r")))
+            await until(lambda: process.stacks_shown)
+            assert "1 requests wait, but no step has completed" in caplog.text
+            gate.set()
+            await reading
+            await until(lambda: "makes progress again" in caplog.text)
+            assert process.stacks_shown == 1
+            assert caplog.text.count("makes no progress") == 1
+
+    run(main())
+
+
+def test_an_idle_core_gives_signs_of_life_and_one_that_gives_none_is_ill(short_path):
+    async def main():
+        async with client_of(short_path, stall_after_s=0.02) as (client, _):
+            client._heard_at -= 100
+            assert "has given no sign of life for 100 s" in client.health().reason
+            assert not client.health().final
+            await until(lambda: client.health().ok)
+
+    run(main())
+
+
+def test_a_client_that_stood_still_itself_does_not_blame_the_core(short_path, monkeypatch, caplog):
+    clock = [1000.0]
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(client_module, "_LOOK_S", 0.001)
+
+    async def main():
+        gate = threading.Event()
+        async with client_of(short_path, gate=gate, stall_after_s=60) as (client, process):
+
+            async def looked():
+                await until(lambda: client._looked_at == clock[0])
+                return client.health().ok
+
+            reading = asyncio.create_task(tokens_of(client, ask("r")))
+            await until(lambda: process.loop.busy)
+            clock[0] += 3600
+            assert client.health().ok
+            assert await looked()
+            thawed = clock[0]
+            while await looked():
+                clock[0] += 0.5
+            assert 60 <= clock[0] - thawed <= 61
+            await until(lambda: "makes no progress" in caplog.text)
+            gate.set()
+            await reading
+
+    run(main())
+
+
+def test_a_core_whose_socket_was_removed_is_not_waited_for(short_path):
+    async def main():
+        async with client_of(short_path) as (_, process):
+            os.unlink(process.address)
+            with pytest.raises(EngineDeadError, match=r"core\.sock can't be reached .*start the server anew"):
+                await CoreClient.start(CoreElsewhere(process.address, os.getpid()))
+
+    run(main())
