@@ -243,7 +243,8 @@ class CompletionBody(GenerationBody):
     @property
     def choices(self) -> int:
         """How many are generated; with `best_of`, more than are answered."""
-        return max(self.answered, self.best_of or 0)
+        n = self.answered
+        return max(n, self.best_of or 0) if n > 0 else n  # one that can't be is told as it is
 
     @property
     def only_echo(self) -> bool:

@@ -92,6 +92,13 @@ def test_a_wrong_best_of_is_refused(fields: dict[str, Any]) -> None:
     assert answer.error()["param"] in ("best_of", "n")
 
 
+@pytest.mark.parametrize("fields", [{"n": 0}, {"n": -1}, {"n": -1, "best_of": 3}])
+def test_too_small_an_n_is_told_as_it_was_sent(fields: dict[str, Any]) -> None:
+    answer = ask_now(make_house(saying("x")).app, PATH, ASKED | fields)
+    assert answer.status == 400
+    assert f"n must be at least 1, got {fields['n']}." in answer.error()["message"]
+
+
 def test_bad_words_become_tokens_with_and_without_a_space() -> None:
     house = make_house(saying("x"))
     ask_now(house.app, PATH, ASKED | {"bad_words": ["no", "é"]})
