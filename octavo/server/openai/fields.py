@@ -10,9 +10,9 @@ from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.server.validation import kind_of
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+"""An integer that fits the wire; pydantic's strict mode refuses booleans, floats and strings."""
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\u0000-\u001f\u007f-\u009f\u2028\u2029]+$")]
 """It stands in the log, where nothing of it may begin a line or steer a terminal."""
-"""An integer that fits the wire; pydantic's strict mode refuses booleans, floats and strings."""
 
 
 def _texts(value: Any) -> list[str] | None:

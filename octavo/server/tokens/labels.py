@@ -20,7 +20,7 @@ from octavo.core.request import BACKGROUND
 from octavo.server.body import parse_body, require, unknown_field
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import json_response
-from octavo.server.openai.fields import Int, Items
+from octavo.server.openai.fields import Int, Items, RequestId
 from octavo.server.openai.generation import Job, UsageCounter, collect
 from octavo.server.openai.next_token import asking_for, logprobs_of, shares_of
 from octavo.server.openai.responses import Usage
@@ -58,7 +58,7 @@ class LabelsBody(BaseModel):
     add_special_tokens: bool | None = None
     model: str | None = None
     priority: Int | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    request_id: RequestId | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
 

@@ -215,6 +215,7 @@ def test_items_are_scored_by_the_token_that_follows(house: House, softmax: bool,
         ({"items": [[5], [10**9]]}, "items.1"),
         ({"items": 5}, "items"),
         ({"query": None}, "query"),
+        ({"request_id": "a\nINFO Request b ended"}, "request_id"),
     ],
 )
 def test_what_can_not_be_scored(house: House, fields: dict[str, Any], param: str) -> None:
