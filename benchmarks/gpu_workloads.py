@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--scheduling-policy", default="longest-first", help="as LLM has it; or fcfs")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--disable-cascade-attn", action="store_true")
     parser.add_argument("--attention-backend", help="triton, flash_attn or flashinfer; by default the fastest")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8_e4m3 or fp8_e5m2")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95, top-k 50, penalty 1.1")
@@ -62,6 +63,7 @@ def main() -> None:
     report |= {
         "sampled": args.sampled,
         "eager": args.enforce_eager,
+        "disable_cascade_attn": args.disable_cascade_attn,
         "scheduling_policy": args.scheduling_policy,
         "kv_blocks": info.num_blocks,
     }
@@ -87,6 +89,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
         max_model_len=16384,
         scheduling_policy=args.scheduling_policy,
         enforce_eager=args.enforce_eager,
+        disable_cascade_attn=args.disable_cascade_attn,
         kv_cache_dtype=args.kv_cache_dtype,
         attention_backend=args.attention_backend,
     )

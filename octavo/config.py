@@ -166,6 +166,8 @@ class DeviceConfig:
         cpu_bind: the cores that it is bound to on a CPU: "auto", "nobind" or a list (0-3,8); see `device/binding.py`.
         cpu_isa: the instruction set of the CPU kernels: "auto" or a name in `native/isa.py`.
         enforce_eager: launch every operation of every step; otherwise, decoding on a GPU is recorded once and replayed.
+        disable_cascade_attn: requests that decode on a GPU read their whole contexts, each its own; otherwise what
+            contexts have in common is read once.
         profiler_config: where profiles are written and what is in them; see `core/profiling.py`. Without it the
             environment variable for the folder counts.
     """
@@ -176,6 +178,7 @@ class DeviceConfig:
     cpu_bind: str = "auto"
     cpu_isa: str = "auto"
     enforce_eager: bool = False
+    disable_cascade_attn: bool = False
     profiler_config: dict[str, Any] = field(default_factory=dict)
 
 

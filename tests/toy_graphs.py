@@ -19,8 +19,8 @@ REPLAYED: dict[str, int] = {}
 class Unrecorded(DecodeGraphs):
     """Graphs that compute anew what they would replay, and count how often."""
 
-    def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
-        self._reserve(max_rows)
+    def capture(self, max_rows: int, loaded: Collection[int] = (), *, shares: bool = True) -> None:
+        self._reserve(max_rows, shares)
         for size in self._sizes:
             forward = Again(self, "_forward", "forward", size)
             sample = Again(self, "_sample", "sample", size)
@@ -56,7 +56,8 @@ def unrecorded_graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def recorded(self: Worker, **settings: Any) -> Any:
         runner = make(self, **settings)
         if isinstance(runner, ResidentRunner):
-            runner.capture(settings["num_slots"], settings["max_step_tokens"])
+            shares = not self._settings.disable_cascade_attn
+            runner.capture(settings["num_slots"], settings["max_step_tokens"], shares=shares)
         return runner
 
     REPLAYED.update(forward=0, sample=0, mixed=0, sharing=0)

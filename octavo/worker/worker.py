@@ -344,7 +344,7 @@ class Worker:
             recorded = [] if eager else [*sizes(num_slots), *token_counts(max_step_tokens)]
             chosen = choose_products(self.model, recorded, self._await_kernels)
             if recorded:
-                runner.capture(num_slots, max_step_tokens, chosen)
+                runner.capture(num_slots, max_step_tokens, chosen, shares=not self._settings.disable_cascade_attn)
             runner.warm_up(max_step_tokens)
         return runner
 

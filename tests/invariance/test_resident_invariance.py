@@ -327,6 +327,21 @@ def test_what_contexts_have_in_common_is_read_once(settings, monkeypatch):
     assert any(sent)
 
 
+@pytest.mark.skipif(GPU, reason="whether groups were sent does not depend on the device")
+def test_reading_once_can_be_turned_off(monkeypatch):
+    head = list(range(4, 72))
+    asked = [
+        GenerateRequest(id=f"r{i}", tokens=[*head, 80 + i], params=SamplingParams(max_tokens=3, temperature=0))
+        for i in range(2)
+    ]
+    monkeypatch.setattr("octavo.worker.resident.graphs._WORTH", 1)
+    monkeypatch.setattr("octavo.worker.resident.graphs._WORTH_OF_PADDING", 0)
+    replayed = unrecorded_graphs(monkeypatch)
+    resident(asked, monkeypatch, max_num_seqs=8, disable_cascade_attn=True)
+    assert replayed["forward"]
+    assert not replayed["sharing"]
+
+
 def test_numbers_of_tokens_that_are_recorded_can_be_drawn_for():
     """Each is a batch size of decoding, or above all of them."""
     for rows in range(1, MAX_ROWS + 1):

@@ -293,6 +293,14 @@ DEVICE = (
         switch=True,
     ),
     Flag(
+        "disable-cascade-attn",
+        "device.disable_cascade_attn",
+        "have requests that decode together read their whole contexts, each its own, instead of reading once what "
+        "contexts have in common (on a GPU)",
+        "off",
+        switch=True,
+    ),
+    Flag(
         "profiler-config",
         "device.profiler_config",
         "allow requests to make profiles of the engine (/start_profile), as JSON: "

@@ -82,8 +82,9 @@ class DecodeGraphs:
         self._replay: tuple[int, torch.cuda.CUDAGraph] | None = None
         self.pool: Any = None
 
-    def capture(self, max_rows: int, loaded: Collection[int] = ()) -> None:
-        """Record all sizes, the largest first, so that the others find their memory in its pool.
+    def capture(self, max_rows: int, loaded: Collection[int] = (), *, shares: bool = True) -> None:
+        """Record all sizes, the largest first, so that the others find their memory in its pool; and with `shares` what
+        reads once what contexts have in common.
 
         What is recorded must have been compiled and loaded before. Of the sizes in `loaded` only the matrix products
         depend on the very size, and these are; so only the powers of two among them are run first.
@@ -91,7 +92,7 @@ class DecodeGraphs:
         began = time.perf_counter()
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self._slots.device)[0]
-        self._reserve(max_rows)
+        self._reserve(max_rows, shares)
         self.pool = torch.cuda.graph_pool_handle()
         with no_collection():
             for size in reversed(self._sizes):
@@ -115,7 +116,7 @@ class DecodeGraphs:
         seconds = time.perf_counter() - began
         log.info("captured decoding at %d batch sizes in %.1f s and %.2f GiB", len(self._sizes), seconds, taken)
 
-    def _reserve(self, max_rows: int) -> None:
+    def _reserve(self, max_rows: int, shares: bool) -> None:
         """The buffers of the largest size."""
         device = self._slots.device
         self._sizes = sizes(max_rows)
@@ -125,7 +126,8 @@ class DecodeGraphs:
         self._buffers = empty_step(largest, largest, device)
         self._sampled = torch.empty(largest, dtype=torch.int32, device=device)
         layers = [layer for layer in self._model.attention_layers if layer.spec.window is None]
-        self._sharing = [size for size in _SHARING if size in self._sizes and layers and self._most_sharing > 1]
+        shares = shares and bool(layers) and self._most_sharing > 1
+        self._sharing = [size for size in _SHARING if size in self._sizes and shares]
         room = shared_room(self._sharing[-1], self._most_sharing) if self._sharing else 0
         self._shared = torch.zeros(room, dtype=torch.int32, device=device)
         self._block_bytes = layers[0].cache[0].nbytes if layers else 0

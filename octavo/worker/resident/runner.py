@@ -121,16 +121,16 @@ class ResidentRunner:
         self._hooks.attach(model)
 
     @torch.inference_mode()
-    def capture(self, max_rows: int, max_tokens: int, loaded: Collection[int] = ()) -> None:
+    def capture(self, max_rows: int, max_tokens: int, loaded: Collection[int] = (), *, shares: bool = True) -> None:
         """Record decoding and the smaller ones of other steps. With a feature that follows each step there are none.
 
-        `loaded` as in `DecodeGraphs.capture`. One that only forbids tokens leaves all as it is; one that changes logits
-        has the forward pass of its steps replayed, and their sampling launched.
+        `loaded` and `shares` as in `DecodeGraphs.capture`. One that only forbids tokens leaves all as it is; one that
+        changes logits has the forward pass of its steps replayed, and their sampling launched.
         """
         if not self._hooks.follow_steps:
             assert isinstance(self._attention, FusedBackend)
             self.graphs = DecodeGraphs(self._model, self._attention, self._slots, self._sampler, self._block_size)
-            self.graphs.capture(max_rows, loaded)
+            self.graphs.capture(max_rows, loaded, shares=shares)
             self.mixed = MixedGraphs(self._model, self._attention, self._slots, self._block_size, self.graphs)
             self.mixed.capture(max_tokens, loaded)
 
