@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,12 +15,15 @@ from octavo.server.errors import ApiError
 from octavo.server.validation import explain
 
 MAX_DEPTH = 64
+PRIORITY = "X-Vllm-Priority"
+"""What proxies set, where clients don't know of priorities."""
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 M = TypeVar("M", bound=BaseModel)
 
 
 async def parse_body(request: Request, model: type[M], max_bytes: int) -> M:
-    """The body as `model`.
+    """The body as `model`. What it does not say of `priority`, a header may.
 
     Raises:
         ApiError: 413 for a body over `max_bytes`, 415 for a content type other than JSON, 400 for malformed JSON.
@@ -27,10 +31,21 @@ async def parse_body(request: Request, model: type[M], max_bytes: int) -> M:
     """
     _check_content_type(request)
     value = decode_json(await read_body(request, max_bytes))
+    if "priority" in model.model_fields and value.get("priority") is None:
+        value["priority"] = _priority_of(request)
     try:
         return model.model_validate(value)
     except ValidationError as exc:
         raise explain(exc) from None
+
+
+def _priority_of(request: Request) -> int | None:
+    given = request.headers.get(PRIORITY, "").strip()
+    if given and not _WHOLE.fullmatch(given):
+        raise InvalidRequestError(
+            f"The header {PRIORITY} must be a whole number, got {given[:40]!r}.", param=PRIORITY, value=given
+        )
+    return int(given) if given else None
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

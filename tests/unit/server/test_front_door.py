@@ -123,3 +123,14 @@ def test_a_priority_that_nobody_asks_for_says_so() -> None:
     assert ask_now(strict, CHAT, HELLO | {"priority": 0}).status == 200
     house = make_house(saying("x"), ServerConfig(strict_params=True), scheduling_policy="priority")
     assert "warnings" not in ask_now(house.app, CHAT, body).json()
+
+
+def test_a_header_may_say_the_priority() -> None:
+    house = make_house(saying("x"), scheduling_policy="priority")
+    for header, field, expected in (("-7", None, -7), ("5", 2, 2), ("", None, 0)):
+        body = HELLO | {"priority": field}
+        assert ask_now(house.app, CHAT, body, headers={"X-Vllm-Priority": header}).status == 200
+        assert house.engine.requests[-1].priority == expected
+    refusal = ask_now(house.app, CHAT, HELLO, headers={"X-Vllm-Priority": "high"}).error()
+    assert refusal["message"].startswith("The header X-Vllm-Priority must be a whole number, got 'high'.")
+    assert refusal["param"] == "X-Vllm-Priority"
