@@ -1,5 +1,5 @@
 """Settings that users bring from other engines, as flags or as keywords: those whose feature is not here yet, and those
-that need no setting here."""
+that need no setting here. And routes whose feature is not here."""
 
 from __future__ import annotations
 
@@ -190,6 +190,17 @@ _KEYWORDS: dict[str, Missing | Needless] = {
     "enable-log-requests": _NO_LOG,
     "served-model-name": Needless("only a server has use for names"),
 }
+
+
+ROUTES = {
+    "/v1/load_lora_adapter": f"{_LORA} not supported by this version",
+    "/v1/unload_lora_adapter": f"{_LORA} not supported by this version",
+    "/v1/audio/": "speech is not supported by this version",
+    "/v1/realtime": "speech is not supported by this version",
+    "/v1/images/": "images are not made by this version",
+    "/v1/moderations": "serve a classifier and ask /classify instead",
+}
+"""Path, or the beginning of paths that ends with a slash -> why there is no such route."""
 
 
 def check_keyword(name: str, value: Any) -> bool:

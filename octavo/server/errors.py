@@ -23,6 +23,7 @@ from octavo.core.errors import (
     QueueFullError,
     SlowReaderError,
 )
+from octavo.foreign import ROUTES
 
 logger = logging.getLogger("octavo.server")
 
@@ -138,13 +139,22 @@ def _explain_http(request: Request, exc: HTTPException) -> ApiError:
     error = _from_http(exc)
     path = request.url.path
     if exc.status_code == 404:
-        flag = getattr(request.app.state, "behind", {}).get(path)
-        rest = f" unless the server is started with {flag}." if flag else f"; {_routes_near(request)}"
-        error.message = f"There is no {request.method} {path} here{rest}"
+        error.message = f"There is no {request.method} {path} here{_why_missing(request)}"
     elif exc.status_code == 405:
         allowed = error.headers.get("allow") or error.headers.get("Allow") or "another method"
         error.message = f"{path} does not answer {request.method}; it answers {allowed}."
     return error
+
+
+def _why_missing(request: Request) -> str:
+    path = request.url.path
+    flag = getattr(request.app.state, "behind", {}).get(path)
+    if flag:
+        return f" unless the server is started with {flag}."
+    reasons = (
+        why for route, why in ROUTES.items() if path == route or (route.endswith("/") and path.startswith(route))
+    )
+    return next((f": {why}." for why in reasons), f"; {_routes_near(request)}")
 
 
 def _routes_near(request: Request) -> str:

@@ -366,7 +366,7 @@ def test_a_feature_that_only_changes_logits_leaves_the_graphs(worker, monkeypatc
     found = summary(deltas(asked, **behind(monkeypatch), max_num_seqs=4))
     assert {key: each[:2] for key, each in found.items()} == {key: each[:2] for key, each in expected.items()}
     if isinstance(worker, Following):
-        assert replayed == {"forward": 0, "sample": 0, "mixed": 0}
+        assert not any(replayed.values())
         assert Following.told > 10
     elif isinstance(worker, Forbidding):
         assert replayed["forward"] + replayed["mixed"] == replayed["sample"] > 10
