@@ -83,10 +83,18 @@ class Frontend:
             InvalidRequestError: there is no template, or it can't render these messages.
         """
         if self.chat is None:
-            if not self.tokenizer.present:
-                raise needs_tokenizer()
-            raise no_template_error() if "generate" in self.info.tasks else not_generating(self.info)
+            raise self._no_chat()
         return self.chat.render(messages, **options)
+
+    def why_no_chat(self) -> InvalidRequestError | None:
+        """What is said to those who want an answer to messages, if this model gives none."""
+        chats = self.chat is not None and "generate" in self.info.tasks
+        return None if chats else self._no_chat()
+
+    def _no_chat(self) -> InvalidRequestError:
+        if not self.tokenizer.present:
+            return needs_tokenizer()
+        return no_template_error() if "generate" in self.info.tasks else not_generating(self.info)
 
     def default_params(self, **overrides: Any) -> SamplingParams:
         """The model's sampling defaults with what a request sets; None means unset in fields that can't be None."""

@@ -354,7 +354,7 @@ SERVER = (
     Flag(
         "disable-fastapi-docs",
         "server.enable_docs",
-        "do not serve /docs, /redoc and /openapi.json",
+        "do not serve /docs, /redoc and /openapi.json, nor a page at /",
         "served",
         switch=True,
         convert=lambda off: not off,

@@ -241,11 +241,8 @@ def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -
     url = base_url(config, sock)
     model = config.model_names(frontend.info.name)[0]
     curl = curl_example(
-        url + config.root_path.rstrip("/"),
-        model,
-        needs_key=bool(config.api_keys),
-        generates="generate" in frontend.info.tasks,
-        by_ids=not frontend.tokenizer.present,
-        uds=config.uds,
+        url + config.root_path.rstrip("/"), model, frontend, needs_key=bool(config.api_keys), uds=config.uds
     )
-    return f"The server is ready at {config.uds or url} and serves {model}. Try it:\n  {curl}"
+    has_page = config.uds is None and config.enable_docs and frontend.why_no_chat() is None
+    hint = "Talk to it there in a browser, or try:" if has_page else "Try it:"
+    return f"The server is ready at {config.uds or url} and serves {model}. {hint}\n  {curl}"

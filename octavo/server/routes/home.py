@@ -1,10 +1,14 @@
-"""GET /: a few lines of HTML, or the same as JSON for those who ask for it."""
+"""GET /: a page to talk to the model, or for programs the address of everything as JSON."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import shlex
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from starlette.requests import Request
@@ -12,74 +16,80 @@ from starlette.responses import Response
 
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
+from octavo.text.frontend import Frontend
 from octavo.version import __version__
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>Octavo: {model}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 3rem auto; padding: 0 1rem; color: #222; }}
-pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto; border-radius: 6px; }}
-@media (prefers-color-scheme: dark) {{
-  body {{ background: #181818; color: #ddd; }} pre {{ background: #262626; }} a {{ color: #8bf; }}
-}}
-</style>
-<h1>Octavo {version}</h1>
-<p>Serves <b>{model}</b> with an API that OpenAI's clients understand. Try it:</p>
-<pre>{curl}</pre>
-<p>In OpenAI's clients the address is <code>base_url="{base}/v1"</code>.</p>
-<p>{links}</p>
-</html>
-"""
+
+def _part(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _source(text: str) -> str:
+    """What a Content-Security-Policy calls a script or style that stands in the page."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+_PAGE = Template(_part("home.html"))
+_STYLE = _part("home.css")
+_SCRIPT = _part("home_stream.js") + _part("home.js")
+_HEADERS = {
+    # This very script and style run, and nothing that came into the page as text; they reach this server alone.
+    "Content-Security-Policy": f"default-src 'none'; script-src {_source(_SCRIPT)}; style-src {_source(_STYLE)}; "
+    "connect-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+    "Vary": "Accept",
+}
 
 
 def home_page(ctx: ServerContext, request: Request) -> Response:
-    """The page, with links that hold behind a proxy too."""
+    """The page for browsers, unless the settings want none; JSON for all others. The links hold behind a proxy too."""
     root = request.scope.get("root_path", "")
     model = ctx.model_names[0]
-    generates = "generate" in ctx.frontend.info.tasks
     base = str(request.base_url).rstrip("/")
-    by_ids = not ctx.frontend.tokenizer.present
-    curl = curl_example(base, model, needs_key=bool(ctx.config.api_keys), generates=generates, by_ids=by_ids)
+    curl = curl_example(base, model, ctx.frontend, needs_key=bool(ctx.config.api_keys))
     paths = ["/v1/models", "/health", "/metrics", "/version"]
     if ctx.config.enable_docs:
         paths = ["/docs", "/openapi.json", *paths]
-    if "text/html" not in request.headers.get("accept", ""):
-        return json_response(
-            {
-                "name": "octavo",
-                "version": __version__,
-                "model": model,
-                "links": [root + path for path in paths],
-                "try": curl,
-            }
-        )
-    links = " · ".join(f'<a href="{escape(root + path)}">{path}</a>' for path in paths)
-    page = _PAGE.format(model=escape(model), version=__version__, curl=escape(curl), base=escape(base), links=links)
-    return Response(page, media_type="text/html")
+    if not ctx.config.enable_docs or "text/html" not in request.headers.get("accept", ""):
+        links = [root + path for path in paths]
+        told = json_response({"name": "octavo", "version": __version__, "model": model, "links": links, "try": curl})
+        told.headers["Vary"] = "Accept"
+        return told
+    refusal = ctx.frontend.why_no_chat()
+    page = _PAGE.substitute(
+        # Without a root path, the page's own place tells where the rest is, even if a proxy has moved it.
+        root=escape(f"{root}/" if root else "./"),
+        model=escape(model),
+        version=__version__,
+        curl=escape(curl),
+        base=escape(base),
+        links=" · ".join(f'<a href="{path[1:]}">{path}</a>' for path in paths),
+        notice=escape(refusal.message if refusal else ""),
+        notice_hidden="" if refusal else "hidden",
+        chat="hidden" if refusal else "",
+        api_open="open" if refusal else "",
+        style=_STYLE,
+        script=_SCRIPT,
+    )
+    return Response(page, media_type="text/html", headers=_HEADERS)
 
 
-def curl_example(
-    base_url: str,
-    model: str,
-    *,
-    needs_key: bool,
-    generates: bool = True,
-    by_ids: bool = False,
-    uds: str | None = None,
-) -> str:
-    """A command that asks the server something, through the socket file `uds` if that is where it listens.
-
-    `by_ids` is for a server without a tokenizer.
-    """
-    question = {"role": "user", "content": "What is the capital of France?"}
-    # Greedily, for else a small model's first answer may be anything.
-    asked: dict[str, Any] = {"messages": [question], "temperature": 0}
-    path, asked = ("chat/completions", asked) if generates else ("embeddings", {"input": "The capital of France"})
-    if by_ids:
-        path, asked = ("completions", {"prompt": [1, 2, 3]}) if generates else ("embeddings", {"input": [1, 2, 3]})
+def curl_example(base_url: str, model: str, frontend: Frontend, *, needs_key: bool, uds: str | None = None) -> str:
+    """A command that asks what the model can answer, through the socket file `uds` if that is where it listens."""
+    generates = "generate" in frontend.info.tasks
+    text = frontend.tokenizer.present
+    asked: dict[str, Any]
+    if not generates:
+        path, asked = "embeddings", {"input": "The capital of France" if text else [1, 2, 3]}
+    elif frontend.chat is None:
+        path, asked = "completions", {"prompt": "The capital of France is" if text else [1, 2, 3]}
+    else:
+        path, asked = "chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    if generates:
+        # Greedily, for else a small model's first answer may be anything.
+        asked["temperature"] = 0
     body = json.dumps({"model": model, **asked})
     key = " -H 'Authorization: Bearer '\"$OCTAVO_API_KEY\"" if needs_key else ""
     socket = f"--unix-socket {shlex.quote(uds)} " if uds else ""

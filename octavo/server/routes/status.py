@@ -1,4 +1,4 @@
-"""How the server is: liveness, readiness, version, metrics, and a page for people who open it in a browser."""
+"""How the server is: liveness, readiness, version, metrics, and the page that a browser gets."""
 
 from __future__ import annotations
 

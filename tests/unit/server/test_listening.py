@@ -35,6 +35,7 @@ def trusting(path: str, client: str | None = None) -> ssl.SSLContext:
 def test_it_serves_tls_and_says_so() -> None:
     async def scenario() -> None:
         async with running(ServerConfig(port=0, log_stats_interval_s=0, ssl_certfile=FIRST)) as (line, sock):
+            assert "in a browser" in line
             url = f"https://127.0.0.1:{sock.getsockname()[1]}"
             assert f"curl {url}{CHAT}" in line
             async with httpx.AsyncClient(verify=trusting(FIRST), timeout=120) as client:
@@ -137,6 +138,7 @@ def test_it_listens_on_a_socket_file(short_path: Path) -> None:
     async def scenario() -> None:
         async with running(config) as (line, _):
             assert f"ready at {path}" in line
+            assert "browser" not in line  # none opens a socket file
             assert f"curl --unix-socket {path} http://localhost{CHAT}" in line
             async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path), timeout=120) as client:
                 assert (await client.post(f"http://localhost{CHAT}", json=HELLO)).status_code == 200

@@ -177,18 +177,6 @@ def test_the_documents() -> None:
     assert get_now(closed, "/docs").status == 404
 
 
-def test_the_front_page() -> None:
-    app = make_house(saying("x"), ServerConfig(api_keys=("k",), served_model_name=("<b>",))).app
-    told = get_now(app, "/").json()
-    assert told["model"] == "<b>"
-    assert "curl http://test/v1/chat/completions" in told["try"]
-    assert "Authorization" in told["try"]
-    page = get_now(app, "/", headers={"accept": "text/html,*/*"})
-    assert page.headers["content-type"].startswith("text/html")
-    assert b"<b><b></b>" not in page.body
-    assert b"&lt;b&gt;" in page.body
-
-
 def test_a_model_without_a_template_says_so() -> None:
     app = make_house(saying("x"), chat=False).app
     answer = ask_now(app, CHAT, HELLO)
