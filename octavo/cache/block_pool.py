@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 
 class BlockPool:
@@ -74,6 +74,15 @@ class BlockPool:
         if self._refs[block] == 0:
             del self._cached[block]
             self._blank.append(block)
+
+    def recount(self, held: Iterable[int]) -> None:
+        """Count one reference for each time that a block is named here; all others are blank."""
+        refs = [0] * self.num_blocks
+        for block in held:
+            refs[block] += 1
+        self._refs = refs
+        self._blank = [block for block in range(self.num_blocks - 1, -1, -1) if not refs[block]]
+        self._cached = OrderedDict()
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""

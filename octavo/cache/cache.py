@@ -138,6 +138,11 @@ class KVCache:
         for block in self.tree.clear():
             self.pool.forget(block)
 
+    def recount(self, tables: Sequence[BlockTable]) -> None:
+        """Forget all cached contents, and hold what these tables hold and nothing else, whatever was counted before."""
+        self.tree.clear()
+        self.pool.recount(block for table in tables for block in table.blocks)
+
     def _is_shared(self, block: int) -> bool:
         return self.pool.refs(block) > 1 or block in self.tree
 

@@ -43,7 +43,7 @@ class EngineHook:
         return False
 
     def on_release(self, request: Request) -> None:
-        """The request has ended; forget it."""
+        """The request has ended; forget it. After a failure this may be said twice."""
 
 
 def hooks_of(request: Request, hooks: Sequence[EngineHook]) -> tuple[EngineHook, ...]:

@@ -45,20 +45,17 @@ class Last:
     logprob: float | None = None
 
 
-NOTHING = Last()
-
-
-def last_news(request: Request, eos: Collection[int], last: Last) -> TokenDelta:
-    """The last news of a request, whose `finish` is set."""
+def last_news(request: Request, reason: FinishReason, eos: Collection[int], last: Last) -> TokenDelta:
+    """The last news of a request, which ends for this reason."""
     tokens = last.tokens
-    stopped = request.finish is FinishReason.STOP and not last.complete and bool(tokens)
+    stopped = reason is FinishReason.STOP and not last.complete and bool(tokens)
     return TokenDelta(
         request.id,
         request.index,
         tokens,
         last.logprobs,
         request.num_cached,
-        request.finish,
+        reason,
         tokens[-1] if stopped and tokens[-1] not in eos else None,
         last.error,
         RequestTimes(request.spec.arrival, request.first_scheduled, request.first_token, time.monotonic()),

@@ -29,6 +29,7 @@ class Planner:
     Attributes:
         num_deferred: requests that wait for something else than room, as of the last step.
         refused: requests that a feature refused, or failed on, and why; whoever takes them ends them.
+        at: whom a row is being made for, so that a failure is known to be about that request.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Planner:
         counters: Counters,
     ) -> None:
         self.num_deferred = 0
+        self.at: Request | None = None
         self.refused: list[tuple[Request, InvalidRequestError | RuntimeError]] = []
         self._roster = roster
         self._cache = cache
@@ -56,6 +58,7 @@ class Planner:
 
     def decide(self, *, in_flight: bool) -> Step:
         """The next step; without rows if nothing can be computed. `in_flight`: launched steps are not committed yet."""
+        self.at = None
         step = Step(budget=self._limits.max_num_batched_tokens)
         alone = self._quarantine.current is not None
         try:
@@ -71,6 +74,7 @@ class Planner:
             self.num_deferred = len(step.deferred)
             for request in step.deferred:
                 self._roster.waiting.push(request)
+        self.at = None
         left = 0 if self._quarantine.current is not None else len(self._roster.waiting) - self.num_deferred
         head = self._roster.waiting.peek() if left else None
         tokens = self._budget(step, head) if head else step.budget
@@ -114,6 +118,7 @@ class Planner:
         return not preempted and (step.starved is None or self._policy.rank(request) < step.starved)
 
     def _plan_row(self, step: Step, request: Request) -> None:
+        self.at = request
         num_tokens = self._allowed(step, request)
         if num_tokens <= 0:
             return
@@ -142,6 +147,7 @@ class Planner:
 
     def _admit(self, step: Step, request: Request) -> Admission:
         """Give a waiting request the KV it can share, a slot, and its first row."""
+        self.at = request
         if not self._room.share(request, step.prompts):
             return Admission.WAIT
         shared = request.num_computed
@@ -231,6 +237,7 @@ class Planner:
         first = self._roster.waiting.peek()
         if first is None or not running or not self._policy.displaces(first, running[-1]):
             return
+        self.at = first
         if not self._room.share(first, step.prompts):
             return
         shortage = self._room.shortage(first, len(running))

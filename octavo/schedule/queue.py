@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from octavo.core.request import Request
 from octavo.schedule.policy import Policy, Rank
@@ -39,6 +40,12 @@ class WaitingQueue:
         self._heap = [entry for entry in self._heap if entry[1] is not request]
         heapq.heapify(self._heap)
         self._size -= 1
+
+    def refill(self, requests: Iterable[Request]) -> None:
+        """Exactly these wait from now on."""
+        self._heap = [(self._policy.rank(request), request) for request in requests]
+        heapq.heapify(self._heap)
+        self._size = len(self._heap)
 
     def discard(self) -> None:
         """Count out a request that has just ended while it waited."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from octavo.cache.cache import KVCache
+from octavo.cache.cache import BlockTable, KVCache
 from octavo.core.output import FinishReason
 from octavo.core.request import Request
 from octavo.schedule.beam import Beams
@@ -35,7 +35,8 @@ class Roster:
         self._policy = policy
         self._hooks = hooks
         self._alive: dict[str, list[Request]] = {}
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._num_slots = limits.max_num_seqs
+        self._free_slots = list(range(self._num_slots - 1, -1, -1))
         self._freed: list[int] = []
 
     def __contains__(self, request_id: str) -> bool:
@@ -68,10 +69,8 @@ class Roster:
 
     def preempt(self, request: Request) -> None:
         """Take slot and blocks back. Its full blocks stay findable, so a resume is often a prefix hit."""
-        request.num_lost = request.num_computed
-        request.num_preemptions += 1
         self._give_back(request)
-        request.num_computed = request.pending = request.num_drafts = 0
+        _begin_anew(request)
         self.waiting.push(request)
 
     def leave(self, request: Request) -> None:
@@ -86,6 +85,33 @@ class Roster:
         """Take slot and blocks of a request that has ended, and forget it."""
         self._give_back(request)
         self._forget(request)
+
+    def mend(self, lost: Collection[Request] = ()) -> None:
+        """Write all books anew from the requests themselves: a failure may have left them half written.
+
+        Who has a slot keeps it and what its table lists, unless it has ended and no launched step holds it. The others
+        hold nothing, and wait or are forgotten. Nobody finds what was computed so far.
+
+        Args:
+            lost: of those with a slot, the ones whose launched steps are lost. They wait again.
+        """
+        for request in lost:
+            request.inflight = 0
+            _begin_anew(request)
+        alive = [request for choices in self._alive.values() for request in choices]
+        seated = {r for r in alive if r.slot >= 0 and (r.finish is None or r.inflight) and r not in lost}
+        ended = [r for r in alive if r.finish is not None and r not in seated]
+        for request in alive:
+            if request not in seated:
+                request.slot, request.num_computed, request.table = -1, 0, BlockTable()
+        self._cache.recount([request.table for request in seated])
+        self.running[:] = sorted(seated, key=self._policy.rank)
+        self.waiting.refill(request for request in alive if request.slot < 0 and request.finish is None)
+        taken, were_free = {request.slot for request in seated}, {*self._free_slots, *self._freed}
+        self._free_slots = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in taken]
+        self._freed += [slot for slot in self._free_slots if slot not in were_free]
+        for request in ended:
+            self._forget(request)
 
     def take_freed(self) -> list[int]:
         """The slots given back since the last call."""
@@ -107,5 +133,12 @@ class Roster:
     def _forget(self, request: Request) -> None:
         released(self._hooks, request)
         if all(r.finish is not None and r.slot < 0 for r in self._alive.get(request.id, ())):
-            self._alive.pop(request.id, None)
             self.beams.close(request)
+            self._alive.pop(request.id, None)
+
+
+def _begin_anew(request: Request) -> None:
+    """Nothing of its tokens is computed any more."""
+    request.num_lost = request.num_computed
+    request.num_preemptions += 1
+    request.num_computed = request.pending = request.num_drafts = 0

@@ -23,7 +23,7 @@ from octavo.schedule.counters import Counters
 from octavo.schedule.endings import append
 from octavo.schedule.hooks import EngineHook, committed
 from octavo.schedule.limits import Limits, checked_max_tokens
-from octavo.schedule.news import NOTHING, Last, last_news, prompt_news, times_at_first_token
+from octavo.schedule.news import Last, last_news, prompt_news, times_at_first_token
 from octavo.schedule.planner import Planner
 from octavo.schedule.policy import Policy
 from octavo.schedule.quarantine import Quarantine
@@ -57,6 +57,9 @@ class Scheduler:
         self._roster = Roster(cache, policy, limits, hooks)
         self._planner = Planner(self._roster, cache, limits, policy, hooks, self._quarantine, self.counters)
         self._launched: dict[int, list[Request]] = {}
+        self._planning = False
+        self._news: list[TokenDelta] = []
+        """What is still to be told: kept here, so that no failure swallows it."""
         self._steady: Steady | None = None
         self._repeats = not limits.num_drafts and all(hook.opt_in for hook in hooks)
 
@@ -77,34 +80,39 @@ class Scheduler:
 
     def abort(self, request_id: str | None, index: int | None = None) -> list[TokenDelta]:
         """End a request (None: every one), or one choice of it, that has not ended yet; unknown ids are ignored."""
-        choices = list(self._roster.choices(request_id, index))
-        return [delta for r in choices if r.finish is None for delta in self._end(r, FinishReason.ABORT)]
+        for request in list(self._roster.choices(request_id, index)):
+            self._end(request, FinishReason.ABORT)
+        return self._take_news()
 
     def recover(self, error: str) -> list[TokenDelta]:
-        """A launched step failed, and whatever was in flight with it is lost. Distrust what the prefix tree says.
+        """A step failed, and whatever was in flight with it is lost. Distrust what the prefix tree says.
 
-        If that was one row, its request ends with the error. Else all are recomputed from their tokens, one request and
-        one step at a time, before anything else runs; see `Quarantine`.
+        If only one request can be at fault, it ends with the error. Else all that can are recomputed from their tokens,
+        one request and one step at a time, before anything else runs; see `Quarantine`. Who was not in flight stands
+        where it stood, unless the failure was in planning, which may have changed anybody's blocks.
         """
         self._launched.clear()
         self._steady = None
-        held = {r: r.inflight for r in self._roster.running if r.inflight}
+        guilty = self._guilty()
+        lost = [r for r in self._roster.running if r.inflight or self._planning]
+        self._planning = False
+        self.counters.stats.num_preemptions += sum(r.finish is None for r in lost)
+        self._roster.mend(lost)
+        for request in guilty:
+            self._end(request, FinishReason.ERROR, error=error)
+        return self._take_news()
+
+    def _guilty(self) -> list[Request]:
+        """Who ends now that a step has failed; others may come under suspicion."""
+        roster, at = self._roster, self._planner.at if self._planning else None
+        held = {r: r.inflight for r in roster.running if r.inflight}
         alive = {r: steps for r, steps in held.items() if r.finish is None}
-        if sum(held.values()) > 1:
-            guilty = self._quarantine.enter(alive)
-        else:
-            head = self._quarantine.current or self._roster.waiting.peek()
-            guilty = list(alive) if held else [head] if head else []
-            self._quarantine.convicted()
-        for request in held:
-            request.inflight = 0
-            if request.finish is not None:
-                self._roster.release(request)
-            elif request not in guilty:
-                self._planner.preempt(request)
-        deltas = [one for r in guilty if r.finish is None for one in self._end(r, FinishReason.ERROR, error=error)]
-        self.cache.reset()
-        return deltas
+        if at is None and sum(held.values()) > 1:
+            return self._quarantine.enter(alive)
+        if at is None and self._planning and not held:  # somebody must end, or this might go on for ever
+            at = self._quarantine.current or roster.waiting.peek() or next(iter(roster.running), None)
+        self._quarantine.convicted()
+        return list(alive) if at is None else [at]
 
     def park(self) -> None:
         """Take slots and blocks back from all that run, and forget cached contents. Nothing may be in flight."""
@@ -116,18 +124,18 @@ class Scheduler:
     def fail_head(self, error: str) -> list[TokenDelta]:
         """End the waiting request that is next in line."""
         request = self._roster.waiting.peek()
-        return [] if request is None else self._end(request, FinishReason.ERROR, error=error)
+        if request is not None:
+            self._end(request, FinishReason.ERROR, error=error)
+        return self._take_news()
 
     def take_refused(self) -> list[TokenDelta]:
         """End the requests that a feature refused, or failed on, while the last step was planned."""
-        deltas = []
         for request, error in self._planner.refused:
-            if request.finish is None:
-                refused = (error.param or "") if isinstance(error, InvalidRequestError) else None
-                text = error.message if isinstance(error, InvalidRequestError) else str(error)
-                deltas += self._end(request, FinishReason.ERROR, error=text, refused=refused)
+            refused = (error.param or "") if isinstance(error, InvalidRequestError) else None
+            text = error.message if isinstance(error, InvalidRequestError) else str(error)
+            self._end(request, FinishReason.ERROR, error=text, refused=refused)
         self._planner.refused = []
-        return deltas
+        return self._take_news()
 
     @property
     def has_work(self) -> bool:
@@ -143,9 +151,13 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decide the next step from what is known now; None if nothing can be computed."""
+        self._planning = True
         rows, draft = self._repeat() or self._decide()
-        if not rows:
-            return None
+        plan = self._freeze(rows, draft) if rows else None
+        self._planning = False
+        return plan
+
+    def _freeze(self, rows: list[Request], draft: PlanDraft) -> StepPlan:
         for hook in concerned(self._hooks, self._steady, rows):
             hook.on_plan(draft, rows)
         plan = draft.freeze(self._num_plans, self._roster.take_freed())
@@ -187,97 +199,112 @@ class Scheduler:
     # Commit
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
-        """Take in a step's tokens; the news for their requests, some of which end here."""
+        """Take in a step's tokens; the news for their requests, some of which end here.
+
+        The step has run: a row that can't be taken in is its own request's failure, and touches nobody else.
+        """
         self.counters.idle(output.idle_s)
         rows, steady = self._launched.pop(plan.id), self._steady
         if steady is not None and rows is steady.rows and not (output.errors or output.logprobs):
             self.counters.stats.generation_tokens += len(rows)
-            return steady.take(output.tokens, self._append)
-        deltas = []
+            steady.take(output.tokens, self._news, self._append, self._fail)
+            return self._take_news()
         for row, request in enumerate(rows):
             request.inflight -= 1
-            if row in output.prompt_logprobs and request.finish is None:
-                deltas += prompt_news(request, output.prompt_logprobs[row])
-            if plan.samples[row]:
-                deltas += self._take(request, plan.num_drafts[row], output, row)
-            elif request.finish is None and not request.inflight and request.certain_to_finish:
-                deltas += self._answer(request, output, row)
-            if request.finish is not None and not request.inflight and request.slot >= 0:
-                self._roster.release(request)
-        return deltas
+            try:
+                self._take_row(request, plan, output, row)
+            except Exception as error:
+                self._fail(request, error)
+        return self._take_news()
 
-    def _take(self, request: Request, num_drafts: int, output: StepOutput, row: int) -> list[TokenDelta]:
+    def _take_row(self, request: Request, plan: StepPlan, output: StepOutput, row: int) -> None:
+        if row in output.prompt_logprobs and request.finish is None:
+            self._news += prompt_news(request, output.prompt_logprobs[row])
+        if plan.samples[row]:
+            self._take(request, plan.num_drafts[row], output, row)
+        elif request.finish is None and not request.inflight and request.certain_to_finish:
+            self._answer(request, output, row)
+        if request.finish is not None and not request.inflight and request.slot >= 0:
+            self._roster.release(request)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """What a step brought for a request could not be taken in, which ends here, if it has not ended by now."""
+        log.error("a row of request %s could not be taken in; it ends here", request.id, exc_info=error)
+        try:
+            self._end(request, FinishReason.ERROR, error=internal_error(error))
+        finally:
+            self._roster.mend()  # for it may have failed while it was given its end
+
+    def _take_news(self) -> list[TokenDelta]:
+        news, self._news = self._news, []
+        return news
+
+    def _take(self, request: Request, num_drafts: int, output: StepOutput, row: int) -> None:
         """What a row sampled, after which its bounds are the truth again: drafts that were rejected don't count."""
         sampled = output.tokens[row]
         self._quarantine.passed(request)
         request.pending -= 1 + num_drafts
         request.num_computed -= 1 + num_drafts - len(sampled)
-        if request.finish is not None:
-            return []
         error, found = output.errors.get(row), output.logprobs.get(row)
+        if request.finish is not None:
+            return
         if error is not None:
-            return self._end(request, FinishReason.ERROR, error=error)
-        if request.params.beam_width and found:
-            return self._report(request, found[0])
-        delta = self._append(request, sampled, found)
-        self.counters.stats.generation_tokens += len(delta.tokens)
-        return [delta]
+            self._end(request, FinishReason.ERROR, error=error)
+        elif request.params.beam_width and found:
+            self._report(request, found[0])
+        else:
+            before = request.num_output
+            self._append(request, sampled, found)
+            self.counters.stats.generation_tokens += request.num_output - before
 
-    def _report(self, beam: Request, found: TokenLogprobs) -> list[TokenDelta]:
-        """A beam's part of a round; at the end of the search the news of those that are answered.
-
-        A search that fails ends here, for its beams would wait for each other's next round for ever.
-        """
-        deltas = []
-        try:
-            ended = self._roster.beams.report(beam, found, self.cache)
-        except Exception as error:
-            log.exception("the beam search of request %s failed, which ends here", beam.id)
-            return self._end(beam, FinishReason.ERROR, error=internal_error(error))
-        for one, hypothesis in ended:
+    def _report(self, beam: Request, found: TokenLogprobs) -> None:
+        """A beam's part of a round; at the end of the search all of its beams end."""
+        for one, hypothesis in self._roster.beams.report(beam, found, self.cache):
             one.first_token = time.monotonic()
             reason = FinishReason.STOP if hypothesis.stopped else FinishReason.LENGTH
-            delta = self._finish(one, reason, Last(hypothesis.tokens, logprob=hypothesis.logprob))
+            self._finish(one, reason, Last(hypothesis.tokens, logprob=hypothesis.logprob))
             if one.index < one.params.n:
                 self.counters.stats.generation_tokens += len(hypothesis.tokens)
-                deltas.append(delta)
-        return deltas
 
     def _end(
         self, request: Request, reason: FinishReason, *, error: str | None = None, refused: str | None = None
-    ) -> list[TokenDelta]:
-        """End a request before its time; beams end together, and only those that would be answered are told of."""
-        last = Last(error=error, refused=refused)
-        deltas = [self._finish(r, reason, last) for r in self._roster.beams.together(request)]
-        return [delta for delta in deltas if delta.index < request.params.n]
+    ) -> None:
+        """End a request before its time, if it has not ended; beams end together, or would wait for each other."""
+        for one in self._roster.beams.together(request):
+            if one.finish is None:
+                self._finish(one, reason, Last(error=error, refused=refused))
 
-    def _answer(self, request: Request, output: StepOutput, row: int) -> list[TokenDelta]:
+    def _answer(self, request: Request, output: StepOutput, row: int) -> None:
         """End a request that ends with its prompt, with what the features found in it."""
         self._quarantine.passed(request)
         error, found = output.errors.get(row), output.found.get(row)
         if error is not None:
-            return self._end(request, FinishReason.ERROR, error=error)
-        return [self._finish(request, FinishReason.STOP, Last(complete=True, found=found))]
+            self._end(request, FinishReason.ERROR, error=error)
+        else:
+            self._finish(request, FinishReason.STOP, Last(complete=True, found=found))
 
-    def _append(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None) -> TokenDelta:
+    def _append(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         tokens, reason = append(request, sampled)
         times = times_at_first_token(request)
         complete, failed = committed(self._hooks, request, tokens)
         kept = None if logprobs is None else logprobs[: len(tokens)]
         if failed is not None:
-            return self._finish(request, FinishReason.ERROR, Last(tokens, kept, error=failed))
-        if complete and reason is not FinishReason.STOP:
-            return self._finish(request, FinishReason.STOP, Last(tokens, kept, complete=True))
-        if reason is not None:
-            return self._finish(request, reason, Last(tokens, kept))
-        return TokenDelta(request.id, request.index, tokens, kept, request.num_cached, times=times)
+            self._finish(request, FinishReason.ERROR, Last(tokens, kept, error=failed))
+        elif complete and reason is not FinishReason.STOP:
+            self._finish(request, FinishReason.STOP, Last(tokens, kept, complete=True))
+        elif reason is not None:
+            self._finish(request, reason, Last(tokens, kept))
+        else:
+            self._news.append(TokenDelta(request.id, request.index, tokens, kept, request.num_cached, times=times))
 
-    def _finish(self, request: Request, reason: FinishReason, last: Last = NOTHING) -> TokenDelta:
-        """The one place where a request ends."""
+    def _finish(self, request: Request, reason: FinishReason, last: Last) -> None:
+        """The one place where a request ends: with the last news of it, unless it is a beam that is not answered."""
+        news = last_news(request, reason, self._eos, last)
+        if request.index < request.params.n:
+            self._news.append(news)
         request.finish = reason
         self._steady = None
         self._roster.leave(request)
-        return last_news(request, self._eos, last)
 
     # Counting
 

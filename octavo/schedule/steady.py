@@ -18,7 +18,8 @@ from octavo.schedule.hooks import EngineHook, hooks_of
 from octavo.schedule.room import Room
 from octavo.schedule.step import Step
 
-Append = Callable[[Request, list[int], None], TokenDelta]
+Append = Callable[[Request, list[int], None], None]
+Fail = Callable[[Request, Exception], None]
 
 
 class Steady:
@@ -111,24 +112,27 @@ class Steady:
         draft.copies.extend(growth.copies)
         draft.block_writes.extend((request.slot, index, block) for index, block in growth.writes)
 
-    def take(self, tokens: list[list[int]], append: Append) -> list[TokenDelta]:
-        """Append the one token that each of the rows brought; the news of them.
+    def take(self, tokens: list[list[int]], news: list[TokenDelta], append: Append, fail: Fail) -> None:
+        """Append the one token that each of the rows brought.
 
         Args:
-            append: takes in a token that ends its row, or of which features are to be told, and gives the news of it.
+            news: gets those of each row as soon as it is taken in.
+            append: takes in a token that ends its row, or of which features are to be told, and tells of it.
+            fail: takes a request whose token could not be taken in, and why.
         """
         may_be_full = self._left <= 0  # until then no row can have reached its limit
-        news = []
         for (request, name, index, stop_ids, num_cached), sampled in zip(self._told, tokens, strict=True):
             request.inflight -= 1
             request.pending -= 1
-            full = may_be_full and request.num_output + 1 >= request.max_tokens
-            if full or sampled[0] in stop_ids or request in self._watched:
-                news.append(append(request, sampled, None))
-            else:
-                request.tokens.append(sampled[0])
-                news.append(TokenDelta(name, index, sampled, None, num_cached))
-        return news
+            try:
+                full = may_be_full and request.num_output + 1 >= request.max_tokens
+                if full or sampled[0] in stop_ids or request in self._watched:
+                    append(request, sampled, None)
+                else:
+                    request.tokens.append(sampled[0])
+                    news.append(TokenDelta(name, index, sampled, None, num_cached))
+            except Exception as error:
+                fail(request, error)
 
 
 def concerned(hooks: Sequence[EngineHook], steady: Steady | None, rows: list[Request]) -> Sequence[EngineHook]:

@@ -9,13 +9,15 @@ import pytest
 
 from octavo.cache.cache import KVCache
 from octavo.core.output import FinishReason, TokenLogprobs
-from octavo.core.params import SamplingParams
+from octavo.core.params import RepetitionDetection, SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import VOCAB, ToyDevice, toy_generate
-from octavo.schedule.beam import BeamSearch
+from octavo.schedule import endings
+from octavo.schedule.beam import BeamGroup, Beams, BeamSearch
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.policy import make_policy
+from octavo.schedule.room import Room
 from octavo.schedule.scheduler import Limits, Scheduler
 
 BLOCK = 4
@@ -131,7 +133,74 @@ def test_a_search_whose_arithmetic_fails_ends_whole_and_keeps_nobody_waiting(dep
     for index in (0, 1):
         assert ends["search", index].error == "Internal error: OverflowError: a power beyond all floats"
     assert engine.outputs("other") == {0: toy_generate(PROMPTS["other"], 8, stop_ids=())}
-    assert "the beam search of request search failed" in caplog.text
+    assert "a row of request search could not be taken in" in caplog.text
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("at", range(12))
+@pytest.mark.parametrize("place", [(Beams, "report"), (BeamGroup, "advance"), (KVCache, "fork"), (KVCache, "release")])
+def test_a_search_whose_books_fail_ends_whole_and_leaves_nothing_behind(place, at, depth, monkeypatch):
+    """Where the fault comes, if it comes at all, half of the beams may have got their new blocks, or their ends."""
+    undisturbed = searched(Reporting(64, BLOCK), depth)
+    owner, name = place
+    calls, call = iter(range(1000)), getattr(owner, name)
+
+    def faulty(*args):
+        found = call(*args)
+        if next(calls) == at:
+            raise KeyError(name)
+        return found
+
+    monkeypatch.setattr(owner, name, faulty)
+    engine = searched(Reporting(64, BLOCK), depth)
+    ends = engine.ends()
+    assert sorted(ends) == [("other", 0), ("search", 0), ("search", 1)]
+    for asked in ("search", "other"):
+        if all(ends[key].finish is FinishReason.LENGTH for key in ends if key[0] == asked):
+            assert engine.outputs(asked) == undisturbed.outputs(asked)
+    assert len({key[0] for key, end in ends.items() if end.finish is FinishReason.ERROR}) <= 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_an_ending_that_can_not_be_worked_out_ends_that_request_alone(at, depth, monkeypatch, caplog):
+    """At its first, a later or its last token, with steps in flight behind it."""
+
+    def repeats(tokens, rule):
+        if len(tokens) == at:
+            raise KeyError("a pattern")
+        return False
+
+    monkeypatch.setattr(endings, "repeats", repeats)
+    engine = Engine(ToyDevice(64, BLOCK), depth)
+    engine.ask("a", [1] * 5)
+    engine.ask("guilty", [2] * 5, repetition_detection=RepetitionDetection(max_pattern_size=3, min_count=2))
+    engine.ask("b", [3] * 5)
+    ends = engine.run().ends()
+    assert ends["guilty", 0].finish is FinishReason.ERROR
+    assert ends["guilty", 0].error == "Internal error: KeyError: 'a pattern'"
+    assert engine.outputs("guilty") == {0: toy_generate([2] * 5, at - 1, stop_ids=())}
+    assert ends["a", 0].num_preemptions == ends["b", 0].num_preemptions == 0
+    assert engine.outputs("a") == {0: toy_generate([1] * 5, 8, stop_ids=())}
+    assert engine.outputs("b") == {0: toy_generate([3] * 5, 8, stop_ids=())}
+    assert "a row of request guilty could not be taken in" in caplog.text
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_fails_while_a_row_is_made_for_a_request_ends_it_alone_however_often(depth, monkeypatch):
+    def share(room, request, prompts, share=Room.share):
+        if request.id == "guilty":
+            raise KeyError("a leader")
+        return share(room, request, prompts)
+
+    monkeypatch.setattr(Room, "share", share)
+    engine = Engine(ToyDevice(64, BLOCK), depth)
+    for name in ("a", "guilty", "b"):
+        engine.ask(name, [ord(name[0])] * 5)
+    ends = engine.run().ends()
+    assert ends["guilty", 0].error == "Internal error: KeyError: 'a leader'"
+    for name in ("a", "b"):
+        assert engine.outputs(name) == {0: toy_generate([ord(name)] * 5, 8, stop_ids=())}
 
 
 class Broken(EngineHook):

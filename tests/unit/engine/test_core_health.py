@@ -11,9 +11,13 @@ import pytest
 from core_kit import ask, client_of, run, tokens_of, until
 
 from octavo.core.errors import EngineDeadError
+from octavo.core.output import FinishReason
+from octavo.core.params import RepetitionDetection
 from octavo.engine import client as client_module
 from octavo.engine.client import CoreClient
 from octavo.engine.process import CoreElsewhere
+from octavo.engine.toy import toy_generate
+from octavo.schedule import endings
 
 
 def test_health_tells_a_stall_from_idleness_and_from_death(short_path):
@@ -38,6 +42,28 @@ def test_health_tells_a_stall_from_idleness_and_from_death(short_path):
             assert client.health().final
             with pytest.raises(EngineDeadError):
                 await tokens_of(client, ask("r3"))
+
+    run(main())
+
+
+def test_a_row_that_can_not_be_taken_in_ends_one_stream_and_the_core_stays_well(short_path, monkeypatch):
+    def repeats(tokens, rule):
+        raise KeyError("a pattern")
+
+    monkeypatch.setattr(endings, "repeats", repeats)
+    rule = RepetitionDetection(max_pattern_size=3, min_count=2)
+
+    async def main():
+        async with client_of(short_path) as (client, process):
+            other = asyncio.create_task(tokens_of(client, ask("other", ignore_eos=True)))
+            news = [delta async for delta in client.generate(ask("guilty", repetition_detection=rule, max_tokens=1))]
+            assert news[-1].finish is FinishReason.ERROR
+            assert news[-1].error == "Internal error: KeyError: 'a pattern'"
+            assert await other == toy_generate([1, 2, 3], 8, stop_ids=())
+            await until(lambda: not process.loop.busy)
+            assert client.health().ok
+            assert await tokens_of(client, ask("next", ignore_eos=True)) == toy_generate([1, 2, 3], 8, stop_ids=())
+            assert client.health().ok
 
     run(main())
 
