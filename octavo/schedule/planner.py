@@ -109,6 +109,8 @@ class Planner:
             if self._may_run(step, request):
                 self._plan_row(step, request)
         for request in large:
+            if request.slot < 0:  # preempted by a row of this step: it waits, and if it comes back now it has its row
+                continue
             self._plan_waiting(step, before=self._policy.rank(request))
             if self._may_run(step, request):
                 self._plan_row(step, request)

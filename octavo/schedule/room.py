@@ -26,7 +26,7 @@ class Room:
     def share(self, request: Request, prompts: Collection[Request]) -> bool:
         """Give a waiting request the KV that is there already; False if the choice that computes it is not done.
 
-        `prompts` are the requests whose prompt the step in the making computes.
+        `prompts` are the requests whose prompt the step in the making computes or finds; see `Step`.
         """
         if self._beams.hold(request):
             return False

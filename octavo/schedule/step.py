@@ -29,7 +29,8 @@ class Step:
     draft: PlanDraft = field(default_factory=PlanDraft)
     rows: list[Request] = field(default_factory=list)
     prompts: set[Request] = field(default_factory=set)
-    """Requests whose prompt this step computes, in whole or in part."""
+    """Requests whose prompt this step computes, in whole or in part, or finds where this step may have yet to write it:
+    those that it admits. Nobody can copy a block of theirs, for copies come before all that the step writes."""
     num_prompt_tokens: int = 0
     """Tokens of prompts among those of the step."""
     starved: Rank | None = None
@@ -58,6 +59,7 @@ class Step:
 
     def add_new(self, request: Request, num_computed: int, params: SamplingParams) -> None:
         """Tell the worker of a request that took a slot or fills it anew, with the KV of so many positions there."""
+        self.prompts.add(request)
         row = NewRow(
             slot=request.slot,
             tokens=list(request.tokens),

@@ -18,7 +18,7 @@ from world_kit import BLOCK, MAX_LEN, World, random_requests, worlds
 from octavo.cache.cache import KVCache
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import EOS, ToyDevice, toy_generate
-from octavo.schedule.policy import make_policy
+from octavo.schedule.policy import POLICIES, make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 
 
@@ -26,6 +26,33 @@ from octavo.schedule.scheduler import Limits, Scheduler
 @settings(max_examples=1000, deadline=None)
 def test_any_life_of_an_engine(world, count, abort_rate):
     world.run(random_requests(world.rng, count), abort_rate)
+    world.check()
+
+
+@pytest.mark.parametrize("seed", [5100])
+def test_a_block_is_not_copied_in_the_step_that_writes_it(seed):
+    """Rare: choices follow a leader that comes back and finds its prompt where the same step has yet to write it."""
+    rng = random.Random(seed)
+    world = World(rng=rng, depth=rng.randrange(3), num_drafts=0, num_blocks=14, budget=16, policy="fcfs", share=True)
+    world.run(random_requests(world.rng, 12), 0.0)
+    world.check()
+
+
+@pytest.mark.parametrize("seed", [3206, 6089, 1005500, 1006151, 1011354])
+def test_who_is_preempted_and_comes_back_in_one_step_has_one_row_there(seed):
+    """Rare: it takes several victims at once, of which the one that was next in the step finds room again."""
+    rng = random.Random(seed)
+    num_drafts = rng.choice([0, 0, 1, 3])
+    world = World(
+        rng=rng,
+        depth=rng.randrange(3),
+        num_drafts=num_drafts,
+        num_blocks=rng.choice([14, 14, 14, 9, 20]),
+        budget=rng.choice([6, 9, 16, 64]),
+        policy=rng.choice(sorted(POLICIES)),
+        share=True,
+    )
+    world.run(random_requests(world.rng, 12), 0.0)
     world.check()
 
 

@@ -92,6 +92,8 @@ class World:
         )
         self.loop = EngineLoop(self.scheduler, self.device, self.depth)
         self.may_fail = self.faulty or self.poison is not None
+        if not self.may_fail:
+            self.scheduler.recover = None  # else it would hide what is wrong
 
     def ask(self, request: GenerateRequest) -> None:
         self.asked[request.id] = request
