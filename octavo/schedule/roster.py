@@ -103,7 +103,8 @@ class Roster:
         ended = [r for r in alive if r.finish is not None and r not in seated]
         for request in alive:
             if request not in seated:
-                request.slot, request.num_computed, request.table = -1, 0, BlockTable()
+                request.slot, request.table = -1, BlockTable()
+                request.num_computed = request.pending = request.num_drafts = 0
         self._cache.recount([request.table for request in seated])
         self.running[:] = sorted(seated, key=self._policy.rank)
         self.waiting.refill(request for request in alive if request.slot < 0 and request.finish is None)

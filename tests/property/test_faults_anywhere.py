@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world_kit import World, random_requests, worlds
+from world_kit import Feedback, World, random_requests, worlds
 
 from octavo.cache.block_pool import BlockPool
 from octavo.cache.cache import KVCache
@@ -71,7 +71,7 @@ PLAN = [
     (PlanDraft, ["freeze"]),
     (Counters, ["step", "left", "admission", "unfilled"]),
     (Steady, ["next", "_grow", "_admitted"]),
-    (EngineHook, ["on_plan"]),
+    (Feedback, ["on_plan"]),
 ]
 LAUNCH = [(ToyDevice, ["forward", "sample"]), (ToyStep, ["result"]), (Scheduler, ["payload"]), (Counters, ["times"])]
 
