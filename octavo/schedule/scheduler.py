@@ -94,7 +94,8 @@ class Scheduler:
         self._launched.clear()
         self._steady = None
         guilty = self._guilty()
-        lost = [r for r in self._roster.running if r.inflight or self._planning]
+        seated = (r for r in self._roster.choices(None, None) if r.slot >= 0)  # `running` may be half written
+        lost = [r for r in seated if r.inflight or self._planning]
         self._planning = False
         self.counters.stats.num_preemptions += sum(r.finish is None for r in lost)
         self._roster.mend(lost)
