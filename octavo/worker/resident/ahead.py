@@ -52,7 +52,7 @@ def compile_ahead(
         few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))
         mixed = ([1] * rows + [9] for rows in (_SLOTS, 64, 32, 16, 1))
         steps = [(counts, max_model_len) for counts in ([long], *mixed, [2, 2], *few)]
-        alike = [([1] * rows, max_model_len, True) for rows in (64, 8)]
+        alike = [([1] * rows, max_model_len, True) for rows in (_SLOTS, 64, 8)]
         for counts, context, shares in (*((*each, False) for each in steps), ([2, 2], 2, False), *alike):
             step = _step(slots, counts, context, block_size)
             if shares:
