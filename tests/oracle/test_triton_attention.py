@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from octavo.nn.attention.triton import TritonAttention
 from octavo.nn.step import SharedContexts
-from octavo.worker.resident.sharing import Groups, grouped
+from octavo.worker.resident.sharing import grouped
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -182,9 +182,7 @@ def test_what_contexts_have_in_common_is_read_once(monkeypatch, kind, options):
     for place, taker in enumerate(case.sequences[1:], 1):
         if place == 1 or rng.random() < 0.8:
             ragged.share(taker, case.sequences[rng.randrange(place)], 1.0, case.block_size)
-    shared = groups_of(case)
-    assert shared.lens.any()
-    check_fused(case, kind, shared=shared)
+    check_fused(case, kind, shared=groups_of(case))
 
 
 def groups_of(case: ragged.Case) -> SharedContexts:
@@ -194,7 +192,8 @@ def groups_of(case: ragged.Case) -> SharedContexts:
     for table, sequence, count in zip(tables, case.sequences, whole, strict=True):
         table[:count] = sequence.blocks[:count]
     most, tokens = TritonAttention(case.dtype, case.spec).sharing()
-    found = grouped(tables, whole, most, tokens // case.block_size) or Groups.none()
+    found = grouped(tables, whole, most, tokens // case.block_size)
+    assert found is not None
     size = len(whole)
     return SharedContexts.of(torch.from_numpy(found.padded(size, most, case.block_size)).to(DEVICE), size)
 

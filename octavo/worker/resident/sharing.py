@@ -27,11 +27,6 @@ class Groups:
     lens: np.ndarray
     saved: int
 
-    @classmethod
-    def none(cls) -> Groups:
-        """No rows, so that all are padding: strangers."""
-        return cls(*(np.zeros(shape, dtype=np.int32) for shape in ((0, 3), 0, 0)), saved=0)
-
     def padded(self, size: int, most: int, page: int) -> np.ndarray:
         """For a batch of `size` rows, of which those beyond this one's are strangers in groups of at most so many.
 
