@@ -2,51 +2,88 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from octavo.cache.block_pool import BlockPool
+from octavo.cache.groups import FULL, NO_BLOCK, CacheGroup, GroupKind
 from octavo.cache.prefix_tree import Key, Node, PrefixTree
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """One sequence's blocks, in order. Only `KVCache` changes it.
+    """One sequence's blocks, in order, for each group of layers. Only `KVCache` changes it.
 
     Positions of a sequence, left to right:  [ registered | full or filling | room ]
     registered: full blocks that other requests can find; never written again.
+
+    A WINDOW group has NO_BLOCK in front, for positions that have left the window; a STATE group has one entry.
     """
 
-    blocks: list[int] = field(default_factory=list)
+    groups: list[list[int]] = field(default_factory=list)
     num_registered: int = 0
     """How many leading blocks the prefix tree knows, as these or as blocks of equal content."""
     node: Node | None = None
     """The tree's node for the last registered block."""
 
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks of the first group; of all, where the model has one group."""
+        return self.groups[0] if self.groups else []
+
+    @property
+    def held(self) -> Iterator[int]:
+        """Every block that the table holds a reference to."""
+        return (block for group in self.groups for block in group if block != NO_BLOCK)
+
 
 @dataclass(slots=True)
 class Growth:
-    """What the worker must do to a table: (index, block) writes, and (source, destination) copies made in order."""
+    """What a step does to a table.
 
-    writes: list[tuple[int, int]] = field(default_factory=list)
+    Attributes:
+        writes: (group, index, block) entries that the worker must change.
+        copies: (source, destination) blocks to copy first, in order.
+    """
+
+    writes: list[tuple[int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class KVCache:
-    """Block pool and prefix tree behind six verbs: match, fork, grow, register, release, reset.
+    """Block pool and prefix tree behind a few verbs: match, fork, grow, register, release, reset.
 
-    Blocks are registered when the step that fills them is launched, not when it has run: steps run in order, so whoever
-    finds a block there reads it after it was written, even in the same step (each layer writes all KV before attention
-    reads any). Requests that arrive together therefore share a prefix while it is still being computed.
+    Blocks are registered when the step that fills them is launched, not when it has run: steps run in order, so a
+    request that finds a block there reads it after it was written, even in the same step (each layer writes all KV
+    before attention reads any). Requests that arrive together therefore share a prefix that is still being computed.
+
+    Nothing in flight is freed: blocks that leave a window while a step is planned stay held until it has run
+    (`launched`, `finished`), since earlier steps may still read them.
+
+    Args:
+        groups: what the model's layers keep. A sequence has a block table for each; all take blocks from one pool.
+        step_tokens: tokens of one request that a step computes at most; bounds what a WINDOW group holds.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: Sequence[CacheGroup] = FULL, step_tokens: int = 0
+    ) -> None:
         self.block_size = block_size
+        self.groups = tuple(groups)
         self.pool = BlockPool(num_blocks)
-        self.tree = PrefixTree(block_size)
+        self.tree = PrefixTree(block_size, groups)
         self.num_evicted = 0
         self.num_copied = 0
+        self._step_tokens = step_tokens
+        self._leaving: list[int] = []
+        """Blocks that have left a window since the last step was launched."""
+        self._left: dict[int, list[int]] = {}
+        """The same by launched step."""
+        self._unwritten: set[int] = set()
+        """States that others may find, but not copy before the step that writes them is launched."""
+        self._only_full = all(group.kind is GroupKind.FULL for group in groups)
 
     @property
     def num_blocks(self) -> int:
@@ -57,60 +94,115 @@ class KVCache:
         return self.pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Blocks that a sequence of so many tokens holds at most, over all groups."""
+        if self._only_full:
+            return len(self.groups) * self._indices(num_tokens)
+        return sum(group.most_blocks(num_tokens, self.block_size, self._step_tokens) for group in self.groups)
+
+    def missing(self, table: BlockTable, num_computed: int, num_tokens: int) -> int:
+        """Blocks to add to a table before its sequence, computed up to `num_computed`, can have `num_tokens`.
+
+        Counts copies of blocks that are shared now.
+        """
+        total = 0
+        for group, row in zip(self.groups, table.groups or [[] for _ in self.groups], strict=True):
+            if not group.grows:
+                total += 1
+                continue
+            held = sum(block != NO_BLOCK for block in row)
+            most = group.most_blocks(num_tokens, self.block_size, self._step_tokens)
+            copied = len(row) * self.block_size > num_computed
+            total += max(0, min(self._indices(num_tokens) - len(row), most - held)) + copied
+        return total
+
+    def unfilled(self, table: BlockTable, num_computed: int) -> int:
+        """Positions that the table's blocks have room for, in all groups, beyond those that are computed."""
+        rows = zip(self.groups, table.groups, strict=False)
+        return sum(len(row) * self.block_size - num_computed for group, row in rows if group.grows)
+
+    def chunk(self, start: int, num_tokens: int) -> int:
+        """How many of the next `num_tokens` of a sequence computed up to `start` to compute in one step.
+
+        All of them, unless a STATE can be kept for others on the way: then up to the last position where it can.
+        """
+        end = start + num_tokens
+        for group in self.groups:
+            if group.snapshot_tokens and (kept := end // group.snapshot_tokens * group.snapshot_tokens) > start:
+                end = kept
+        return end - start
 
     def match(self, table: BlockTable, namespace: str, keys: Sequence[Key]) -> int:
-        """Give an empty table the longest cached prefix of `keys`; returns its length in tokens.
+        """Give an empty table the longest cached prefix of `keys`; return its length in tokens.
 
         At least one token is left to compute, since its logits are needed.
         """
         path = self.tree.match(namespace, keys, max_blocks=(len(keys) - 1) // self.block_size)
-        for node in path:
-            self.pool.hold(node.block)
-            table.blocks.append(node.block)
-        table.num_registered = len(path)
-        table.node = path[-1] if path else None
-        return len(path) * self.block_size
+        length = len(path) if self._only_full else self._usable(path)
+        table.groups = [self._shared_row(group, path[:length], i) for i, group in enumerate(self.groups)]
+        self._hold(table)
+        table.num_registered = length
+        table.node = path[length - 1] if length else None
+        return length * self.block_size
 
-    def fork(self, source: BlockTable, table: BlockTable, num_tokens: int) -> None:
+    def fork(self, source: BlockTable, table: BlockTable, num_tokens: int) -> bool:
         """Let an empty table share the blocks that hold the first `num_tokens` of `source`, the last one in part.
 
-        `grow` copies a shared block when either of the two is about to write into it. What of the shared ones others
-        can find is known of both tables.
+        Whoever shares them computes the last of these tokens again. `grow` copies a shared block when either of the
+        two is about to write into it. What of the shared ones others can find is known of both tables.
+
+        Returns:
+            False, with nothing shared, if the source no longer has all that is needed: a window has moved on, or it
+            keeps a state.
         """
-        for block in source.blocks[: self.blocks_for(num_tokens)]:
-            self.pool.hold(block)
-            table.blocks.append(block)
+        rows = []
+        for group, row in zip(self.groups, source.groups, strict=True):
+            first = group.first_read(max(num_tokens - 1, 0)) // self.block_size
+            shared = row[first : self._indices(num_tokens)]
+            if not group.grows or NO_BLOCK in shared:
+                return False
+            rows.append([NO_BLOCK] * first + shared)
+        table.groups = rows
+        self._hold(table)
         table.num_registered, table.node = source.num_registered, source.node
         while table.node is not None and table.num_registered > num_tokens // self.block_size:
             table.num_registered, table.node = table.num_registered - 1, table.node.parent
+        return True
 
-    def grow(self, table: BlockTable, start: int, end: int) -> Growth | None:
-        """Make positions [start, end) writable: add blocks, and copy those that others can see. None if room lacks."""
-        size = self.block_size
-        have = len(table.blocks)
-        shared = [i for i in range(start // size, min(have, self.blocks_for(end))) if self._is_shared(table.blocks[i])]
-        missing = self.blocks_for(end) - have
-        if len(shared) + max(missing, 0) > self.pool.num_free:
+    def grow(self, table: BlockTable, start: int, end: int, oldest: int | None = None) -> Growth | None:
+        """Make positions [start, end) writable: add blocks, and copy those that others can see.
+
+        Args:
+            oldest: the first position that this step or a later one may compute, by default `start`. It is lower while
+                drafts are in flight: some may be rejected.
+
+        Returns:
+            what has changed; None, with nothing changed, if too few blocks are free.
+        """
+        table.groups = table.groups or [[] for _ in self.groups]
+        rows = list(zip(self.groups, table.groups, strict=True))
+        shared = [self._shared_indices(group, row, start, end) for group, row in rows]
+        missing = [self._rows(group, end) - len(row) for group, row in rows]
+        if sum(map(len, shared)) + sum(count for count in missing if count > 0) > self.pool.num_free:
             return None
         growth = Growth()
-        for index in shared:
-            old, new = table.blocks[index], self._allocate()
-            growth.copies.append((old, new))
-            growth.writes.append((index, new))
-            table.blocks[index] = new
-            self._drop(old)
-            if index < table.num_registered:
-                table.num_registered, table.node = 0, None
-            self.num_copied += 1
-        for index in range(have, have + missing):
-            block = self._allocate()
-            table.blocks.append(block)
-            growth.writes.append((index, block))
+        for i, row in enumerate(table.groups):
+            for index in shared[i]:
+                self._copy(table, i, index, growth)
+            for _ in range(missing[i]):
+                block = self._allocate()
+                growth.writes.append((i, len(row), block))
+                row.append(block)
+        if not self._only_full:
+            self._leave_behind(table, start if oldest is None else oldest)
         return growth
 
-    def register(self, table: BlockTable, namespace: str, keys: Sequence[Key], end: int) -> None:
-        """Let others find the full blocks below position `end`; `keys` are known and will be computed up to there."""
+    def register(
+        self, table: BlockTable, namespace: str, keys: Sequence[Key], end: int, num_computed: int | None = None
+    ) -> None:
+        """Let others find the full blocks below position `end`; `keys` are known and will be computed up to there.
+
+        `num_computed`, by default `end`, is where the launched steps leave the sequence: a STATE stands there.
+        """
         size = self.block_size
         full = end // size
         if full <= table.num_registered:
@@ -119,18 +211,45 @@ class KVCache:
         if node is None or node.dead:
             node, table.num_registered = self.tree.root(namespace), 0
         for index in range(table.num_registered, full):
-            node = self.tree.insert(node, keys[index * size : (index + 1) * size], table.blocks[index])
+            position = (index + 1) * size
+            leaves_state = position == (end if num_computed is None else num_computed)
+            rows = zip(self.groups, table.groups, strict=True)
+            blocks = [_registered(group, row, index, position, leaves_state) for group, row in rows]
+            node = self.tree.insert(node, keys[index * size : (index + 1) * size], blocks)
+            if not self._only_full:
+                self._unwritten.update(
+                    block for group, block in zip(self.groups, blocks, strict=True) if not group.grows
+                )
         table.num_registered, table.node = full, node
+
+    def launched(self, step: int) -> None:
+        """The step that the last calls of `grow` were for is under way."""
+        self._unwritten.clear()
+        if self._leaving:
+            self._left[step], self._leaving = self._leaving, []
+
+    def finished(self, step: int) -> None:
+        """The step and all before it have run: give back what left windows when it was planned."""
+        for block in self._left.pop(step, ()):
+            self._drop(block)
+
+    def lost(self) -> None:
+        """No launched step will run to its end. `recount` must follow."""
+        self._leaving = []
+        self._left.clear()
+        self._unwritten.clear()
 
     def release(self, table: BlockTable) -> None:
         """Give all blocks back. Registered ones stay findable until their room is needed, the tail going first."""
-        for block in reversed(table.blocks):
-            self._drop(block)
-        table.blocks, table.num_registered, table.node = [], 0, None
+        for row in table.groups:
+            for block in reversed(row):
+                if block != NO_BLOCK:
+                    self._drop(block)
+        table.groups, table.num_registered, table.node = [], 0, None
 
     def num_freed_by(self, tables: Sequence[BlockTable]) -> int:
         """How many blocks would become free if these tables were released: those that nobody else holds."""
-        held = Counter(block for table in tables for block in table.blocks)
+        held = Counter(block for table in tables for block in table.held)
         return sum(self.pool.refs(block) == count for block, count in held.items())
 
     def reset(self) -> None:
@@ -139,9 +258,75 @@ class KVCache:
             self.pool.forget(block)
 
     def recount(self, tables: Sequence[BlockTable]) -> None:
-        """Forget all cached contents, and hold what these tables hold and nothing else, whatever was counted before."""
+        """Forget all cached contents; hold what these tables and the launched steps hold, whatever was counted."""
         self.tree.clear()
-        self.pool.recount(block for table in tables for block in table.blocks)
+        leaving = itertools.chain(self._leaving, *self._left.values())
+        self.pool.recount(itertools.chain((block for table in tables for block in table.held), leaving))
+
+    # Parts of `match`
+
+    def _usable(self, path: Sequence[Node]) -> int:
+        """The longest part of a path, in blocks, from which every group can go on."""
+        runs = [0] * len(self.groups)  # nodes in a row, up to the one at hand, that have the group's block
+        usable = 0
+        for length, node in enumerate(path, start=1):
+            found = [block != NO_BLOCK and block not in self._unwritten for block in node.blocks]
+            runs = [run + 1 if there else 0 for run, there in zip(runs, found, strict=True)]
+            if all(run >= self._tail(group, length) for run, group in zip(runs, self.groups, strict=True)):
+                usable = length
+        return usable
+
+    def _tail(self, group: CacheGroup, length: int) -> int:
+        """How many of `length` leading blocks, counted from their end, the next token reads."""
+        if not group.grows:
+            return 1
+        return length - group.first_read(length * self.block_size) // self.block_size
+
+    def _shared_row(self, group: CacheGroup, path: Sequence[Node], i: int) -> list[int]:
+        """A group's row of a table that begins with a path."""
+        if not group.grows:
+            return [path[-1].blocks[i]] if path else []
+        first = len(path) - self._tail(group, len(path))
+        return [NO_BLOCK] * first + [node.blocks[i] for node in path[first:]]
+
+    def _hold(self, table: BlockTable) -> None:
+        for block in table.held:
+            self.pool.hold(block)
+
+    # Parts of `grow`
+
+    def _indices(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _rows(self, group: CacheGroup, end: int) -> int:
+        """Entries of a table whose sequence ends at `end`."""
+        return 1 if not group.grows else self._indices(end)
+
+    def _shared_indices(self, group: CacheGroup, row: Sequence[int], start: int, end: int) -> list[int]:
+        """Entries that a step would write to although others can see their blocks."""
+        first = 0 if not group.grows else start // self.block_size
+        return [i for i in range(first, min(len(row), self._rows(group, end))) if self._is_shared(row[i])]
+
+    def _copy(self, table: BlockTable, group: int, index: int, growth: Growth) -> None:
+        """Replace a shared block by a copy of its own."""
+        row = table.groups[group]
+        old, new = row[index], self._allocate()
+        growth.copies.append((old, new))
+        growth.writes.append((group, index, new))
+        row[index] = new
+        self._drop(old)
+        if index < table.num_registered and self.groups[group].grows:
+            table.num_registered, table.node = 0, None
+        self.num_copied += 1
+
+    def _leave_behind(self, table: BlockTable, oldest: int) -> None:
+        """Take blocks out of the table that no token from `oldest` on reads."""
+        for group, row in zip(self.groups, table.groups, strict=True):
+            index = min(group.first_read(oldest) // self.block_size, len(row)) - 1
+            while index >= 0 and row[index] != NO_BLOCK:
+                self._leaving.append(row[index])
+                row[index] = NO_BLOCK
+                index -= 1
 
     def _is_shared(self, block: int) -> bool:
         return self.pool.refs(block) > 1 or block in self.tree
@@ -177,3 +362,10 @@ class KVCache:
             raise AssertionError(
                 f"{self.pool.num_used} blocks and {num_requests} requests are left although nothing runs"
             )
+
+
+def _registered(group: CacheGroup, row: Sequence[int], index: int, position: int, leaves_state: bool) -> int:
+    """A group's block for the node of a sequence's blocks up to `index`, which end at `position`."""
+    if group.grows:
+        return row[index]
+    return row[0] if leaves_state and group.snapshot_tokens and position % group.snapshot_tokens == 0 else NO_BLOCK

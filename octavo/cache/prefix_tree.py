@@ -1,12 +1,14 @@
 """`PrefixTree`: which full blocks hold which tokens, so that equal prefixes are stored and computed once.
 
-A radix tree with one block an edge. A node stands for the tokens from the start of the sequence to its block's end;
-only equal paths share nodes, so a hit is exact: of tokens there are no hashes that could collide.
+A radix tree with one block of tokens an edge. A node stands for the tokens from the start of the sequence to its
+block's end; only equal paths share nodes, so a hit is exact: tokens are compared, not hashes of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+
+from octavo.cache.groups import FULL, NO_BLOCK, CacheGroup, GroupKind
 
 Key = int | bytes
 """What identifies the content of one position: a token id, or a digest of something else."""
@@ -14,14 +16,17 @@ Chunk = tuple[Key, ...]
 
 
 class Node:
-    """One full block of tokens after its parent's. `block` is -1 on a root and on a node that left the tree."""
+    """One full block of tokens after its parent's, with a block of each group, NO_BLOCK where a group has none.
 
-    __slots__ = ("block", "children", "chunk", "dead", "namespace", "parent")
+    A root, and a node that left the tree, has no blocks.
+    """
 
-    def __init__(self, parent: Node | None, chunk: Chunk, block: int, namespace: str) -> None:
+    __slots__ = ("blocks", "children", "chunk", "dead", "namespace", "parent")
+
+    def __init__(self, parent: Node | None, chunk: Chunk, blocks: list[int], namespace: str) -> None:
         self.parent = parent
         self.chunk = chunk
-        self.block = block
+        self.blocks = blocks
         self.namespace = namespace
         self.children: dict[Chunk, Node] = {}
         self.dead = False
@@ -30,12 +35,15 @@ class Node:
 class PrefixTree:
     """Namespaced radix tree over blocks of `block_size` keys."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, groups: Sequence[CacheGroup] = FULL) -> None:
         self.block_size = block_size
+        self._needed = [group.kind is GroupKind.FULL for group in groups]
+        """By group: whether a node without its block is of no use to any longer prefix either."""
         self._roots: dict[str, Node] = {}
         self._nodes: dict[int, Node] = {}
 
     def __len__(self) -> int:
+        """Blocks that can be found."""
         return len(self._nodes)
 
     def __contains__(self, block: int) -> bool:
@@ -48,7 +56,7 @@ class PrefixTree:
     def root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(None, (), -1, namespace)
+            root = self._roots[namespace] = Node(None, (), [], namespace)
         return root
 
     def match(self, namespace: str, keys: Sequence[Key], max_blocks: int) -> list[Node]:
@@ -63,48 +71,73 @@ class PrefixTree:
                 path.append(node)
         return path
 
-    def insert(self, parent: Node, keys: Sequence[Key], block: int) -> Node:
-        """Say that `block` holds the block of `keys` after `parent`; an equal node that exists already wins."""
+    def insert(self, parent: Node, keys: Sequence[Key], blocks: Sequence[int]) -> Node:
+        """Record that `blocks`, one of each group, hold `keys` after `parent`.
+
+        Where an equal node has a block already, that one stays; where it has none, it takes the new one.
+        """
         chunk = tuple(keys)
         node = parent.children.get(chunk)
         if node is None:
-            if block in self._nodes:
-                raise AssertionError(f"block {block} is in the tree under other tokens")
-            node = Node(parent, chunk, block, parent.namespace)
+            node = Node(parent, chunk, [NO_BLOCK] * len(blocks), parent.namespace)
             parent.children[chunk] = node
-            self._nodes[block] = node
+        for group, block in enumerate(blocks):
+            if block != NO_BLOCK and node.blocks[group] == NO_BLOCK:
+                if block in self._nodes:
+                    raise AssertionError(f"block {block} is in the tree under other tokens")
+                node.blocks[group] = block
+                self._nodes[block] = node
         return node
 
     def remove(self, block: int) -> list[int]:
-        """Forget a block and everything that can only be reached through it; returns the blocks forgotten."""
+        """Forget a block, and everything that is of no use without it; return the blocks forgotten."""
         node = self._nodes[block]
+        group = node.blocks.index(block)
+        if self._needed[group]:
+            return self._cut(node)
+        node.blocks[group] = NO_BLOCK
+        del self._nodes[block]
+        self._prune(node)
+        return [block]
+
+    def clear(self) -> list[int]:
+        """Forget everything; return the blocks forgotten."""
+        gone = list(self._nodes)
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            node.dead = True
+            stack.extend(node.children.values())
+        self._nodes.clear()
+        self._roots.clear()
+        return gone
+
+    def _cut(self, node: Node) -> list[int]:
+        """Take a node and all below it out of the tree; return their blocks."""
         parent = node.parent
         if parent is not None:
             del parent.children[node.chunk]
-            self._prune_root(parent)
+            self._prune(parent)
         gone: list[int] = []
         stack = [node]
         while stack:
             node = stack.pop()
             node.dead = True
-            gone.append(node.block)
-            del self._nodes[node.block]
+            for block in node.blocks:
+                if block != NO_BLOCK:
+                    gone.append(block)
+                    del self._nodes[block]
             stack.extend(node.children.values())
             node.children = {}
         return gone
 
-    def clear(self) -> list[int]:
-        """Forget everything; returns the blocks forgotten."""
-        gone = list(self._nodes)
-        for node in self._nodes.values():
+    def _prune(self, node: Node) -> None:
+        """Remove nodes, from this one upwards, that have neither blocks nor children."""
+        while not node.children and all(block == NO_BLOCK for block in node.blocks):
             node.dead = True
-        for root in self._roots.values():
-            root.dead = True
-        self._nodes.clear()
-        self._roots.clear()
-        return gone
-
-    def _prune_root(self, node: Node) -> None:
-        if node.parent is None and not node.children:
-            node.dead = True
-            self._roots.pop(node.namespace, None)
+            parent = node.parent
+            if parent is None:
+                self._roots.pop(node.namespace, None)
+                return
+            del parent.children[node.chunk]
+            node = parent

@@ -21,7 +21,8 @@ class NewRow(msgspec.Struct, frozen=True):
         seed: the draw's seed, resolved: the user's, or one drawn for this request.
         stop_ids: tokens that end it; not sampled before `params.min_tokens`.
         num_computed: positions whose KV is already in `blocks` (a prefix hit).
-        blocks: its block table, with room for what this step computes.
+        blocks: its block table for each group of layers, with room for what this step computes; -1 where a group keeps
+            no block.
         options: the features' own options, as in `GenerateRequest`.
         beam: it is one of a beam search's.
     """
@@ -33,7 +34,7 @@ class NewRow(msgspec.Struct, frozen=True):
     seed: int
     stop_ids: list[int]
     num_computed: int
-    blocks: list[int]
+    blocks: list[list[int]]
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
     beam: bool = False
 
@@ -48,7 +49,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         id: counts up from 0.
         new: requests that take a slot, applied before anything else.
         slots, num_tokens, num_drafts, samples: the rows, as parallel lists.
-        block_writes: (slot, index, block) changes of block tables, applied after `new`, which has its own already.
+        block_writes: (slot, group, index, block) changes of block tables, applied after `new`, which has its own.
         copies: (source, destination) blocks, copied before this step writes any KV.
         freed: slots that no later step uses until they are in `new` again.
         payload: feature name -> what its worker half needs this step.
@@ -61,7 +62,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_tokens: list[int]
     num_drafts: list[int]
     samples: list[bool]
-    block_writes: list[tuple[int, int, int]]
+    block_writes: list[tuple[int, int, int, int]]
     copies: list[tuple[int, int]]
     freed: list[int]
     payload: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -81,7 +82,7 @@ class PlanDraft:
     num_tokens: list[int] = field(default_factory=list)
     num_drafts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
-    block_writes: list[tuple[int, int, int]] = field(default_factory=list)
+    block_writes: list[tuple[int, int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     payload: dict[str, Any] = field(default_factory=dict)
     needs_feedback: bool = False

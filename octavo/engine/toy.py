@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.cache.groups import FULL, CacheGroup
 from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans
@@ -43,7 +44,7 @@ def toy_generate(
 class _Slot:
     tokens: list[int]
     computed: int
-    table: list[int]
+    tables: list[list[int]]
     seed: int
     drafts: list[int] = field(default_factory=list)
 
@@ -65,8 +66,9 @@ class ToyStep:
 class ToyDevice:
     """A FIFO of launched work. `lazy` runs it only when a result is asked for; otherwise at random moments.
 
-    `num_drafts` tokens are drafted after each sampled one, right three times out of five. To test what a fault costs,
-    `fail_at` names plans whose forward pass raises, and `poison` a token that no step can compute.
+    `num_drafts` tokens are drafted after each sampled one, right three times out of five. `groups` are those of its
+    layers, one layer each. To test what a fault costs, `fail_at` names plans whose forward pass raises, and `poison` a
+    token that no step can compute.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class ToyDevice:
         seed: int = 0,
         fail_at: Sequence[int] = (),
         poison: int | None = None,
+        groups: Sequence[CacheGroup] = FULL,
     ) -> None:
         self._cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
+        self._groups = tuple(groups)
         self._num_drafts = num_drafts
         self._lazy = lazy
         self._random = random.Random(seed)
@@ -132,29 +136,46 @@ class ToyDevice:
                 raise RuntimeError(f"the toy device can't compute token {self._poison} (slot {slot})")
             step.inputs.append(inputs)
             spans.append((state, start, state.tokens[:start] + inputs))
-        for state, start, context in spans:
-            for position in range(start, len(context)):
-                self._write(state, position, tuple(context[: position + 1]))
-        for state, _, context in spans:
-            for position in range(len(context)):
-                self._read(state, position, tuple(context[: position + 1]))
+        for index, group in enumerate(self._groups):
+            if group.grows:
+                self._attend(spans, index, group)
+            else:
+                for state, start, context in spans:
+                    self._advance(state.tables[index][0], context, start)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.new:
-            self._slots[row.slot] = _Slot(list(row.tokens), row.num_computed, list(row.blocks), row.seed)
-        for slot, index, block in plan.block_writes:
-            table = self._slots[slot].table
+            self._slots[row.slot] = _Slot(
+                list(row.tokens), row.num_computed, [list(blocks) for blocks in row.blocks], row.seed
+            )
+        for slot, group, index, block in plan.block_writes:
+            table = self._slots[slot].tables[group]
             table.extend([-1] * (index + 1 - len(table)))
             table[index] = block
         for source, destination in plan.copies:
             self._cells[destination] = list(self._cells[source])
 
-    def _write(self, state: _Slot, position: int, cell: Cell) -> None:
-        self._cells[state.table[position // self._block_size]][position % self._block_size] = cell
+    def _attend(self, spans: Sequence[tuple[_Slot, int, list[int]]], index: int, group: CacheGroup) -> None:
+        """Write the KV of all rows, then read what each row's tokens see."""
+        for state, start, context in spans:
+            for position in range(start, len(context)):
+                self._write(state.tables[index], position, tuple(context[: position + 1]))
+        for state, start, context in spans:
+            for position in range(group.first_read(start), len(context)):
+                self._read(state.tables[index], position, tuple(context[: position + 1]))
+
+    def _advance(self, block: int, context: Sequence[int], start: int) -> None:
+        """Bring a recurrent state from position `start` to the end of the context."""
+        if start and self._cells[block][0] != tuple(context[:start]):
+            raise AssertionError(f"the state in block {block} is {self._cells[block][0]}, not {tuple(context[:start])}")
+        self._cells[block][0] = tuple(context)
+
+    def _write(self, table: list[int], position: int, cell: Cell) -> None:
+        self._cells[table[position // self._block_size]][position % self._block_size] = cell
         self.cells_computed += 1
 
-    def _read(self, state: _Slot, position: int, expected: Cell) -> None:
-        block = state.table[position // self._block_size]
+    def _read(self, table: list[int], position: int, expected: Cell) -> None:
+        block = table[position // self._block_size]
         found = self._cells[block][position % self._block_size]
         if found != expected:
             raise AssertionError(f"KV of position {position} in block {block} belongs to {found}, not to {expected}")

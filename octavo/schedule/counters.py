@@ -86,5 +86,4 @@ class Counters:
 
     def unfilled(self, running: Sequence[Request]) -> int:
         """Token slots in the requests' blocks that hold no token."""
-        size = self._cache.block_size
-        return sum(len(r.table.blocks) * size - r.num_computed for r in running) if self._cache.num_blocks else 0
+        return sum(self._cache.unfilled(r.table, r.num_computed) for r in running) if self._cache.num_blocks else 0

@@ -174,6 +174,7 @@ class Planner:
     def _allowed(self, step: Step, request: Request) -> int:
         """How many of its tokens the request computes in this step; drafts go all together or not at all."""
         num_tokens = min(request.uncomputed, self._budget(step, request))
+        num_tokens = self._cache.chunk(request.num_computed, num_tokens)
         if self._limits.whole_prompts and num_tokens < request.uncomputed:
             return 0
         num_tokens, error = admitted(self._hooks, request, num_tokens)
@@ -186,7 +187,7 @@ class Planner:
     def _add_row(self, step: Step, request: Request, num_tokens: int) -> bool:
         """Launch `num_tokens` of a request that has a slot; False, and nothing changed, if KV blocks lack."""
         start, end = request.num_computed, request.num_computed + num_tokens
-        growth = self._cache.grow(request.table, start, end)
+        growth = self._cache.grow(request.table, start, end, oldest=start - request.pending)
         if growth is None:
             return False
         samples = num_tokens == request.uncomputed and request.max_tokens > 0

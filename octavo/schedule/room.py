@@ -34,9 +34,10 @@ class Room:
         if leader is not None and leader.finish is None and not request.num_preemptions:
             if leader.slot < 0 or leader.num_computed < leader.num_prompt or leader in prompts:
                 return False
-            self._cache.fork(leader.table, request.table, request.num_prompt)
-            request.num_computed = request.num_prompt - 1
-        elif request.reads_cache:
+            if self._cache.fork(leader.table, request.table, request.num_prompt):
+                request.num_computed = request.num_prompt - 1
+                return True
+        if request.reads_cache:
             request.num_computed = self._cache.match(request.table, self._namespace(request), request.keys)
         return True
 
@@ -46,19 +47,19 @@ class Room:
         request.num_computed = 0
 
     def shortage(self, request: Request, num_running: int) -> int:
-        """Free blocks that lack for all known tokens, a copy of a shared block, and some growth of the running ones."""
+        """Blocks missing to admit the request, with some growth of the running ones; <= 0 means it fits."""
         cache = self._cache
-        missing = cache.blocks_for(len(request.tokens) + min(request.max_tokens, 1)) - len(request.table.blocks)
-        copied = 1 if len(request.table.blocks) * cache.block_size > request.num_computed else 0
+        known = len(request.tokens) + min(request.max_tokens, 1)
+        missing = cache.missing(request.table, request.num_computed, known)
         growth = min(num_running, cache.num_blocks // 50)
         # Beams wait for each other: one that waited for those that run to end would wait forever.
         reserve = self._reserve if num_running and not request.params.beam_width else 0
-        return missing + copied + max(growth, reserve) - cache.num_free
+        return missing + max(growth, reserve) - cache.num_free
 
     def register(self, request: Request) -> None:
         """Let others find what is computed of its known tokens."""
         known = min(request.num_computed, len(request.tokens))
-        self._cache.register(request.table, self._namespace(request), request.keys, known)
+        self._cache.register(request.table, self._namespace(request), request.keys, known, request.num_computed)
 
     def _namespace(self, request: Request) -> str:
         return request.spec.namespace if self._share_prefixes else request.id

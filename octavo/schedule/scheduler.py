@@ -92,6 +92,7 @@ class Scheduler:
         where it stood, unless the failure was in planning, which may have changed anybody's blocks.
         """
         self._launched.clear()
+        self.cache.lost()
         self._steady = None
         guilty = self._guilty()
         seated = (r for r in self._roster.choices(None, None) if r.slot >= 0)  # `running` may be half written
@@ -164,6 +165,7 @@ class Scheduler:
         plan = draft.freeze(self._num_plans, self._roster.take_freed())
         self._num_plans += 1
         self._launched[plan.id] = rows
+        self.cache.launched(plan.id)
         return plan
 
     def _repeat(self) -> tuple[list[Request], PlanDraft] | None:
@@ -206,6 +208,7 @@ class Scheduler:
         """
         self.counters.idle(output.idle_s)
         rows, steady = self._launched.pop(plan.id), self._steady
+        self.cache.finished(plan.id)
         if steady is not None and rows is steady.rows and not (output.errors or output.logprobs):
             self.counters.stats.generation_tokens += len(rows)
             steady.take(output.tokens, self._news, self._append, self._fail)

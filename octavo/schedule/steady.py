@@ -38,6 +38,7 @@ class Steady:
         self.unfilled = unfilled
         self._draft = step.draft
         self._cache = cache
+        self._growing = sum(group.grows for group in cache.groups)
         self._room = room
         self._watched = {request for request in self.rows if request.spec.options}
         self.hooks = hooks if self._watched else ()
@@ -77,7 +78,7 @@ class Steady:
         """The next step, which is hereby launched; None if the scheduler has to look at each request again."""
         borders = self._borders.get((self._count + 1) % self._cache.block_size, ())
         grown = sum(begins for _, begins in borders)
-        if self._left <= 0 or grown > self._cache.num_free or not self._admitted():
+        if self._left <= 0 or grown * len(self._cache.groups) > self._cache.num_free or not self._admitted():
             return None
         draft = PlanDraft(
             slots=self._draft.slots,
@@ -93,7 +94,7 @@ class Steady:
             if begins:
                 self._grow(request, draft)
             self._room.register(request)
-        self.unfilled += grown * self._cache.block_size - len(self.rows)
+        self.unfilled += self._growing * (grown * self._cache.block_size - len(self.rows))
         self._left -= 1
         self._count += 1
         return draft
@@ -110,7 +111,7 @@ class Steady:
         if growth is None:
             raise AssertionError(f"no KV block for request {request.id}, although there was one")
         draft.copies.extend(growth.copies)
-        draft.block_writes.extend((request.slot, index, block) for index, block in growth.writes)
+        draft.block_writes.extend((request.slot, *write) for write in growth.writes)
 
     def take(self, tokens: list[list[int]], news: list[TokenDelta], append: Append, fail: Fail) -> None:
         """Append the one token that each of the rows brought.

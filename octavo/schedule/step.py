@@ -50,7 +50,7 @@ class Step:
         draft.num_drafts.append(drafts)
         draft.samples.append(samples)
         draft.copies.extend(growth.copies)
-        draft.block_writes.extend((request.slot, index, block) for index, block in growth.writes)
+        draft.block_writes.extend((request.slot, *write) for write in growth.writes)
         self.rows.append(request)
         self.budget -= num_tokens
         if request.num_computed < request.num_prompt:
@@ -68,7 +68,7 @@ class Step:
             seed=request.seed,
             stop_ids=sorted(request.stop_ids),
             num_computed=num_computed,
-            blocks=list(request.table.blocks),
+            blocks=[list(blocks) for blocks in request.table.groups],
             options=request.spec.options,
             beam=request.params.beam_width is not None,
         )

@@ -23,7 +23,7 @@ def displaced_by(
 ) -> list[Request]:
     """Whose places a waiting request may take to get a slot and `shortage` blocks; [] if all of them would not do."""
     possible = [r for r in running if r.finish is None and policy.displaces(first, r)]
-    if sum(len(r.table.blocks) for r in possible) < shortage:
+    if sum(sum(1 for _ in r.table.held) for r in possible) < shortage:
         return []
     victims: list[Request] = []
     for victim in sorted(possible, key=policy.victim_rank, reverse=True):

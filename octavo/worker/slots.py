@@ -51,7 +51,7 @@ class Slots:
         """Take in what the plan changes: requests that took a slot, then changed block tables."""
         for row in plan.new:
             self._fill(row)
-        for slot, index, block in plan.block_writes:
+        for slot, _, index, block in plan.block_writes:
             self.block_tables[slot, index] = block
 
     def plain(self, slots: list[int]) -> bool:
@@ -113,7 +113,7 @@ class Slots:
         self.tokens[slot, : len(row.tokens)] = row.tokens
         self.length[slot] = len(row.tokens)
         self.computed[slot] = row.num_computed
-        self.block_tables[slot, : len(row.blocks)] = row.blocks
+        self.block_tables[slot, : len(row.blocks[0])] = row.blocks[0]
         params = PreparedParams.of(row, self._vocab_size, self._logprobs_mode)
         self._sampling[slot] = _Sampling(params, row.num_prompt)
         self.sampling[slot] = params.packed(row.num_prompt)

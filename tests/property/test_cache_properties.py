@@ -108,9 +108,9 @@ def test_tree_agrees_with_a_dictionary_of_prefixes(sequences, data):
         node = tree.root(namespace)
         for i in range(len(keys) // BLOCK):
             prefix = (namespace, *keys[: (i + 1) * BLOCK])
-            node = tree.insert(node, keys[i * BLOCK : (i + 1) * BLOCK], block)
+            node = tree.insert(node, keys[i * BLOCK : (i + 1) * BLOCK], [block])
             truth.setdefault(prefix, block)
-            assert node.block == truth[prefix]
+            assert node.blocks == [truth[prefix]]
             block += 1
         if truth and data.draw(st.booleans()):
             victim = data.draw(st.sampled_from(sorted(truth)))
@@ -127,7 +127,7 @@ def test_tree_agrees_with_a_dictionary_of_prefixes(sequences, data):
             if found is None:
                 break
             expected.append(found)
-        assert [n.block for n in tree.match(namespace, keys, 99)] == expected
+        assert [n.blocks for n in tree.match(namespace, keys, 99)] == [[block] for block in expected]
 
 
 def test_full_blocks_go_least_recently_used_first_and_tails_before_heads():

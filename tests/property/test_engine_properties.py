@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world_kit import BLOCK, MAX_LEN, World, random_requests, worlds
+from world_kit import BLOCK, LAYOUTS, MAX_LEN, World, random_requests, worlds
 
 from octavo.cache.cache import KVCache
 from octavo.engine.loop import EngineLoop
@@ -25,6 +25,14 @@ from octavo.schedule.scheduler import Limits, Scheduler
 @given(worlds(), st.integers(1, 12), st.sampled_from([0.0, 0.0, 0.05]))
 @settings(max_examples=1000, deadline=None)
 def test_any_life_of_an_engine(world, count, abort_rate):
+    world.run(random_requests(world.rng, count), abort_rate)
+    world.check()
+
+
+@given(worlds(LAYOUTS[1:]), st.integers(1, 12), st.sampled_from([0.0, 0.0, 0.05]))
+@settings(max_examples=1000, deadline=None)
+def test_any_life_of_an_engine_whose_layers_keep_different_things(world, count, abort_rate):
+    """Windows, states and full attention in one model, over one pool of blocks."""
     world.run(random_requests(world.rng, count), abort_rate)
     world.check()
 

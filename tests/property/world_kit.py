@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from octavo.cache.cache import KVCache
+from octavo.cache.groups import FULL, CacheGroup, GroupKind
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import FinishReason, TokenDelta
 from octavo.core.params import SamplingParams
@@ -62,18 +63,21 @@ class World:
     poison: int | None = None
     watermark: float = 0.0
     faulty: bool = False
+    groups: tuple[CacheGroup, ...] = FULL
     asked: dict[str, GenerateRequest] = field(default_factory=dict)
     outputs: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: Counter = field(default_factory=Counter)
     reasons: dict[tuple[str, int], TokenDelta] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cache = KVCache(self.num_blocks, BLOCK)
+        self.num_blocks *= len(self.groups)
+        step_tokens = self.budget + self.num_drafts
+        self.cache = KVCache(self.num_blocks, BLOCK, self.groups, step_tokens)
         self.hook = Feedback(self.rng)
         self.hook.opt_in = self.rng.random() < 0.7
         limits = Limits(
             max_num_seqs=6,
-            max_num_batched_tokens=self.budget + self.num_drafts,
+            max_num_batched_tokens=step_tokens,
             max_model_len=MAX_LEN,
             max_ahead=1 if self.depth > 1 and self.rng.random() < 0.5 else self.depth + 1,
             num_drafts=self.num_drafts,
@@ -89,6 +93,7 @@ class World:
             lazy=self.rng.random() < 0.7,
             seed=self.rng.random(),
             poison=self.poison,
+            groups=self.groups,
         )
         self.loop = EngineLoop(self.scheduler, self.device, self.depth)
         self.may_fail = self.faulty or self.poison is not None
@@ -102,7 +107,7 @@ class World:
         except InvalidRequestError:
             generated = 0 if request.prompt_only else request.params.max_tokens + self.num_drafts
             need = len(request.tokens) + generated
-            assert need > min(MAX_LEN, self.num_blocks * BLOCK), "refused although it fits"
+            assert need > MAX_LEN or self.cache.blocks_for(need) > self.num_blocks, "refused although it fits"
             del self.asked[request.id]
 
     def take(self, deltas: list[TokenDelta]) -> None:
@@ -162,18 +167,33 @@ class World:
             assert not request.prompt_only or request.reads_cache or not delta.num_cached
 
 
+WINDOW = CacheGroup(GroupKind.WINDOW, window=6)
+STATE = CacheGroup(GroupKind.STATE, snapshot_tokens=8)
+LAYOUTS = [
+    FULL,
+    (WINDOW,),
+    (STATE,),
+    (*FULL, WINDOW),
+    (*FULL, STATE),
+    (WINDOW, CacheGroup(GroupKind.WINDOW, window=1), STATE),
+    (*FULL, *FULL, CacheGroup(GroupKind.WINDOW, window=17), STATE),
+]
+
+
 @st.composite
-def worlds(draw):
+def worlds(draw, layouts=(FULL,)):
+    groups = draw(st.sampled_from(layouts))
     depth = draw(st.integers(0, 2))
     return World(
         rng=random.Random(draw(st.integers(0, 2**32))),
         depth=depth,
-        num_drafts=draw(st.sampled_from([0, 0, 1, 3])),
+        num_drafts=draw(st.sampled_from([0, 0, 1, 3] if all(group.grows for group in groups) else [0])),
         num_blocks=draw(st.sampled_from([9, 14, 20, 80])),
         budget=draw(st.sampled_from([6, 9, 16, 64])),
         policy=draw(st.sampled_from(sorted(POLICIES))),
         share=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
+        groups=groups,
     )
 
 

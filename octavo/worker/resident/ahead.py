@@ -99,7 +99,7 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
 def _step(slots: ResidentSlots, counts: Sequence[int], context: int, block_size: int) -> StepInput:
     """Slots are filled, their blocks written and the batch laid out, for contexts of up to so many tokens."""
     params = SamplingParams(temperature=0)
-    new = [NewRow(i, [0] * n, n, params, 0, [], 0, [0]) for i, n in enumerate(counts)]
+    new = [NewRow(i, [0] * n, n, params, 0, [], 0, [[0]]) for i, n in enumerate(counts)]
     plan = StepPlan(
         id=-1,
         new=new,
@@ -107,7 +107,7 @@ def _step(slots: ResidentSlots, counts: Sequence[int], context: int, block_size:
         num_tokens=list(counts),
         num_drafts=[0] * len(counts),
         samples=[True] * len(counts),
-        block_writes=[(0, 0, 0)],
+        block_writes=[(0, 0, 0, 0)],
         copies=[],
         freed=[],
     )

@@ -93,7 +93,7 @@ class ResidentSlots:
             self._fill(plan.new)
         if plan.block_writes:
             self.tables.write(plan.block_writes)
-            writes = upload(np.asarray(plan.block_writes, dtype=np.int32).ravel(), self.device)
+            writes = upload(np.asarray(plan.block_writes, dtype=np.int32)[:, [0, 2, 3]].ravel(), self.device)
             count = len(plan.block_writes)
             extend_kernel[(triton.cdiv(count, _BLOCK),)](
                 writes, self.block_tables, count, self.block_tables.stride(0), BLOCK=_BLOCK
@@ -199,10 +199,10 @@ class ResidentSlots:
             self._held[row.slot] = _Held(params, row.num_prompt)
             self._computed[row.slot] = row.num_computed
             self.tables.fill(row)
-            count, blocks = len(row.tokens), len(row.blocks)
+            count, blocks = len(row.tokens), len(row.blocks[0])
             header[:6] = row.slot, count, row.num_computed, offset, offset + count, blocks
             header[6:] = packed_params(params, row.num_prompt)
-            pieces += [np.asarray(row.tokens, dtype=np.int32), np.asarray(row.blocks, dtype=np.int32)]
+            pieces += [np.asarray(row.tokens, dtype=np.int32), np.asarray(row.blocks[0], dtype=np.int32)]
             offset += count + blocks
             longest = max(longest, count, blocks)
         packed = upload(np.concatenate(pieces), self.device)

@@ -279,7 +279,7 @@ def _trial(counts: list[int]) -> StepPlan:
             seed=0,
             stop_ids=[1],
             num_computed=0,
-            blocks=[],
+            blocks=[[]],
         )
         for slot, count in enumerate(counts)
     ]

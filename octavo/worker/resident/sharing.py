@@ -65,13 +65,13 @@ class BlockTables:
 
     def fill(self, row: NewRow) -> None:
         """A request took a slot."""
-        self._tables[row.slot, : len(row.blocks)] = row.blocks
-        self._ends[row.slot] = len(row.blocks)
+        self._tables[row.slot, : len(row.blocks[0])] = row.blocks[0]
+        self._ends[row.slot] = len(row.blocks[0])
         self.version += 1
 
-    def write(self, writes: Sequence[tuple[int, int, int]]) -> None:
-        """(slot, index, block) each, as `StepPlan.block_writes`."""
-        slots, indices, blocks = np.asarray(writes, dtype=np.int64).T
+    def write(self, writes: Sequence[tuple[int, int, int, int]]) -> None:
+        """Take in `StepPlan.block_writes`."""
+        slots, _, indices, blocks = np.asarray(writes, dtype=np.int64).T
         self._tables[slots, indices] = blocks
         if (indices < self._ends[slots]).any():
             self.version += 1

@@ -50,7 +50,7 @@ def plan() -> StepPlan:
     """A step in which every slot has one of the requests."""
     count = len(PARAMS)
     new = [
-        NewRow(i, [*PROMPT, *OUTPUT], len(PROMPT), params, i, [STOP], len(PROMPT) + len(OUTPUT) - 1, [])
+        NewRow(i, [*PROMPT, *OUTPUT], len(PROMPT), params, i, [STOP], len(PROMPT) + len(OUTPUT) - 1, [[]])
         for i, params in enumerate(PARAMS)
     ]
     return StepPlan(0, new, list(range(count)), [1] * count, [0] * count, [True] * count, [], [], [])

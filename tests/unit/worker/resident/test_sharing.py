@@ -90,7 +90,7 @@ def test_padding_stands_in_groups_of_strangers(batch, most, padding):
 
 
 def held(tables: BlockTables, slot: int, blocks: list[int]) -> None:
-    tables.fill(NewRow(slot, [0], 1, SamplingParams(), 0, [], 0, blocks))
+    tables.fill(NewRow(slot, [0], 1, SamplingParams(), 0, [], 0, [blocks]))
 
 
 def test_tables_follow_what_requests_are_given():

@@ -1,0 +1,69 @@
+"""`CacheGroup`: layers that remember a sequence in the same way, and so share one block table per sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+NO_BLOCK = -1
+"""Stands in a block table where the group keeps no block: its positions are outside every later token's reach."""
+
+
+class GroupKind(StrEnum):
+    """How a layer's memory of a sequence grows.
+
+    FULL: a block for every `block_size` positions; also latent attention, whose blocks only hold other vectors.
+    WINDOW: the same, but positions behind the window are never read again, so their blocks are released.
+    STATE: one block per sequence, overwritten at every step (a recurrent state).
+    """
+
+    FULL = "full"
+    WINDOW = "window"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers of one kind. All groups of a model take their blocks from one pool, so a block of each has the same size.
+
+    Attributes:
+        layers: indices of the model's layers, in order. Layer i of every group shares the i-th cache tensor.
+        window: positions that a token of a WINDOW group reads, its own among them.
+        snapshot_tokens: a STATE is kept for other requests at multiples of this many positions; a multiple of the
+            block size. 0 keeps none, so prompts with a common prefix share nothing.
+    """
+
+    kind: GroupKind = GroupKind.FULL
+    layers: tuple[int, ...] = ()
+    window: int = 0
+    snapshot_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.kind is GroupKind.WINDOW) != (self.window > 0):
+            raise ValueError(f"a group of kind {self.kind} can't have a window of {self.window}")
+
+    @property
+    def grows(self) -> bool:
+        """Whether a longer sequence takes more blocks."""
+        return self.kind is not GroupKind.STATE
+
+    def first_read(self, position: int) -> int:
+        """The first position that the token at `position` reads."""
+        return max(0, position - self.window + 1) if self.kind is GroupKind.WINDOW else 0
+
+    def most_blocks(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at most at any time.
+
+        A WINDOW group holds the window before a step, what the step writes, and the blocks that the steps still in
+        flight read; both of the latter are bounded by `step_tokens`.
+        """
+        if not self.grows:
+            return 2  # the state, and the copy that the next step writes while the first is kept for others
+        everything = -(-num_tokens // block_size)
+        if self.kind is GroupKind.FULL:
+            return everything
+        return min(everything, -(-(self.window + 2 * step_tokens) // block_size) + 1)
+
+
+FULL = (CacheGroup(),)
+"""The groups of a model all of whose layers attend to everything."""
