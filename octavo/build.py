@@ -9,7 +9,6 @@ from functools import partial
 import msgspec
 
 from octavo.cache.cache import KVCache
-from octavo.cache.no_cache import NoCache
 from octavo.config import EngineConfig
 from octavo.core.embeds import OPTION as PROMPT_EMBEDS
 from octavo.core.errors import ConfigError
@@ -141,7 +140,7 @@ def _build_encoder(
     pooler = pooler_of(
         files, config.model.pooler_config, size=spec.hidden_size, default=spec.pooling, labels=spec.num_labels
     )
-    scheduler = Scheduler(NoCache(), limits, policy, hooks=[feature.engine for feature in features])
+    scheduler = Scheduler(KVCache(0, 1, groups=()), limits, policy, hooks=[feature.engine for feature in features])
     runner = worker.make_runner([feature.worker for feature in features])
     profiler = _profiler(worker, profile)
     loop = EngineLoop(scheduler, runner, _depth(config, worker.device), profiler=profiler, worker=worker)

@@ -63,7 +63,8 @@ class KVCache:
     (`launched`, `finished`), since earlier steps may still read them.
 
     Args:
-        groups: what the model's layers keep. A sequence has a block table for each; all take blocks from one pool.
+        groups: what the model's layers keep. A sequence has a block table for each; all take blocks from one pool. A
+            model that keeps nothing between steps has none, and any sequence fits.
         step_tokens: tokens of one request that a step computes at most; bounds what a WINDOW group holds.
     """
 
@@ -205,7 +206,7 @@ class KVCache:
         """
         size = self.block_size
         full = end // size
-        if full <= table.num_registered:
+        if full <= table.num_registered or not self.groups:
             return
         node = table.node
         if node is None or node.dead:

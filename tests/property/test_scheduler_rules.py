@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from octavo.cache.cache import KVCache
-from octavo.cache.no_cache import NoCache
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import FinishReason, StepOutput
 from octavo.core.params import SamplingParams
@@ -485,7 +484,7 @@ def test_prompts_that_can_not_be_cut_go_whole_and_in_order(depth):
     limits = Limits(
         max_num_seqs=8, max_num_batched_tokens=10, max_model_len=10, max_ahead=depth + 1, whole_prompts=True
     )
-    scheduler = Scheduler(NoCache(), limits, make_policy("fcfs"))
+    scheduler = Scheduler(KVCache(0, 1, groups=()), limits, make_policy("fcfs"))
     device = WholeDevice()
     loop = EngineLoop(scheduler, device, depth)
     for number, size in enumerate([4, 5, 3, 10, 1, 1, 1, 1]):
