@@ -101,13 +101,13 @@ def test_tables_follow_what_requests_are_given():
     before = tables.version
     assert tables.groups([0, 2], whole, 4, 1).saved == 2
     assert tables.groups([0, 2], whole, 4, 3) is None
-    tables.write([(0, 3, 9), (2, 3, 9)])
+    tables.write([(0, 0, 3, 9), (2, 0, 3, 9)])
     assert tables.version == before
-    tables.write([(0, 1, 7)])
+    tables.write([(0, 0, 1, 7)])
     assert tables.version != before
     assert tables.groups([2, 0], whole, 4, 1).saved == 1
     held(tables, 2, [5, 6])
     assert tables.groups([0, 2], np.array([4, 2]), 4, 1) is None
-    tables.write([(2, 2, 8)])
-    tables.write([(2, 0, 1)])
+    tables.write([(2, 0, 2, 8)])
+    tables.write([(2, 0, 0, 1)])
     assert tables.groups([0, 2], np.array([4, 3]), 4, 1).saved == 1
