@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +29,24 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def describe_gpu() -> dict[str, str] | None:
+    """Name, memory, driver and power limit of the first NVIDIA GPU; None where there is none."""
+    fields = ("name", "memory.total", "driver_version", "power.limit")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return dict(zip(fields, map(str.strip, done.stdout.strip().split(",")), strict=True))
+
+
+def seconds_since_exec() -> float:
+    """How long this process has run, imports included (Linux: to a hundredth of a second)."""
+    stat = Path("/proc/self/stat").read_text(encoding="utf-8")
+    ticks = int(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5), since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _cpu_name() -> str:

@@ -132,11 +132,11 @@ class ServerEngine(RunningEngine):
     """An OpenAI-compatible server. `{port}` in the command becomes its port."""
 
     def __init__(self, launch: Launch, cores: Sequence[int], log: Path, *, model: str) -> None:
-        self._address = http_client.Address(_free_port(), model, launch.extra)
+        self.address = http_client.Address(_free_port(), model, launch.extra)
         super().__init__(launch, cores, log)
 
     def wait(self) -> None:
-        url = f"http://{self._address.host}:{self._address.port}/health"
+        url = f"http://{self.address.host}:{self.address.port}/health"
         until = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < until:
             if self._process.poll() is not None:
@@ -151,12 +151,12 @@ class ServerEngine(RunningEngine):
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         try:
-            return http_client.run(self._address, requests)
+            return http_client.run(self.address, requests)
         except (OSError, RuntimeError) as error:
             raise self.failed(f"{type(error).__name__}: {error}") from error
 
     def _spawn(self, launch: Launch, cores: frozenset[int]) -> subprocess.Popen[bytes]:
-        port = str(self._address.port)
+        port = str(self.address.port)
         command = tuple(part.replace("{port}", port) for part in launch.command)
         return self._popen(Launch(command, launch.environment), cores, stdin=subprocess.DEVNULL)
 

@@ -34,15 +34,16 @@ def run(address: Address, requests: Sequence[Request]) -> Outcome:
 
 
 async def _run(address: Address, requests: Sequence[Request]) -> Outcome:
-    bodies = [_message(address, request) for request in requests]
+    bodies = [message(address, request) for request in requests]
     started = time.perf_counter()
     async with asyncio.timeout(_TIMEOUT_S):
         replies = await asyncio.gather(*(_send(address, body) for body in bodies))
     first = replies[0].first - started if len(replies) == 1 else None
-    return Outcome(max(reply.last for reply in replies) - started, [_tokens(r.raw) for r in replies], first)
+    return Outcome(max(reply.last for reply in replies) - started, [completion_tokens(r.raw) for r in replies], first)
 
 
-def _message(address: Address, request: Request) -> bytes:
+def message(address: Address, request: Request) -> bytes:
+    """The bytes of a streamed request to /v1/completions that closes its connection."""
     fields = {
         "model": address.model,
         "prompt": request.prompt,
@@ -85,7 +86,12 @@ async def _send(address: Address, message: bytes) -> _Reply:
     return _Reply(first or last, last, b"".join(parts))
 
 
-def _tokens(raw: bytes) -> int:
+def completion_tokens(raw: bytes) -> int:
+    """The tokens that a whole reply says it has.
+
+    Raises:
+        RuntimeError: the request was refused, or the reply does not say.
+    """
     head, _, body = raw.partition(b"\r\n\r\n")
     status = head.split(b"\r\n", 1)[0]
     body = dechunked(body) if b"transfer-encoding: chunked" in head.lower() else body
