@@ -28,12 +28,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 # The engines' processes, the workers and the HTTP messages are those of the comparison on CPUs.
-sys.path.insert(0, str(HERE.parent / "cpu_peers"))
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parent.parent))
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu_peers"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import model
 import summary
@@ -43,6 +42,7 @@ from lines import LINES
 from machine import describe, describe_gpu
 from session import Plan, Session, ceilings, fresh_caches
 
+HERE = Path(__file__).resolve().parent
 ENGINES = ("octavo", "vllm")
 
 

@@ -41,10 +41,10 @@ class Row:
     def median(self, engine: str) -> float | None:
         return statistics.median(self.runs[engine]) if self.runs.get(engine) else None
 
-    def spread(self) -> float | None:
-        """The largest (most - least) / median of all engines; None where nothing ran twice."""
-        wide = [(max(v) - min(v)) / statistics.median(v) for v in self.runs.values() if len(v) > 1 and all(v)]
-        return max(wide, default=None)
+    def spread(self, engine: str) -> float | None:
+        """(Most - least) / median of an engine's runs; None if it ran once."""
+        runs, median = self.runs.get(engine, ()), self.median(engine)
+        return (max(runs) - min(runs)) / median if len(runs) > 1 and median else None
 
     def ratio(self, ours: str, theirs: str) -> float | None:
         """How many times as fast `ours` is."""
@@ -81,7 +81,7 @@ def summarize(engines: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "name": row.name,
                 "figure": row.words,
                 "medians": {name: _rounded(row.median(name)) for name in row.runs},
-                "spread": _rounded(row.spread()),
+                "spread": {n: _rounded(row.spread(n)) for n in row.runs if row.spread(n) is not None},
                 "octavo_times_as_fast_as": {peer: _rounded(row.ratio("octavo", peer)) for peer in peers},
             }
         )
@@ -89,16 +89,20 @@ def summarize(engines: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(engines: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: a row per figure, a column per engine, how many times as fast Octavo is, and the spread."""
-    names = list(dict.fromkeys(name.split()[0] for name in engines))
+    """Markdown: a row per figure, a column per engine, and how many times as fast Octavo is.
+
+    `x ± y %` is a median and half the distance between the largest and the smallest run.
+    """
+    names = sorted({name.split()[0] for name in engines}, key=lambda name: (name != "octavo", name))
     peers = [name for name in names if name != "octavo"]
-    heads = ["", "figure", *names, *(f"octavo / {peer}" for peer in peers), "spread"]
-    lines = [_line(heads), _line(["---"] * len(heads))]
+    lines = [
+        _line(["", "", *names, *(f"octavo / {peer}" for peer in peers)]),
+        "| --- " * (2 + len(names) + len(peers)) + "|",
+    ]
     for row in rows(engines):
         ratios = [row.ratio("octavo", peer) for peer in peers]
-        cells = [*(_shown(row.median(name)) for name in names), *("" if r is None else f"{r:.2f}" for r in ratios)]
-        spread = row.spread()
-        lines.append(_line([row.name, row.words, *cells, "" if spread is None else f"{spread:.1%}"]))
+        cells = [*(_cell(row, name) for name in names), *("" if r is None else f"{r:.2f}" for r in ratios)]
+        lines.append(_line([row.name, row.words, *cells]))
     return "\n".join(lines)
 
 
@@ -125,10 +129,12 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _shown(value: float | None) -> str:
+def _cell(row: Row, engine: str) -> str:
+    value, spread = row.median(engine), row.spread(engine)
     if value is None:
         return ""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+    shown = f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+    return shown if spread is None else f"{shown} ± {50 * spread:.1f} %"
 
 
 def _rounded(value: float | None) -> float | None:

@@ -62,7 +62,8 @@ class LLM(PoolingMethods, WorkerMethods):
         progress: told how a download gets on.
         settings: any field of `octavo.config`'s dataclasses by its name, or by the name of its command-line flag:
             `dtype`, `max_model_len`, `kv_cache_memory_bytes`, `max_num_seqs`, `enable_prefix_caching`, `threads`, ...
-            `scheduling_policy` is "longest-first" here, since all prompts are there at once; a server's is "fcfs".
+            `scheduling_policy` is "longest-first" here, since all prompts are there at once: the largest `max_tokens`
+            begin first, whether they are exact or only bounds. A server's is "fcfs".
 
     Raises:
         ModelNotFoundError, ModelFileError, ConfigError: with what to do about it.

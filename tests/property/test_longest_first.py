@@ -31,8 +31,19 @@ class Recorder(ToyDevice):
         return super().forward(plan)
 
 
-def run(work: list[tuple[int, int]], *, paced: int, policy: str = "longest-first", depth: int = 0, seqs: int = 64):
-    """The tokens of each step, and the requests in the order of their first tokens; `work` is (prompt, answer)."""
+def run(
+    work: list[tuple[int, int]],
+    *,
+    paced: int,
+    policy: str = "longest-first",
+    depth: int = 0,
+    seqs: int = 64,
+    ends: list[int] | None = None,
+):
+    """The tokens of each step, and the requests in the order of their first tokens; `work` is (prompt, max_tokens).
+
+    `ends` has the true lengths of answers that max_tokens only bounds: each is aborted there, as a stop token would.
+    """
     blocks = sum(-(-(prompt + answer) // BLOCK) for prompt, answer in work) + 1
     limits = Limits(
         max_num_seqs=seqs,
@@ -48,8 +59,16 @@ def run(work: list[tuple[int, int]], *, paced: int, policy: str = "longest-first
         params = SamplingParams(max_tokens=answer, ignore_eos=True, seed=number)
         loop.add(GenerateRequest(id=str(number), tokens=[1] * prompt, params=params))
     begun: list[str] = []
+    left = dict(enumerate(ends or []))
     while loop.busy:
-        begun += [delta.id for delta in loop.step() if delta.tokens and delta.id not in begun]
+        for delta in loop.step():
+            if delta.tokens and delta.id not in begun:
+                begun.append(delta.id)
+            if (number := int(delta.id)) in left:
+                left[number] -= len(delta.tokens)
+                if left[number] <= 0:
+                    del left[number]
+                    loop.abort(delta.id)
     return device.steps, begun
 
 
@@ -68,6 +87,16 @@ def test_prompts_fill_the_steps_of_the_longest_answer(depth):
 def test_answers_of_one_length_all_begin_at_once(depth):
     work = [(20, 8)] * 10
     assert run(work, paced=16, depth=depth) == run(work, paced=0, policy="fcfs", depth=depth)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), seqs=st.integers(1, 64))
+@settings(max_examples=30, deadline=None)
+def test_equal_bounds_on_answers_of_any_length_change_nothing(depth: int, lengths: list[int], seqs: int) -> None:
+    """Equal max_tokens tell nothing, and the steps are those of first come, first served."""
+    work = [(20, 60)] * len(lengths)
+    mine = run(work, paced=16, depth=depth, seqs=seqs, ends=lengths)
+    assert mine == run(work, paced=0, policy="fcfs", depth=depth, seqs=seqs, ends=lengths)
 
 
 def test_a_prompt_waits_no_longer_than_it_can():

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,44 +31,15 @@ def machine(parts: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(shape=shape, limits=parts.floors.Machine(read=100.0, products=1e12, attention=1e12))
 
 
-class Server:
-    """Answers every request on a connection of its own with the same bytes, in pieces."""
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._pieces = pieces
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection:
-                data = b""
-                while b"\r\n\r\n" not in data or not data.endswith(b"}"):
-                    data += connection.recv(1 << 16)
-                for piece in self._pieces:
-                    connection.sendall(piece)
-
-
 def chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def test_the_client_counts_the_tokens_that_the_last_event_tells(parts: SimpleNamespace) -> None:
+def test_the_client_counts_the_tokens_that_the_last_event_tells(parts: SimpleNamespace, answering: type) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     # The count is cut in two by the frames of two chunks.
     events = [chunk(b'data: {"choices": [{"text": "a"}]}\n\n'), chunk(b'data: {"usage": {"completion_tokens": 2')]
-    server = Server([head, *events, chunk(b"56}}\n\ndata: [DONE]\n\n"), b"0\r\n\r\n"])
+    server = answering([head, *events, chunk(b"56}}\n\ndata: [DONE]\n\n"), b"0\r\n\r\n"])
     try:
         request = parts.workloads.Request([1, 2], 256)
         address = parts.http_client.Address(server.port, "model", {})
@@ -83,8 +52,8 @@ def test_the_client_counts_the_tokens_that_the_last_event_tells(parts: SimpleNam
         server.close()
 
 
-def test_a_refused_request_is_an_error_with_the_servers_words(parts: SimpleNamespace) -> None:
-    server = Server([b'HTTP/1.1 400 Bad Request\r\n\r\n{"error": "prompt too long"}'])
+def test_a_refused_request_is_an_error_with_the_servers_words(parts: SimpleNamespace, answering: type) -> None:
+    server = answering([b'HTTP/1.1 400 Bad Request\r\n\r\n{"error": "prompt too long"}'])
     try:
         with pytest.raises(RuntimeError, match=r"400.*prompt too long"):
             parts.http_client.run(parts.http_client.Address(server.port, "m", {}), [parts.workloads.Request([1], 1)])
