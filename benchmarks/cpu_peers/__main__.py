@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ import models
 from comparison import Comparison, large_kv
 from install import Installer, install, versions
 from machine import describe
+from processes import end_all_on_signals
 from variants import ACTIVATIONS, ENGINES, VARIANTS, Setup, Variant
 from workloads import WORKLOADS
 
@@ -44,8 +44,7 @@ GROUPS = ("http-16bit", "http-8bit", "process-16bit", "process-8bit")
 
 def main() -> int:
     args = _arguments()
-    # Engines are ended on the way out, those that stand still too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    end_all_on_signals()
     cache = args.cache.expanduser().resolve()
     installer = Installer(cache, pip_args=args.pip_args.split(), jobs=args.jobs, nice=args.nice)
     installed, missing = install(installer, args.engines)

@@ -13,6 +13,7 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -89,7 +90,7 @@ class RunningEngine(ABC):
                 env={**_clean_environment(), **launch.environment},
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+                preexec_fn=partial(_prepare, cores),
                 **{"stdout": log, **pipes},
             )
 
@@ -159,6 +160,11 @@ class ServerEngine(RunningEngine):
         port = str(self.address.port)
         command = tuple(part.replace("{port}", port) for part in launch.command)
         return self._popen(Launch(command, launch.environment), cores, stdin=subprocess.DEVNULL)
+
+
+def _prepare(cores: frozenset[int]) -> None:
+    processes.die_with_parent()
+    os.sched_setaffinity(0, cores)
 
 
 def _clean_environment() -> dict[str, str]:

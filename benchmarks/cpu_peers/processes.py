@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _PROC = Path("/proc")
 
 
@@ -48,6 +54,11 @@ def thaw(root: int) -> None:
         _send(pid, signal.SIGCONT)
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, by SIGKILL too. For a child between fork and exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def end(process: subprocess.Popen[bytes], grace: float = 15.0) -> None:
     """End an engine with all its processes: politely, then not."""
     pids = tree(process.pid)
@@ -59,6 +70,32 @@ def end(process: subprocess.Popen[bytes], grace: float = 15.0) -> None:
     for pid in pids:
         _send(pid, signal.SIGKILL)
     process.wait()
+
+
+def end_all_on_signals() -> None:
+    """On the first SIGTERM, SIGHUP or SIGINT, end everything that this process has started, then exit.
+
+    Later ones are ignored: timeout(1) sends two in a row, and an exception out of the second would keep cleanup from
+    reaching the engines that stand still.
+    """
+    for number in _ENDING:
+        signal.signal(number, _end_all)
+
+
+def _end_all(number: int, frame: FrameType | None, grace: float = 5.0) -> None:
+    for each in _ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    pids = {pid for child in tree(os.getpid())[1:] for pid in tree(child)}
+    for pid in pids:
+        _send(pid, signal.SIGTERM)  # first, so that no process runs on unaware of it
+        _send(pid, signal.SIGCONT)
+    # By their states, for the interrupted code may hold the lock of a Popen.
+    until = time.monotonic() + grace
+    while any(_state(pid) not in "ZX" for pid in pids) and time.monotonic() < until:
+        time.sleep(0.01)
+    for pid in pids:
+        _send(pid, signal.SIGKILL)
+    sys.exit(128 + number)
 
 
 def _state(pid: int) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,6 +122,68 @@ def test_a_frozen_engine_stands_still_with_its_children(parts: SimpleNamespace) 
             assert pipe is not None
             pipe.close()
     assert not any(runs(pid) for pid in pids)
+
+
+FAKE = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: print(sys.argv[1], "was asked to end", file=sys.stderr, flush=True))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+GROUP = f"""
+import os, signal, subprocess, sys
+from pathlib import Path
+from types import SimpleNamespace
+import comparison, engines, processes
+
+class Fake(engines.RunningEngine):
+    def wait(self): self._process.stdout.readline()
+    def run(self, requests): return SimpleNamespace(first=0.0)
+    def _spawn(self, launch, cores): return self._popen(launch, cores, stdout=subprocess.PIPE)
+
+def start(name):
+    return lambda *_: Fake(engines.Launch((sys.executable, "-c", {FAKE!r}, name)), [*cores], Path('/proc/self/fd/1'))
+
+processes.end_all_on_signals()
+cores = os.sched_getaffinity(0)
+comparison.Shape = SimpleNamespace(of=lambda path: None)
+variants = [SimpleNamespace(name=name, start=start(name)) for name in ("first", "second")]
+whole = comparison.Comparison(SimpleNamespace(gguf=dict(a=None)), [], rounds=0, seed=0)
+with whole._all_started(variants, comparison._Seen({{}})) as started:
+    print("all", *(engine.pid for engine in started.values()), flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_engines_that_stand_still_do_not_outlive_the_benchmark(number: signal.Signals) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS / "cpu_peers")])}
+    process = subprocess.Popen([sys.executable, "-c", GROUP], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    ends: dict[int, int] = {}  # process id -> a descriptor that is readable once the process has ended
+    try:
+        with process.stdout as output:
+            line = next(line for line in output if line.startswith("all "))
+            ends = {int(pid): os.pidfd_open(int(pid)) for pid in line.split()[1:]}
+            assert len(ends) == 2
+            process.send_signal(number)
+            if number == signal.SIGTERM:
+                assert "was asked to end" in output.readline()
+                process.send_signal(number)  # as timeout(1) does; it comes while the engines are being ended
+                for pid in ends:
+                    os.kill(pid, signal.SIGUSR1)
+            assert process.wait(60) in (128 + number, -number)
+        for end in ends.values():
+            assert select.select([end], [], [], 60)[0]
+    finally:
+        process.kill()
+        process.wait()
+        for pid, end in ends.items():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.close(end)
 
 
 def state(pid: int) -> str:
