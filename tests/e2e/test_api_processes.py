@@ -56,6 +56,23 @@ def wait_all_ready(server: Server) -> None:
     wait_until(lambda: "The server is ready" in server.output(), "all processes")
 
 
+def served_by(server: Server, pid: int) -> int:
+    """Connections that a process holds, of those that are opened here."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(16):
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=WAIT_S))
+            assert client.get("/health").status_code == 200
+        local = f":{server.port:04X}"
+        established = "01"
+        inodes = {
+            fields[9]
+            for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+            if (fields := line.split())[1].endswith(local) and fields[3] == established
+        }
+        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        return sum(link.removeprefix("socket:[").rstrip("]") in inodes for link in links)
+
+
 def goes_on(lines: Iterator[str], steps: float) -> bool:
     """Whether a stream brings more events than there were steps, or breaks off before."""
     events = 0
@@ -101,6 +118,34 @@ def test_one_that_dies_takes_only_its_own_streams_along_and_is_started_again(sta
             assert first.startswith("data: ")
             assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.process.wait(WAIT_S) == 0, server.output()
+    assert "Traceback" not in server.output()
+
+
+def test_one_that_dies_while_it_starts_is_started_again(start: Callable[..., Server]) -> None:
+    server = start("--api-server-count", "3")
+    wait_until(lambda: len(api_processes(server)) == 2, "the other processes")
+    os.kill(api_processes(server)[0], signal.SIGKILL)
+    wait_all_ready(server)
+    assert server.metric("octavo:api_process_restarts_total") == 1
+    for _ in range(16):
+        assert server.http.get("/health").status_code == 200
+    assert server.stop() == 0, server.output()
+    assert "Traceback" not in server.output()
+
+
+def test_connections_of_one_that_has_died_are_answered_before_it_is_back(start: Callable[..., Server]) -> None:
+    server = start()
+    wait_all_ready(server)
+    (victim,) = api_processes(server)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: api_processes(server) not in ([], [victim]), "a restart")
+    (successor,) = api_processes(server)
+    os.kill(successor, signal.SIGSTOP)  # it stays where it is in its start
+    for _ in range(32):
+        assert server.http.get("/health", timeout=20).status_code == 200
+    os.kill(successor, signal.SIGCONT)
+    wait_until(lambda: served_by(server, successor) > 0, "requests to the new process")
+    assert server.stop() == 0, server.output()
     assert "Traceback" not in server.output()
 
 

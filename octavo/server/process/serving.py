@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -101,6 +102,8 @@ async def serve(
             background.append(asyncio.create_task(_watch_for_death(frontend, lost)))
         try:
             await _until(serving, server.ready)
+            if crew is not None:
+                crew.accept = server.accept
             if leads:
                 await batches.start()
             if config.enable_ssl_refresh and server.config.ssl is not None:
@@ -136,6 +139,20 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
+
+    async def accept(self, sock: socket.socket) -> asyncio.Server:
+        """Once ready: answer connections to a further socket, too, until the returned server is closed.
+
+        `sock` stays open.
+        """
+        protocol = partial(
+            self.config.http_protocol_class,  # type: ignore[arg-type]
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(protocol, sock=sock.dup(), ssl=self.config.ssl, backlog=_BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,9 @@ _ANSWER_S = 2.0
 _LOOK_S = 5.0
 _END_S = 5.0
 _MOST_DEATHS, _DEATHS_WITHIN_S = 3, 300.0
+
+Accept = Callable[[socket.socket], Awaitable[asyncio.Server]]
+"""Answer connections to a listening socket in this process until the returned server is closed; the socket stays open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,13 @@ class Crew:
     Args:
         siblings: the first process's view.
         charges: what each is started with.
-        socks: on which they listen, where each has its own. Kept open for one that is started again, closed behind one
-            that has ended for good: nobody would answer who connects to it.
+        socks: on which they listen, where each has its own. Kept open here, so that no connection is refused while a
+            process is restarted; closed once it has ended for good.
         patience_s: how long they may take to finish once they were asked to stop.
 
     Attributes:
+        accept: takes over the socket of a process that has died until its replacement is ready; None before this
+            process serves.
         ready: all have once answered requests.
         failed: they can't be kept up; see `check`.
         ended: all have ended, after `stop`.
@@ -95,9 +100,11 @@ class Crew:
         self.ended = asyncio.Event()
         self.restarts = 0
         self.patience_s = patience_s
+        self.accept: Accept | None = None
         self._charges = charges
         self._socks = socks
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._standing_in: dict[int, asyncio.Server] = {}
         self._known: dict[int, Families] = {}
         self._departed: Families = []
         self._reason = ""
@@ -150,7 +157,10 @@ class Crew:
         """Keep one process up until all shall end."""
         try:
             await self._keep_up(charge)
+        except OSError as exc:
+            self._fail(f"API process {charge.index} can't be started: {exc.strerror or exc}.")
         finally:
+            self._stand_down(charge.index)
             if charge.index in self._socks:
                 self._socks[charge.index].close()
             self._minded -= 1
@@ -162,9 +172,7 @@ class Crew:
         while not self._ending:
             child = self._children[charge.index] = _spawn(charge)
             if await _says_ready(child):
-                self._unready.discard(charge.index)
-                if not self._unready:
-                    self.ready.set()
+                self._note_ready(charge.index)
             watching = asyncio.create_task(self._watch(charge, child))
             await _gone(child)
             watching.cancel()
@@ -173,15 +181,32 @@ class Crew:
                 return
             deaths.append(time.monotonic())
             how = f"API process {charge.index} {_how_ended(child.returncode)}"
-            if charge.index in self._unready:
+            if charge.index in self._unready and child.returncode >= 0:  # it would fail again
                 self._fail(f"{how} before it was ready; its log lines say why.")
-            elif len(deaths) == _MOST_DEATHS and deaths[-1] - deaths[0] < _DEATHS_WITHIN_S:
+                return
+            if len(deaths) == _MOST_DEATHS and deaths[-1] - deaths[0] < _DEATHS_WITHIN_S:
                 self._fail(f"{how}, {_MOST_DEATHS} times within {_DEATHS_WITHIN_S:.0f} s; the server stops.")
-            else:
-                self.restarts += 1
-                logger.error("%s; the requests that it was answering are lost, and it is started again.", how)
-                continue
-            return
+                return
+            await self._stand_in(charge.index)
+            self.restarts += 1
+            logger.error("%s; the requests that it was answering are lost, and it is started again.", how)
+
+    def _note_ready(self, index: int) -> None:
+        self._stand_down(index)
+        self._unready.discard(index)
+        if not self._unready:
+            self.ready.set()
+
+    async def _stand_in(self, index: int) -> None:
+        """Answer here what arrives for a process that has died, including connections that wait in its queue."""
+        sock = self._socks.get(index)
+        if sock is not None and self.accept is not None and index not in self._standing_in:
+            self._standing_in[index] = await self.accept(sock)
+
+    def _stand_down(self, index: int) -> None:
+        server = self._standing_in.pop(index, None)
+        if server is not None:
+            server.close()
 
     async def _watch(self, charge: Charge, child: subprocess.Popen[bytes]) -> None:
         """Kill a process that lives but answers no more: it would go on getting its share of the connections.
