@@ -65,10 +65,17 @@ _HOMES = {
 }
 
 
+_WITH_TORCH = ("LLM", "LLMEngine")
+
+
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    if name in _WITH_TORCH:
+        from octavo.core.memory import check_address_space
+
+        check_address_space()
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

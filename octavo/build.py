@@ -13,6 +13,7 @@ from octavo.config import EngineConfig
 from octavo.core.embeds import OPTION as PROMPT_EMBEDS
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
+from octavo.core.memory import memory_errors
 from octavo.core.params import PROCESSORS, SamplingParams
 from octavo.core.pooling import OPTION as POOLING
 from octavo.core.profiling import ProfileSettings, from_environment, profile_settings
@@ -55,7 +56,8 @@ def build_core(
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
     check_overrides(files, config.model.config_overrides)
     build = _build_encoder if is_encoder(files.config) else _build_decoder
-    loop, info = build(config, files, timer, profile)
+    with memory_errors():
+        loop, info = build(config, files, timer, profile)
     return loop, msgspec.structs.replace(info, profile_dir=str(profile.folder) if profile else "", pid=os.getpid())
 
 
@@ -344,7 +346,7 @@ def _fit(config: EngineConfig, worker: Worker, num_seqs: int, step_tokens: int) 
             "the context is limited to the %d tokens that the KV cache holds; the model allows %d", tokens, longest
         )
     if stated is not None or asked is not None:
-        worker.device.check_cache(num_blocks * block_bytes)
+        worker.check_cache(num_blocks * block_bytes, num_seqs, step_tokens)
     return num_blocks, wanted or min(longest, tokens)
 
 

@@ -6,12 +6,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from octavo.config import DeviceConfig
+from octavo.config import DeviceConfig, EngineConfig
 from octavo.core.info import ModelInfo
+from octavo.core.memory import check_address_space, memory_errors
 from octavo.engine.core_server import CoreServer
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase
 from octavo.engine.process import keep_freed_memory, receive_payload
+from octavo.hub.files import ModelFiles
 from octavo.native.build import build_ahead
 from octavo.native.needs import needed_libraries
 
@@ -19,19 +21,21 @@ from octavo.native.needs import needed_libraries
 def main() -> int:
     listener, (config, files, log) = receive_payload()
     log.set_up("%(levelname)s %(asctime)s %(name)s: %(message)s")
-    if _on_cpu(config.device):  # while torch is imported and the weights are read
-        model, kv_cache = config.model, config.cache.kv_cache_dtype
-        needed = partial(needed_libraries, files, model.dtype, model.load_format, kv_cache, model.activation_dtype)
-        build_ahead(config.device.cpu_isa, needed)
-    server = CoreServer(listener)
-    from octavo.build import build_core
+    return CoreServer(listener).run(partial(_start, config, files))
 
-    def start(on_phase: OnPhase) -> tuple[EngineLoop, ModelInfo]:
+
+def _start(config: EngineConfig, files: ModelFiles, on_phase: OnPhase) -> tuple[EngineLoop, ModelInfo]:
+    with memory_errors():
+        check_address_space()
+        if _on_cpu(config.device):  # while torch is imported and the weights are read
+            model, kv_cache = config.model, config.cache.kv_cache_dtype
+            needed = partial(needed_libraries, files, model.dtype, model.load_format, kv_cache, model.activation_dtype)
+            build_ahead(config.device.cpu_isa, needed)
+        from octavo.build import build_core  # imports torch
+
         core = build_core(config, files, on_phase)
-        keep_freed_memory()
-        return core
-
-    return server.run(start)
+    keep_freed_memory()
+    return core
 
 
 def _on_cpu(device: DeviceConfig) -> bool:

@@ -61,10 +61,12 @@ def _unknown(word: str) -> str:
 
 def _run(name: str, argv: list[str]) -> int:
     from octavo.core.errors import OctavoError
+    from octavo.core.memory import memory_errors
 
-    command = cast(Command, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
     try:
-        return command.run(argv)
+        with memory_errors():
+            command = cast(Command, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
+            return command.run(argv)
     except OctavoError as error:
         print(f"octavo: error: {error}", file=sys.stderr)
         return 1

@@ -9,12 +9,12 @@ import torch
 _GIB = 1 << 30
 
 
-def too_large(size: int, free: int, where: str) -> str:
-    """What is said of a KV cache that can't be had; `size` is what of the bytes asked for could be of use."""
+def too_large(size: int, free: int, workspace: int, where: str) -> str:
+    """Error text for a KV cache that does not fit; `size` is what of the bytes asked for could be of use."""
     return (
-        f"A KV cache of {size / _GIB:.2f} GiB was asked for, but {free / _GIB:.2f} GiB of {where} are free. Lower "
-        "--kv-cache-memory-bytes or leave it out. A cache is never larger than --max-num-seqs requests of "
-        "--max-model-len can use, so lowering these will do, too."
+        f"A KV cache of {size / _GIB:.2f} GiB was asked for, but {free / _GIB:.2f} GiB of {where} are free, and the "
+        f"largest step needs {workspace / _GIB:.2f} GiB of them. Lower --kv-cache-memory-bytes or leave it out. A "
+        "cache is never larger than --max-num-seqs requests of --max-model-len can use, so lowering these will do, too."
     )
 
 
@@ -60,6 +60,6 @@ class Device(Protocol):
         """Let other processes have the memory that was freed."""
         ...
 
-    def check_cache(self, size: int) -> None:
-        """Raises ConfigError if there is no room for a KV cache of so many bytes, which somebody asked for."""
+    def check_cache(self, size: int, workspace: int) -> None:
+        """Raise ConfigError if a KV cache of `size` bytes that was asked for, and what a step needs, do not fit."""
         ...

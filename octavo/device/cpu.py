@@ -59,7 +59,10 @@ class CpuDevice:
             )
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
-        """Half of the available memory less the weights, at most 4 GiB; with a stated utilization, that fraction."""
+        """Half of the available memory less the weights, at most 4 GiB; with a stated utilization, that fraction.
+
+        Never more than what is free by now less the workspace.
+        """
         available = self._available
         budget = int(available * (utilization or _DEFAULT_UTILIZATION)) - weights
         if budget <= 0:
@@ -68,13 +71,20 @@ class CpuDevice:
                 f"{utilization or _DEFAULT_UTILIZATION} of {available / _GIB:.2f} GiB available memory. Raise it, set "
                 "--kv-cache-memory-bytes yourself, use --dtype bfloat16 if it runs in float32, or take a smaller model."
             )
-        return budget if utilization else min(budget, _DEFAULT_KV_LIMIT)
+        free = host.available_memory()
+        if free <= workspace:
+            raise ConfigError(
+                f"With the weights loaded, {free / _GIB:.2f} GiB of memory are free, but the largest step needs "
+                f"{workspace / _GIB:.2f} GiB beside the KV cache. Lower --max-num-seqs or --max-num-batched-tokens, "
+                "take a smaller model, free memory, or raise what limits it (ulimit -v, the container's limit)."
+            )
+        return min(budget, free - workspace, budget if utilization else _DEFAULT_KV_LIMIT)
 
     def give_back(self) -> None:
         host.trim_memory()
 
-    def check_cache(self, size: int) -> None:
+    def check_cache(self, size: int, workspace: int) -> None:
         """By what is free now; memory that nobody has touched seems to be had without end."""
         free = host.available_memory()
-        if size > free + host.free_swap():
-            raise ConfigError(too_large(size, free, "memory"))
+        if size + workspace > free + host.free_swap():
+            raise ConfigError(too_large(size, free, workspace, "memory"))

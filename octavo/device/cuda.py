@@ -89,10 +89,10 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
 
-    def check_cache(self, size: int) -> None:
+    def check_cache(self, size: int, workspace: int) -> None:
         free, _, idle = self._memory()
-        if size > free + idle:
-            raise ConfigError(too_large(size, free + idle, self.name))
+        if size + workspace > free + idle:
+            raise ConfigError(too_large(size, free + idle, workspace, self.name))
 
     def _room(self, utilization: float | None) -> int:
         """Bytes that may still be taken; what torch holds without using it counts as free."""

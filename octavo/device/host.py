@@ -8,9 +8,12 @@ import platform
 import sys
 from pathlib import Path
 
+from octavo.core.memory import address_space_left
 from octavo.device.cgroup import cpu_quota, memory_left, read
 
 _CPUS = Path("/sys/devices/system/cpu")
+_HEADROOM = 128 << 20
+"""Addresses for what is mapped late and hardly takes memory: libraries, stacks and arenas of threads."""
 
 
 def physical_cores() -> int:
@@ -25,7 +28,8 @@ def physical_cores() -> int:
 def available_memory() -> int:
     """Bytes that can still be used: the least of the system's available memory, and what control groups and the limit
     of this process's address space (ulimit -v) leave."""
-    limits = (_system_available(), memory_left(), _address_space_left())
+    addresses = address_space_left()
+    limits = (_system_available(), memory_left(), None if addresses is None else max(addresses - _HEADROOM, 0))
     return min(limit for limit in limits if limit is not None)
 
 
@@ -56,16 +60,6 @@ def _meminfo(name: str) -> int | None:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def _address_space_left() -> int | None:
-    try:
-        import resource
-    except ImportError:  # there are no such limits on Windows
-        return None
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    pages = (read(Path("/proc/self/statm")) or "0").split()[0]
-    return None if limit == resource.RLIM_INFINITY else max(limit - int(pages) * resource.getpagesize(), 0)
 
 
 def _cpuinfo() -> list[str]:

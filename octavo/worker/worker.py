@@ -276,6 +276,10 @@ class Worker:
         """Bytes for the KV cache beside the weights and what the largest step needs."""
         return self.device.kv_budget(self._utilization, self.weight_bytes, self._workspace_bytes(num_seqs, step_tokens))
 
+    def check_cache(self, size: int, num_seqs: int, step_tokens: int) -> None:
+        """Raise ConfigError if a KV cache of `size` bytes does not fit beside what the largest step needs."""
+        self.device.check_cache(size, self._workspace_bytes(num_seqs, step_tokens))
+
     def make_runner(
         self,
         *,

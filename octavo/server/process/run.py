@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.memory import memory_errors
 from octavo.server.fingerprint import check_fingerprint
 from octavo.server.middleware import load_middleware
 from octavo.server.process.address import bind_all, release
@@ -55,6 +56,7 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: A
         check_traces(config)
         check_jobs_dir(config)
         with ExitStack() as stack:
+            stack.enter_context(memory_errors())
             socks = [stack.enter_context(sock) for sock in bind_all(config)]
             stack.callback(release, config)
             runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
@@ -71,6 +73,7 @@ async def _run(
         stop.loading = asyncio.current_task()
         # As long as the engine's process is busy importing and loading, another core is free for ours.
         importing = asyncio.create_task(asyncio.to_thread(_import_lead))
+        importing.add_done_callback(_retrieve)
         try:
             async with open_frontend() as frontend:
                 lead = await importing
@@ -83,6 +86,12 @@ async def _run(
             print("octavo: stopped before the server was ready.", file=sys.stderr)
             return 128 + stop.number
     return 0
+
+
+def _retrieve(task: asyncio.Task[Lead]) -> None:
+    """Keep a failed import from being logged beside the engine's error, which comes first and is reported."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _import_lead() -> Lead:

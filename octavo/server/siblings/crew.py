@@ -41,7 +41,7 @@ _END_S = 5.0
 _MOST_DEATHS, _DEATHS_WITHIN_S = 3, 300.0
 
 Accept = Callable[[socket.socket], Awaitable[asyncio.Server]]
-"""Answer connections to a listening socket in this process until the returned server is closed; the socket stays open."""
+"""Answer connections to a listening socket here until the returned server is closed; the socket stays open."""
 
 
 @dataclass(frozen=True, slots=True)

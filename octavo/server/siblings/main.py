@@ -11,6 +11,7 @@ import socket
 import sys
 
 from octavo.core.errors import OctavoError
+from octavo.core.memory import memory_errors
 from octavo.engine.client import CoreClient
 from octavo.engine.process import CoreElsewhere, die_with_parent
 from octavo.server.process.garbage import seldom_collecting
@@ -33,7 +34,7 @@ def main() -> int:
     charge = pickle.loads(_read(int.from_bytes(_read(8))))
     log_to(charge.config, f"API {charge.index}")
     try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        with memory_errors(), asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_serve(charge))
     except OctavoError as exc:
         logger.error("%s", exc)

@@ -56,17 +56,30 @@ def test_a_cache_that_is_asked_for_must_fit(monkeypatch):
     monkeypatch.setattr(host, "available_memory", lambda: 9 << 30)
     monkeypatch.setattr(host, "free_swap", lambda: 0)
     for device, where in ((Small(), "a small GPU"), (CpuDevice(), "memory")):
-        device.check_cache(9 << 30)
+        device.check_cache(8 << 30, 1 << 30)
         with pytest.raises(
             ConfigError, match=rf"10\.00 GiB was asked for, but 9\.00 GiB of {where} .*--kv-cache-memory"
         ):
-            device.check_cache(10 << 30)
+            device.check_cache(10 << 30, 1 << 30)
+        with pytest.raises(ConfigError, match=r"the largest step needs 2\.00 GiB of them\. Lower --kv-cache-memory"):
+            device.check_cache(8 << 30, 2 << 30)
 
 
 def test_the_kv_cache_gets_what_is_left():
     assert Small().kv_budget(None, 5 << 30, 2 << 30) == int(10 * 2**30 * 0.92) - (1 << 30) - (2 << 30) - (1 << 30)
     with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
         Small().kv_budget(0.5, 5 << 30, 4 << 30)
+
+
+def test_a_cpu_keeps_room_for_steps(monkeypatch):
+    free = [10 << 30]
+    monkeypatch.setattr(host, "available_memory", lambda: free[0])
+    device = CpuDevice()
+    free[0] = 3 << 30  # reading the weights took more than they do
+    assert device.kv_budget(None, 1 << 30, 1 << 30) == 2 << 30
+    assert device.kv_budget(0.9, 1 << 30, 1 << 30) == 2 << 30
+    with pytest.raises(ConfigError, match=r"3\.00 GiB of memory are free.* needs 3\.00 GiB.*Lower --max-num-seqs"):
+        device.kv_budget(None, 1 << 30, 3 << 30)
 
 
 def test_parts_begin_on_16_bytes_and_hold_their_values():
