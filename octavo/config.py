@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from octavo.core import quantities
 from octavo.core.errors import ConfigError
-from octavo.core.params import LogprobsMode
+from octavo.core.keywords import near
+from octavo.core.params import LogprobsMode, SamplingParams
 from octavo.core.structured import StructuredDefaults
 from octavo.foreign import check_keyword
 
@@ -26,6 +28,24 @@ _FLAG_NAMES = {
 }
 _FROM_ZERO = {"seed", "depth", "watermark"}
 _NO_FRACTIONS = {"rope_theta"}
+_ALL = {"max_logprobs"}
+"""Counts that may be -1, for no limit."""
+_READ: dict[str, Callable[[str], int | float | None]] = {
+    "max_model_len": quantities.context_length,
+    "rope_theta": quantities.positive,
+    "max_logprobs": quantities.count_or_all,
+    "stream_interval": quantities.count,
+    "seed": quantities.natural,
+    "block_size": quantities.count,
+    "memory_bytes": quantities.size,
+    "num_blocks": quantities.count,
+    "memory_utilization": quantities.fraction,
+    "max_num_seqs": quantities.count,
+    "max_num_batched_tokens": quantities.count,
+    "watermark": quantities.share,
+    "threads": quantities.count,
+}
+"""How a number is read that is given as text, such as "8k" or "2GiB"; the command line reads it the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,10 +229,7 @@ class EngineConfig:
             if name not in home and check_keyword(given, value):
                 continue
             if name not in home:
-                near = difflib.get_close_matches(given, [*home, *_FLAG_NAMES], n=3)
-                raise TypeError(
-                    f"there is no setting {given!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
-                )
+                raise _unknown(given, [*home, *_FLAG_NAMES])
             value = _by_other_words(name, given, value)
             kind = get_type_hints(sections[home[name]])[name]
             if value is None and type(None) not in get_args(kind):
@@ -227,6 +244,14 @@ class EngineConfig:
         return self.model.load_format != "dummy"
 
 
+def _unknown(given: str, known: list[str]) -> TypeError:
+    """The error about a setting that there is not; parameters of requests are often given in its place."""
+    if given in SamplingParams.__struct_fields__:
+        return TypeError(f"there is no setting {given!r}; it belongs to a request: SamplingParams({given}=...)")
+    hint = near(given, known, most=3) or near(given, SamplingParams.__struct_fields__, cutoff=0.8)
+    return TypeError(f"there is no setting {given!r}{hint}")
+
+
 def _by_other_words(name: str, given: str, value: Any) -> Any:
     """A value as the field has it, from words that scripts and other engines use for it."""
     if isinstance(value, os.PathLike):
@@ -234,8 +259,13 @@ def _by_other_words(name: str, given: str, value: Any) -> Any:
     if name == "dtype" and value is not None:
         text = str(value).removeprefix("torch.")
         return {"half": "float16", "float": "float32"}.get(text, text)
-    if name == "max_model_len" and value in ("auto", -1):
+    if name == "max_model_len" and value == -1:
         return None
+    if isinstance(value, str) and name in _READ:
+        try:
+            return _READ[name](value)
+        except ValueError as error:
+            raise ConfigError(f"{given}: {error}.") from None
     return int(value) if given == "async_scheduling" and value is not None else value
 
 
@@ -251,8 +281,9 @@ def _check(kind: Any, name: str, given: str, value: Any) -> None:
     if kind in (str, str | None) and not isinstance(value, str):
         raise ConfigError(f"{given}={value!r} must be a text.")
     smallest = 0 if name in _FROM_ZERO else 1
-    if int in kinds and (type(value) is not int or value < smallest):
-        raise ConfigError(f"{given}={value!r} must be a whole number of at least {smallest}.")
+    if int in kinds and (type(value) is not int or value < smallest) and not (name in _ALL and value == -1):
+        words = ", or -1 for all" if name in _ALL else ""
+        raise ConfigError(f"{given}={value!r} must be a whole number of at least {smallest}{words}.")
     if float in kinds:
         least = "at least 0" if name in _FROM_ZERO else "over 0"
         most, words = (math.inf, "") if name in _NO_FRACTIONS else (1, " and up to 1")

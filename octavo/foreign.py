@@ -191,13 +191,18 @@ _KEYWORDS: dict[str, Missing | Needless] = {
     "served-model-name": Needless("only a server has use for names"),
 }
 
-
 ROUTES = {
     "/v1/load_lora_adapter": f"{_LORA} not supported by this version",
     "/v1/unload_lora_adapter": f"{_LORA} not supported by this version",
     "/v1/audio/": "speech is not supported by this version",
     "/v1/realtime": "speech is not supported by this version",
     "/v1/images/": "images are not made by this version",
+    "/api/": "Ollama's API is not served. Use OpenAI's, with the base URL /v1: POST /v1/chat/completions",
+    "/generate": "POST /v1/completions continues a text",
+    "/v1/engines": "GET /v1/models lists the models",
+    "/v1/assistants": "use /v1/responses",
+    "/v1/threads": "use /v1/responses",
+    "/v1/fine_tuning/": "training is not supported",
     "/v1/moderations": "serve a classifier and ask /classify instead",
 }
 """Path, or the beginning of paths that ends with a slash -> why there is no such route."""

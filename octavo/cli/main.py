@@ -53,10 +53,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _unknown(word: str) -> str:
-    from octavo.cli.flags.parser import nearest
+    from octavo.core.keywords import near
 
     what = "option" if word.startswith("-") else "command"
-    return f"unknown {what} {word!r}{nearest(word, COMMANDS) or '; the commands are ' + ', '.join(COMMANDS)}"
+    return f"unknown {what} {word!r}{near(word, COMMANDS, most=3) or '; the commands are ' + ', '.join(COMMANDS)}"
 
 
 def _run(name: str, argv: list[str]) -> int:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from octavo.core.keywords import Suggesting
 from octavo.core.params import SamplingParams
 from octavo.core.structured import StructuredOutputsParams
 
 
-class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+class BeamSearchParams(msgspec.Struct, metaclass=Suggesting, omit_defaults=True):
     """One search; names follow the field's usage.
 
     Attributes:

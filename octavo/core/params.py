@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.core.keywords import Suggesting, kind_in_words
 from octavo.core.structured import StructuredOutputsParams
 
 _EPS = 1e-5
@@ -91,7 +92,7 @@ RequestOutputKind = OutputKind
 """The same under the name that scripts bring."""
 
 
-class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
+class RepetitionDetection(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """When an output ends because it repeats itself.
 
     Attributes:
@@ -117,7 +118,7 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_defaults=True):
     """How a request is sampled; names and defaults follow the field's usage. A request takes a copy, checked anew.
 
     The order of operations on a row of logits is: `allowed_token_ids` and `bad_words`, `logit_bias`, the ban on stop
@@ -273,9 +274,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             value = getattr(self, field.name)
             try:
                 found[field.name] = msgspec.convert(_plain(value, field.type), field.type)
-            except msgspec.ValidationError as exc:
-                text = f"{field.name} is of a type that it can't have: {exc}."
-                raise InvalidRequestError(text, param=field.name, value=value) from None
+            except msgspec.ValidationError:
+                text = f"{field.name} must be {kind_in_words(field.type)}, got {value!r:.80}."
+                raise InvalidRequestError(text, param=field.name) from None
         return found
 
     def _check_numbers(self) -> None:

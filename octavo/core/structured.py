@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.keywords import Suggesting
 
 JSON_WHITESPACE = r"([ ]|\n[ ]{0,40})?"
 """Between the parts of JSON: a space, or a line break with an indent. With more, a model may go on with it for ever."""
@@ -71,7 +72,7 @@ class StructuredDefaults(msgspec.Struct, frozen=True, kw_only=True):
 NO_DEFAULTS = StructuredDefaults()
 
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StructuredOutputsParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, omit_defaults=True):
     """Exactly one form; the first six fields are the forms. Names follow the field's usage.
 
     Attributes:

@@ -17,7 +17,7 @@ _GIB = 1 << 30
 _MOST_THREADS = 1024
 _DEFAULT_KV_LIMIT = 4 * _GIB
 _DEFAULT_UTILIZATION = 0.5
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class CpuDevice:
@@ -44,11 +44,14 @@ class CpuDevice:
         torch.set_num_threads(threads or cores)
 
     def pick_dtype(self, wanted: str, checkpoint: str | None) -> torch.dtype:
-        if wanted == "float16":
-            raise ConfigError("--dtype float16 is slow and inexact on a CPU; use bfloat16 or float32.")
-        if wanted != "auto":
+        if wanted not in ("auto", "float16"):
             return _DTYPES[wanted]
-        return torch.bfloat16 if checkpoint != "float32" and host.has_fast_bfloat16() else torch.float32
+        brief = wanted == "float16" or checkpoint != "float32"
+        chosen = torch.bfloat16 if brief and host.has_fast_bfloat16() else torch.float32
+        if wanted == "float16":
+            name = str(chosen).removeprefix("torch.")
+            log.warning("--dtype float16 is slow and inexact on a CPU: computing in %s instead", name)
+        return chosen
 
     def check_fits(self, weights: int, stored: int, utilization: float | None) -> None:
         """They take about what their files take; the system would end a process that takes more than there is."""

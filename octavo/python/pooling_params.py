@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from octavo.core.errors import InvalidRequestError
+from octavo.core.keywords import Suggesting
 from octavo.python.inputs import one_each
 
 
-@dataclass(kw_only=True)
-class PoolingParams:
+class PoolingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True):
     """
     Attributes:
         dimensions: keep so many elements, for models that were trained for it.

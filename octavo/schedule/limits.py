@@ -79,7 +79,7 @@ def _checked_prompt(spec: GenerateRequest, room: int, cache: KVCache, limits: Li
     """0 tokens, for a request whose prompt fits."""
     if room < 0:
         sentence = context_error(limits.max_model_len, len(spec.tokens), field="input")
-        raise InvalidRequestError(sentence, param="input", value=len(spec.tokens))
+        raise InvalidRequestError(sentence, param="input")
     need = cache.blocks_for(len(spec.tokens))
     if need > cache.num_blocks:
         raise InvalidRequestError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import codecs
 import re
 from typing import Any, TypeVar
 
@@ -17,6 +17,9 @@ from octavo.server.validation import explain
 MAX_DEPTH = 64
 PRIORITY = "X-Vllm-Priority"
 """What proxies set, where clients don't know of priorities."""
+_SHORTEST_PAIR = 12
+"""Bytes of a surrogate pair in escapes. The parser calls the text truncated if fewer follow the first half."""
+_LONE_SURROGATE = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u])")
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 M = TypeVar("M", bound=BaseModel)
@@ -69,6 +72,7 @@ def decode_json(data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400, with what is wrong and where.
     """
+    data = data.removeprefix(codecs.BOM_UTF8)
     if not data.strip():
         raise ApiError(400, "The request body is empty; send a JSON object.")
     try:
@@ -78,7 +82,7 @@ def decode_json(data: bytes) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep() from None
     except msgspec.DecodeError as exc:
-        raise ApiError(400, f"The request body is not valid JSON: {_json_fault(exc, len(data))}") from None
+        raise ApiError(400, f"The request body is not valid JSON: {_json_fault(exc, data)}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"The request body must be a JSON object, got {_json_kind(value)}.")
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
@@ -120,28 +124,29 @@ def _too_deep() -> ApiError:
     return ApiError(400, f"The request body is nested too deeply: at most {MAX_DEPTH} levels are taken.")
 
 
-def _json_fault(exc: msgspec.DecodeError, size: int) -> str:
+def _json_fault(exc: msgspec.DecodeError, data: bytes) -> str:
     """What is wrong and where, in a sentence."""
     what = str(exc).removeprefix("JSON is malformed: ")
+    if "surrogate" in what or _LONE_SURROGATE.search(data[-_SHORTEST_PAIR:]):
+        return (
+            "a string has half of a surrogate pair, an escape such as \\ud83d without the other half, which is no "
+            "character. Leave it out, or send the whole character; a text that was cut may have lost the other half."
+        )
     if what == "Input data was truncated":
-        return f"it ends after {size:,} bytes, before it is complete. Close all its strings, lists and objects."
-    return f"{what}. Correct it; a JSON library writes it without such faults."
+        return f"it ends after {len(data):,} bytes, before it is complete. Close all its strings, lists and objects."
+    return f"{what}{_excerpt(what, data)}. Correct it; a JSON library writes it without such faults."
+
+
+def _excerpt(what: str, data: bytes) -> str:
+    """The bytes where the fault is, as far as the text `what` says where."""
+    place = re.search(r"\(byte (\d+)\)", what)
+    found = data[int(place[1]) :][:20].decode("utf-8", "replace") if place else ""
+    return f", at {found!r}" if found else ""
 
 
 def _json_kind(value: Any) -> str:
     kinds = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
-
-
-def unknown_field(body: BaseModel, name: str, value: Any, *, strict: bool) -> str:
-    """The warning about a field of a body that nobody knows, with the one that may have been meant.
-
-    Raises `InvalidRequestError` if `strict`.
-    """
-    near = difflib.get_close_matches(name, type(body).model_fields, n=1, cutoff=0.75)
-    hint = f"; did you mean {near[0]}?" if near else "."
-    require(not strict, name, value, f"{name} is not a parameter that this server knows{hint}")
-    return f"The unknown field `{name}` was ignored{hint}"
 
 
 def require(condition: bool, param: str, value: Any, message: str) -> None:

@@ -101,9 +101,12 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        if method == "HEAD":  # answered as GET is, by every route that has one; `_Visit` leaves the body out
+            scope = {**scope, "method": "GET"}
         names = ("X-Request-Id", REQUEST_ID) if speaks_anthropic(scope) else ("X-Request-Id",)
         sent = Headers(scope=scope)
-        visit = _Visit(send, _request_id(sent), names)
+        visit = _Visit(send, _request_id(sent), names, bodiless=method == "HEAD")
         if ASKED in sent:
             visit.load = load_header(sent[ASKED], self._ctx.frontend.engine.stats())
         scope.setdefault("state", {})["request_id"] = visit.request_id
@@ -120,7 +123,7 @@ class Door:
             handler = getattr(scope.get("route"), "path", "none")
             seconds = time.monotonic() - started
             status = visit.status or CLIENT_CLOSED_REQUEST
-            self._ctx.metrics.http.observe(handler, scope["method"], status, seconds)
+            self._ctx.metrics.http.observe(handler, method, status, seconds)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _path(scope) in _OPEN_PATHS:
@@ -146,10 +149,11 @@ class _Visit:
         load: what a header is to say of the engine's load, if that was asked for.
     """
 
-    __slots__ = ("_names", "_send", "load", "request_id", "status")
+    __slots__ = ("_bodiless", "_names", "_send", "load", "request_id", "status")
 
-    def __init__(self, send: Send, request_id: str, names: tuple[str, ...]) -> None:
+    def __init__(self, send: Send, request_id: str, names: tuple[str, ...], *, bodiless: bool) -> None:
         self._send = send
+        self._bodiless = bodiless
         self._names = names
         self.request_id = request_id
         self.load: str | None = None
@@ -163,6 +167,8 @@ class _Visit:
                 headers[name] = self.request_id
             if self.load is not None:
                 headers[TOLD] = self.load
+        elif self._bodiless:
+            message = {**message, "body": b""}
         await self._send(message)
 
 

@@ -162,7 +162,7 @@ def _routes_near(request: Request) -> str:
     path, known = request.url.path, sorted(request.app.openapi()["paths"])
     # Mostly it is the client's base URL that lacks /v1, or has it once too often.
     close = [one for one in (f"/v1{path}", path.removeprefix("/v1")) if one != path and one in known]
-    close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.7)
+    close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.8)
     if close:
         return f"did you mean {close[0]}?"
     if request.app.openapi_url:

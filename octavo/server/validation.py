@@ -23,6 +23,16 @@ _EXPECTED = {
     "model_attributes_type": "an object",
 }
 
+# (missing field, another field that is there in its place) -> what to do
+_MISPLACED = {
+    ("messages", "prompt"): "a chat has messages; send a prompt to /v1/completions",
+    ("messages", "input"): "a chat has messages; send an input to /v1/responses",
+    ("prompt", "messages"): "send messages to /v1/chat/completions",
+    ("input", "messages"): "send messages to /v1/chat/completions, or as the input",
+    ("input", "prompt"): "name the prompt input here, or send it to /v1/completions",
+    ("function", "name"): 'in a chat a tool is {"type": "function", "function": {"name": ...}}',
+}
+
 
 def explain(exc: ValidationError) -> InvalidRequestError:
     """The first finding as an `InvalidRequestError`; a missing field counts as less telling than a wrong one."""
@@ -31,11 +41,23 @@ def explain(exc: ValidationError) -> InvalidRequestError:
     param = _dotted(first["loc"])
     value = first["input"]
     if first["type"] == "missing":
-        return InvalidRequestError(f"{param} is required; add it to the request.", param=param)
-    sentence = _sentence(param, first)
+        return InvalidRequestError(f"{param} is required; {_remedy(first['loc'][-1], value)}.", param=param)
+    kinds = [one["type"] for one in findings if one["loc"][:-1] == first["loc"][:-1] and one["input"] is value]
+    if len(kinds) > 1 and all(kind in _EXPECTED for kind in kinds):  # of a union: the last part is a type's name
+        param = _dotted(first["loc"][:-1])
+        wanted = " or ".join(_EXPECTED[kind] for kind in kinds)
+        sentence = f"{param} must be {wanted}, got {kind_of(value)}."
+    else:
+        sentence = _sentence(param, first)
     if first["type"] != "value_error":  # clients look for pydantic's own word
         sentence += f" [type={first['type']}]"
     return InvalidRequestError(sentence, param=param or None, value=value)
+
+
+def _remedy(missing: int | str, body: Any) -> str:
+    given = body if isinstance(body, dict) else {}
+    remedies = (text for (name, other), text in _MISPLACED.items() if name == missing and other in given)
+    return next(remedies, "add it to the request")
 
 
 def kind_of(value: Any) -> str:
@@ -64,6 +86,10 @@ def _sentence(param: str, finding: ErrorDetails) -> str:
         # Who checks the type of many fields doesn't know which it is.
         return f"{param} {cause.message}" if cause.message.startswith("must ") else cause.message
     value = finding["input"]
+    if kind == "literal_error":
+        return f"{param} must be {context['expected']}, got {kind_of(value) if value is None else repr(value)}."
+    if kind in _EXPECTED and isinstance(value, float):
+        return f"{param} must be {_EXPECTED[kind]}, got {value}."
     if kind in _EXPECTED:
         return f"{param} must be {_EXPECTED[kind]}, got {kind_of(value)}."
     if kind in ("greater_than_equal", "greater_than"):

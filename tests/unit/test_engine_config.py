@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from octavo.cli.flags import units
+from octavo.cli.flags.flag import Flag, dtype
+from octavo.cli.flags.table import ENGINE_GROUPS, flags_of
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 
@@ -18,7 +22,9 @@ from octavo.core.errors import ConfigError
         ({"dtype": "fp16"}, "dtype='fp16' is not known; choose one of: auto, float32, bfloat16, float16"),
         ({"load_format": "bin"}, "choose one of: auto, safetensors, gguf, dummy"),
         ({"device": "tpu"}, "choose one of: auto, cpu"),
-        ({"max_model_len": "8k"}, "max_model_len='8k' must be a whole number of at least 1"),
+        ({"max_model_len": "8x"}, "max_model_len: '8x' is not a whole number of at least 1, such as 2048, 8k or 8K"),
+        ({"kv_cache_memory_bytes": "lots"}, "kv_cache_memory_bytes: 'lots' is not a size, such as 512MiB, 2G"),
+        ({"max_logprobs": -2}, "max_logprobs=-2 must be a whole number of at least 1, or -1 for all"),
         ({"model": 5}, "model=5 must be a text"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1"),
         ({"block_size": -1}, "block_size=-1"),
@@ -48,6 +54,36 @@ def test_a_value_that_can_not_be_is_refused(settings: dict[str, Any], says: str)
 def test_an_unknown_setting_names_those_that_come_near() -> None:
     with pytest.raises(TypeError, match=r"there is no setting 'max_modl_len'; did you mean max_model_len"):
         EngineConfig.of(max_modl_len=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("temprature", "; did you mean temperature?"), ("temperature", "it belongs to a request")]
+)
+def test_a_parameter_of_requests_is_no_setting(given: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(meant)):
+        EngineConfig.of(**{given: 0.5})
+
+
+_TEXTS = {"cache.memory_bytes": "256M", "cache.memory_utilization": "0.5", "scheduler.watermark": "0.5"}
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [flag for flag in flags_of(ENGINE_GROUPS) if flag.read not in (str, units.json_object, units.word, dtype)],
+    ids=lambda flag: flag.name,
+)
+def test_a_setting_is_read_as_its_flag_is(flag: Flag) -> None:
+    section, field = flag.target.split(".")
+    if isinstance(getattr(getattr(EngineConfig(), section), field), tuple):
+        return  # a list, not a number
+    text = _TEXTS.get(flag.target, "8" if flag.read is units.natural else "8k")
+    text = "5e5" if flag.read is units.positive else text
+    config = EngineConfig.of(**{flag.name.replace("-", "_"): text})
+    assert getattr(getattr(config, section), field) == flag.read(text)
+
+
+def test_any_number_of_logprobs_may_be_allowed() -> None:
+    assert EngineConfig.of(max_logprobs=-1).model.max_logprobs == -1
 
 
 def test_values_that_are_fine() -> None:

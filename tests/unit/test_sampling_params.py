@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from octavo import SamplingParams
+from octavo import BeamSearchParams, PoolingParams, SamplingParams
 from octavo.core.errors import InvalidRequestError
+from octavo.core.params import RepetitionDetection
 from octavo.core.structured import StructuredOutputsParams
 
 
@@ -51,7 +53,7 @@ def test_a_value_of_a_wrong_type_is_named(name: str, value: Any) -> None:
     ],
 )
 def test_a_request_takes_nothing_that_only_could_be_compared(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=f"^{name} is of a type that it can't have") as raised:
+    with pytest.raises(InvalidRequestError, match=f"^{name} must be an? |^{name} must be [A-Z]") as raised:
         SamplingParams(**{name: value}).clone()
     assert raised.value.param == name
 
@@ -75,3 +77,41 @@ def test_a_request_takes_what_a_program_computed() -> None:
     assert (made.allowed_token_ids, made.logit_bias) == ([7], {8: 0.5})
     assert made.structured_outputs == StructuredOutputsParams(regex="a")
     assert isinstance((made.extra_args or {})["tensor"], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_tokens": "5"}, "max_tokens must be an integer or None, got '5'."),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'."),
+        ({"stop": 5}, "stop must be a list of strings, a string or None, got 5."),
+        ({"logit_bias": {"a": "b"}}, "logit_bias must be a dict from integers to numbers or None, got {'a': 'b'}."),
+        ({"ignore_eos": "yes"}, "ignore_eos must be True or False, got 'yes'."),
+    ],
+)
+def test_the_type_that_a_field_needs_is_said(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        SamplingParams(**fields).clone()
+    assert raised.value.message == said
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: SamplingParams(temprature=1),
+            "SamplingParams has no parameter 'temprature'; did you mean temperature?",
+        ),  # type: ignore[call-arg]
+        (lambda: BeamSearchParams(beam_width=2, max_token=4), "did you mean max_tokens?"),  # type: ignore[call-arg]
+        (lambda: StructuredOutputsParams(jsn={}), "did you mean json?"),  # type: ignore[call-arg]
+        (lambda: RepetitionDetection(max_patern_size=2), "did you mean max_pattern_size?"),  # type: ignore[call-arg]
+        (lambda: PoolingParams(dimension=2), "did you mean dimensions?"),  # type: ignore[call-arg]
+        (lambda: PoolingParams(of=2), "has no parameter 'of'; it takes dimensions, use_activation."),  # type: ignore[call-arg]
+        (lambda: SamplingParams(5), "SamplingParams: Extra positional arguments provided; it takes n, "),  # type: ignore[misc]
+        (lambda: BeamSearchParams(beam_width=2), "BeamSearchParams: Missing required argument 'max_tokens'"),  # type: ignore[call-arg]
+    ],
+)
+def test_a_misspelled_parameter_names_the_right_one(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        make()
+    assert said in str(raised.value)

@@ -14,10 +14,11 @@ from typing import Any
 
 from octavo.cli.flags.environment import OTHER_WORDS
 from octavo.cli.flags.flag import Flag
-from octavo.cli.flags.parser import OctavoParser, nearest, put
+from octavo.cli.flags.parser import OctavoParser, put
 from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.errors import ConfigError
+from octavo.core.keywords import near
 from octavo.foreign import FLAGS
 
 Groups = Mapping[str, tuple[Flag, ...]]
@@ -125,7 +126,7 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
             if value is not False:
                 parser.judge(name, None if value is True else str(value))
         else:
-            raise ConfigError(f"--config {path}: unknown setting {key!r}{nearest(name, names)}")
+            raise ConfigError(f"--config {path}: unknown setting {key!r}{near(name, names, most=3)}")
     return found
 
 

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
+from octavo.core.keywords import near
+from octavo.core.params import SamplingParams
 from octavo.foreign import FLAGS, SHORT, Needless
+
+_ELSEWHERE = {
+    "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "--context-length": "--max-model-len",
+    "-m": "--model",
+    "--model-path": "--model",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "-ngl": "--device",
+    "--n-gpu-layers": "--device",
+    "--parallel": "--max-num-seqs",
+}
+"""Flags of other engines -> those that do the same here."""
 
 
 def say(text: str) -> None:
@@ -116,13 +130,14 @@ class OctavoParser(argparse.ArgumentParser):
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
-        return f"unknown flag {word.partition('=')[0]}{nearest(word.partition('=')[0], self.flag_names())}"
-
-
-def nearest(word: str, names: Iterable[str]) -> str:
-    """`; did you mean a or b?`, or nothing."""
-    close = difflib.get_close_matches(word, list(names), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+        flag, known = word.partition("=")[0], self.flag_names()
+        other = _ELSEWHERE.get(flag)
+        if other in known:
+            return f"unknown flag {flag}; it is {other} here"
+        name = flag.lstrip("-").replace("-", "_")
+        if name in SamplingParams.__struct_fields__ and "--override-generation-config" in known:
+            return f"unknown flag {flag}; requests set {name}, and --override-generation-config its default"
+        return f"unknown flag {flag}{near(flag, known, most=3)}"
 
 
 def gather_dotted(words: Sequence[str], known: Collection[str]) -> list[str]:

@@ -29,6 +29,10 @@ _MAX_REASON = 500
 _NOT_FOR_USERS = re.compile(r"\n?<(?:backtrace|non-verbose/?|state)>")
 """What llguidance puts behind a reason: its own stack, or that it leaves its state out."""
 
+_NO_OUTPUT = "NoExtensionBias"
+"""llguidance's reason for a form without a first token."""
+_LOOPS = {"json": "one of its $ref", "grammar": "one of its rules", "structural_tag": "one of its $ref"}
+
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
@@ -110,4 +114,11 @@ def _reason(params: StructuredOutputsParams, error: str) -> str:
     names = {"json": "JSON schema", "json_object": "JSON schema", "regex": "regular expression"}
     what = names.get(params.form, params.form.replace("_", " "))
     text = _NOT_FOR_USERS.split(error, maxsplit=1)[0].strip()
+    if text == _NO_OUTPUT:
+        loop = _LOOPS.get(params.form)
+        text = "no output can match it. " + (
+            f"Most likely {loop} leads back to itself with nothing in between; give it an alternative that ends."
+            if loop
+            else "Correct it."
+        )
     return f"The {what} of {params.param} can't be used: {text[:_MAX_REASON]}{'...' if len(text) > _MAX_REASON else ''}"

@@ -227,5 +227,5 @@ def _echo(ctx: ServerContext, job: Job, output: RequestOutput) -> _Echo:
     """The prompt as text, and its log-probabilities where they were made."""
     text = job.text
     if text is None:
-        text = ctx.frontend.tokenizer.decode(job.prompt_tokens)
+        text = ctx.frontend.tokenizer.decode(job.prompt_tokens, skip_special_tokens=False)
     return _Echo(text, list(zip(job.prompt_tokens, output.prompt_logprobs or (), strict=False)))

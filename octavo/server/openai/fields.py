@@ -61,7 +61,7 @@ LogitBias = Annotated[
 
 
 Role = Annotated[str, Field(min_length=1, max_length=64)]
-"""Any word: which roles there are is for the chat template to say."""
+"""Any word here; `ChatTemplate.render` refuses those that neither are common nor stand in the template."""
 
 
 def _content(value: Any) -> str | None:

@@ -62,6 +62,7 @@ async def render(
             continue_final_message=goes_on,
             tools=declared,
             template_kwargs=variables,
+            roles=(ctx.config.response_role,),
         )
 
     return await aside(sum(len(message["content"]) for message in plain), work)

@@ -1,75 +1,70 @@
-"""Parameters that clients of this ecosystem send and this version does not support.
-
-Silently ignoring one would answer a question that nobody asked. So each is refused by name, unless its value asks for
-what happens anyway. A field that nobody knows is ignored, and the answer says so.
-"""
+"""Parameters of OpenAI's API and of this ecosystem that this version does not support, or that have no effect here."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from octavo.core.errors import UnsupportedError
+from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.request import BACKGROUND
-from octavo.server.body import unknown_field
 from octavo.server.context import ServerContext
-from octavo.server.openai.protocol import GenerationBody
+from octavo.server.extras import LEAVE_OUT, Limited, check_undeclared
+from octavo.server.openai.protocol import ChatBody, GenerationBody, Message
 from octavo.server.openai.sampling import BUDGETS
+from octavo.text.chat.template import ROLES
 
-_ABSENT: tuple[Any, ...] = (None,)
-
-_BOTH: dict[str, tuple[Any, ...]] = {
-    "kv_transfer_params": (None, {}),
-    "logits_processors": (None, []),
-    "media_io_kwargs": (None, {}),
-    "mm_processor_kwargs": (None, {}),
-    "separate_reasoning": (None, True),
-    "spaces_between_special_tokens": (None, True, False),  # fast tokenizers write none, whatever is said
-    "stream_reasoning": (None, True),
+_BOTH: dict[str, Limited] = {
+    "kv_transfer_params": (LEAVE_OUT, (None, {})),
+    "logits_processors": ("load them at the server's start, with --logits-processors", (None, [])),
+    "separate_reasoning": (LEAVE_OUT, (None, True)),
+    "spaces_between_special_tokens": (LEAVE_OUT, (None, True, False)),  # fast tokenizers never write any
+    "stream_reasoning": (LEAVE_OUT, (None, True)),
 }
-_CHAT: dict[str, tuple[Any, ...]] = {
-    "audio": _ABSENT,
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "prompt": _ABSENT,
-    "prediction": _ABSENT,
-    "verbosity": (None, "medium"),
-    "web_search_options": _ABSENT,
+_CHAT: dict[str, Limited] = {
+    "audio": ("it writes only text", (None,)),
+    "function_call": ("declare tools, and say which with tool_choice", (None, "none", "auto")),
+    "conversation": ("send previous_response_id, or the earlier items as input", (None,)),
+    "functions": ("declare them as tools", (None, [])),
+    "mcp_servers": ("declare the tools, and run them yourself", (None, [])),
+    "modalities": ("it writes only text", (None, ["text"])),
+    "prompt": ("send messages, or the prompt to /v1/completions", (None,)),
+    "prediction": (LEAVE_OUT, (None,)),
+    "verbosity": (LEAVE_OUT, (None, "medium")),
+    "web_search_options": (LEAVE_OUT, (None,)),
 }
-_INSTEAD = {
-    "functions": "declare them as tools",
-    "function_call": "declare tools, and say which with tool_choice",
-    "logits_processors": "load them at the server's start, with --logits-processors",
-}
-_NEEDLESS = {"guided_decoding_backend": "there is one backend"}
 
 
 def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> list[str]:
-    """Warnings about fields without an effect: nobody knows them, or the model has nothing that they could bear on.
+    """Return warnings about fields without an effect: unknown ones, or those that this model has no use for.
 
     Raises:
-        InvalidRequestError: there is such a field, and with --strict-params that is not let pass.
+        InvalidRequestError: there is such a field, and --strict-params refuses it.
         UnsupportedError: a known parameter asks for something that this version does not do.
     """
-    known = _BOTH | (_CHAT if chat else {})
     strict = ctx.config.strict_params
     warnings = [] if ctx.frontend.answers.reasoning else _idle_budget(body, strict=strict)
     warnings += _idle_priority(body, ctx.frontend.info.scheduling_policy, strict=strict)
-    for name, value in body.extra.items():
-        if name == "best_of":
-            neutral = value is None or _same(value, body.choices)
-        elif name in _NEEDLESS:
-            warnings.append(f"`{name}` was ignored: {_NEEDLESS[name]}.")
-            continue
-        elif name in known:
-            neutral = any(_same(value, one) for one in known[name])
-        else:
-            warnings.append(unknown_field(body, name, value, strict=strict))
-            continue
-        if not neutral:
-            remedy = _INSTEAD.get(name, "leave it out")
-            raise UnsupportedError(f"{name} is not supported by this version; {remedy}.", param=name, value=value)
-    return warnings
+    warnings += _own_roles(ctx, body) if isinstance(body, ChatBody) else []
+    known = _BOTH | (_CHAT if chat else {}) | {"best_of": (LEAVE_OUT, (None, body.choices))}
+    return warnings + check_undeclared(body, strict=strict, known=known)
+
+
+def _own_roles(ctx: ServerContext, body: ChatBody) -> list[str]:
+    """About roles that the chat template does not name; most templates write any role as it stands."""
+    template = ctx.frontend.chat
+    if template is None or body.chat_template is not None:
+        return []
+    given: list[Any] = list(body.messages)
+    messages: list[Message] = [one for part in given for one in (part if isinstance(part, list) else [part])]
+    odd = dict.fromkeys(one.role for one in messages if not template.names_role(one.role))
+    odd.pop(ctx.config.response_role, None)
+    if odd and ctx.config.strict_params:
+        role = next(iter(odd))
+        raise InvalidRequestError(
+            f"The role {role!r} is not one that the chat template names; choose one of {', '.join(ROLES)}.",
+            param="messages",
+            value=role,
+        )
+    return [f"The chat template does not name the role `{role}`; it was given the role as it stands." for role in odd]
 
 
 def _idle_budget(body: GenerationBody, *, strict: bool) -> list[str]:
@@ -97,8 +92,3 @@ def _idle(name: str, value: int, why: str, *, strict: bool) -> str:
     if strict:
         raise UnsupportedError(f"{name} has no effect: {why}.", param=name, value=value)
     return f"`{name}` has no effect: {why}."
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equality that tells booleans from numbers, as JSON does."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

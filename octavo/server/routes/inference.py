@@ -42,8 +42,9 @@ def inference_routes(ctx: ServerContext, responses: Responses | None = None) -> 
     return router
 
 
-def _post(router: APIRouter, path: str, endpoint: Any, body: Any, tag: str) -> None:
-    router.add_api_route(path, endpoint, methods=["POST"], tags=[tag], openapi_extra=describe(body))
+def _post(router: APIRouter, path: str, endpoint: Any, body: Any, tag: str, *, streams: bool = False) -> None:
+    said = describe(body, streams=streams)
+    router.add_api_route(path, endpoint, methods=["POST"], tags=[tag], openapi_extra=said)
 
 
 def _add_completions(router: APIRouter, ctx: ServerContext) -> None:
@@ -59,14 +60,14 @@ def _add_completions(router: APIRouter, ctx: ServerContext) -> None:
         """The model's continuation of a text, as OpenAI's API has it."""
         return await completions.completions(ctx, request)
 
-    _post(router, "/v1/chat/completions", create_chat_completion, ChatBody, "openai")
+    _post(router, "/v1/chat/completions", create_chat_completion, ChatBody, "openai", streams=True)
     _post(router, "/v1/chat/completions/batch", create_chat_completions, ChatBatchBody, "openai")
 
     async def create_decision(request: Request) -> Response:
         """Answers to questions about an input, each with its probability, as OpenAI's Decisions API has it."""
         return await decisions(ctx, request)
 
-    _post(router, "/v1/completions", create_completion, CompletionBody, "openai")
+    _post(router, "/v1/completions", create_completion, CompletionBody, "openai", streams=True)
     _post(router, "/v1/decisions", create_decision, DecisionBody, "openai")
 
 
@@ -79,7 +80,7 @@ def _add_responses(router: APIRouter, responses: Responses) -> None:
         """How many tokens the input of a response has."""
         return await responses.count_tokens(request)
 
-    _post(router, "/v1/responses", create_response, ResponseBody, "openai")
+    _post(router, "/v1/responses", create_response, ResponseBody, "openai", streams=True)
     _post(router, "/v1/responses/input_tokens", count_response_tokens, ResponseBody, "openai")
 
 
@@ -92,7 +93,7 @@ def _add_messages(router: APIRouter, ctx: ServerContext) -> None:
         """How many tokens a conversation has, as Anthropic's API has it."""
         return await anthropic.count_tokens(ctx, request)
 
-    _post(router, "/v1/messages", create_message, MessagesBody, "anthropic")
+    _post(router, "/v1/messages", create_message, MessagesBody, "anthropic", streams=True)
     _post(router, "/v1/messages/count_tokens", count_tokens, CountBody, "anthropic")
 
 

@@ -14,6 +14,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.server.body import decode_json, read_body
 from octavo.server.context import ServerContext
 from octavo.server.routes.endpoints import Endpoint
+from octavo.server.schema.document import STREAM
 
 _GENERATES = (("messages",), "/v1/chat/completions"), (("prompt",), "/v1/completions")
 _LABELS = ((("task",), "/pooling"), (("input",), "/classify"), (("messages",), "/classify"))
@@ -44,7 +45,7 @@ def invocation_routes(ctx: ServerContext, posts: Mapping[str, Endpoint]) -> APIR
 
 _ANY: dict[str, Any] = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
-}
+} | STREAM
 
 
 def _path(ctx: ServerContext, body: Mapping[str, Any]) -> str:

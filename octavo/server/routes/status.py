@@ -42,10 +42,8 @@ def status_routes(ctx: ServerContext) -> APIRouter:
 
     for path in ("/health", "/live"):
         router.add_api_route(path, health, methods=["GET"], name=path[1:])
-        router.add_api_route(path, health, methods=["HEAD"], name=path[1:], include_in_schema=False)
-    router.add_api_route("/ping", health, methods=["GET", "HEAD", "POST"], name="ping", include_in_schema=False)
+    router.add_api_route("/ping", health, methods=["GET", "POST"], name="ping", include_in_schema=False)
     router.add_api_route("/ready", ready, methods=["GET"])
-    router.add_api_route("/ready", ready, methods=["HEAD"], include_in_schema=False)
     router.add_api_route("/load", load, methods=["GET"])
     router.add_api_route("/version", version, methods=["GET"])
     router.add_api_route("/", home, methods=["GET"], include_in_schema=False)

@@ -54,10 +54,10 @@ def token_routes(ctx: ServerContext) -> APIRouter:
         """How likely a label follows a query with each of several items."""
         return await labels.generative_scoring(ctx, request)
 
-    def post(path: str, endpoint: Any, body: Any) -> None:
-        router.add_api_route(path, endpoint, methods=["POST"], openapi_extra=describe(body))
+    def post(path: str, endpoint: Any, body: Any, *, streams: bool = False) -> None:
+        router.add_api_route(path, endpoint, methods=["POST"], openapi_extra=describe(body, streams=streams))
 
-    post("/inference/v1/generate", generate_tokens, GenerateBody)
+    post("/inference/v1/generate", generate_tokens, GenerateBody, streams=True)
     post("/generative_scoring", score_labels, LabelsBody)
     post("/v1/chat/completions/render", render_chat_completion, ChatBody)
     post("/v1/completions/render", render_completion, CompletionBody)

@@ -17,10 +17,22 @@ from octavo.server.schema.limits import narrow
 _REF = "#/components/schemas/{model}"
 
 
-def describe(body: type[BaseModel]) -> dict[str, Any]:
-    """What a route's `openapi_extra` says of its body."""
+STREAM: dict[str, Any] = {
+    "responses": {
+        "200": {
+            "description": "The whole answer; or, with `stream`, its parts as server-sent events.",
+            "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}},
+        }
+    }
+}
+"""What `openapi_extra` says of the answer of a route that streams if its request asks for it."""
+
+
+def describe(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+    """What a route's `openapi_extra` says of its body, and of its answer if that may be a stream."""
     schema = {"$ref": _REF.format(model=body.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    said = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return said | STREAM if streams else said
 
 
 def install(app: FastAPI, bodies: list[type[BaseModel]], limits: Mapping[str, list[dict[str, Any]]]) -> None:

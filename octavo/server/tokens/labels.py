@@ -17,9 +17,10 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.output import RequestOutput
 from octavo.core.params import MAX_LOGPROB_TOKENS
 from octavo.core.request import BACKGROUND
-from octavo.server.body import parse_body, require, unknown_field
+from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import json_response
+from octavo.server.extras import check_undeclared
 from octavo.server.openai.fields import Int, Items, RequestId
 from octavo.server.openai.generation import Job, UsageCounter, collect
 from octavo.server.openai.next_token import asking_for, logprobs_of, shares_of
@@ -78,8 +79,7 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
     """Score each item by the token that would follow it."""
     body = await parse_body(request, LabelsBody, ctx.config.max_body_bytes)
     model = ctx.check_model(body.model)
-    extra = (body.model_extra or {}).items()
-    warnings = [unknown_field(body, one, value, strict=ctx.config.strict_params) for one, value in extra]
+    warnings = check_undeclared(body, strict=ctx.config.strict_params)
     name = body.request_id or request.state.request_id
     jobs = await _prepare(ctx, body, name)
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))

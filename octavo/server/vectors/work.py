@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
-from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.core.errors import InvalidRequestError
 from octavo.core.pooling import Pooled, PooledOutput, PoolingParams
 from octavo.core.request import BACKGROUND, GenerateRequest
-from octavo.server.body import require, unknown_field
+from octavo.server.body import require
 from octavo.server.context import ServerContext, answer_id, engine_id
 from octavo.server.errors import ApiError
+from octavo.server.extras import LEAVE_OUT, Limited, check_undeclared
 from octavo.server.merge import merge
 from octavo.server.openai.messages import render
 from octavo.server.openai.protocol import Message
@@ -30,16 +31,16 @@ from octavo.text.vectors.pooling import Pair, PoolingFailedError, pool
 T = TypeVar("T")
 Listing = TypeVar("Listing", Embeddings, PoolingResult, Classification, Scores)
 
-_KNOWN: dict[str, tuple[Any, ...]] = {
-    "embed_dtype": (None, "float32"),
-    "endianness": (None, "native", "little"),
-    "messages": (None,),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "instruction": (None, ""),
-    "mm_processor_kwargs": (None, {}),
-    "rank_fields": (None, []),
-    "softmax": (None,),
+_LIMITED: dict[str, Limited] = {
+    "embed_dtype": (LEAVE_OUT, (None, "float32")),
+    "endianness": (LEAVE_OUT, (None, "native", "little")),
+    "messages": (LEAVE_OUT, (None,)),
+    "chat_template": (LEAVE_OUT, (None,)),
+    "chat_template_kwargs": (LEAVE_OUT, (None, {})),
+    "instruction": (LEAVE_OUT, (None, "")),
+    "padding": ("inputs are never padded. Leave it out", (None, False, True, "longest", "do_not_pad")),
+    "rank_fields": (LEAVE_OUT, (None, [])),
+    "softmax": (LEAVE_OUT, (None,)),
 }
 
 
@@ -55,7 +56,7 @@ class Reply:
     @classmethod
     def of(cls, ctx: ServerContext, request: Request, body: VectorBody, prefix: str) -> Reply:
         """Checks that the model is served and the body has nothing that can't be had."""
-        warnings = _extras(body, strict=ctx.config.strict_params)
+        warnings = check_undeclared(body, strict=ctx.config.strict_params, known=_LIMITED)
         return cls(
             id=answer_id(request, body.request_id, prefix),
             created=int(time.time()),
@@ -184,22 +185,3 @@ async def _tracked(ctx: ServerContext, job: GenerateRequest) -> AsyncGenerator[P
             raise ApiError(500, str(exc)) from exc
         record.observe_whole(output.times, cached=output.num_cached_tokens, preemptions=output.num_preemptions)
         yield output
-
-
-def _extras(body: VectorBody, *, strict: bool) -> list[str]:
-    """Warnings about fields that nobody knows, which are refused if `strict`.
-
-    Raises:
-        InvalidRequestError: nobody knows a field, and that is not let pass.
-        UnsupportedError: a known parameter asks for something that this version does not do.
-    """
-    warnings = []
-    for name, value in body.extra.items():
-        if name in _KNOWN:
-            if not any(value == one and type(value) is type(one) for one in _KNOWN[name]):
-                raise UnsupportedError(
-                    f"{name} is not supported by this version; leave it out.", param=name, value=value
-                )
-        else:
-            warnings.append(unknown_field(body, name, value, strict=strict))
-    return warnings

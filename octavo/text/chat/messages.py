@@ -8,6 +8,9 @@ from typing import Any
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 
+_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+"""Fields of messages that hold media, in the APIs of other servers."""
+
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], *, parts: bool = False) -> list[dict[str, Any]]:
     """The messages with each content as one string, and the arguments of tool calls as objects.
@@ -31,6 +34,11 @@ def _plain(message: Mapping[str, Any], where: str, parts: bool) -> dict[str, Any
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _invalid(f"{where}.role must be a string such as 'user'", role)
+    media = next((name for name in _MEDIA if message.get(name)), None)
+    if media is not None:
+        raise UnsupportedError(
+            f"{where}.{media} is not supported: this model takes only text.", param="messages", value=message[media]
+        )
     plain = dict(message)
     calls = message.get("tool_calls")
     if calls:

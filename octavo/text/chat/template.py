@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +21,10 @@ from octavo.text.chat.content_format import ContentFormat, takes_parts
 from octavo.text.chat.messages import plain_messages
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles that any chat may have. A template's own ones, such as "ipython", stand in its source as strings."""
+_SYNONYMS = {"human": "user", "ai": "assistant", "bot": "assistant", "gpt": "assistant", "model": "assistant"}
+_QUOTED = re.compile(r"""(?<=['"])[A-Za-z][\w-]*(?=['"])""")
 # Stands at the end of the message that is to be continued, so that the prompt can be cut there.
 _CUT = "\N{OBJECT REPLACEMENT CHARACTER}octavo-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 
@@ -41,6 +47,7 @@ class ChatTemplate:
         environment = _environment()
         self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
         self._takes_parts = {name: takes_parts(environment.parse(text)) for name, text in self._sources.items()}
+        self._roles = {*ROLES, *(word for text in self._sources.values() for word in _QUOTED.findall(text))}
         self._tokens = dict(tokenizer.named_tokens)
         self._format: ContentFormat = content_format
 
@@ -58,6 +65,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         content_format: ContentFormat | None = None,
+        roles: Collection[str] = (),
         **variables: Any,
     ) -> str:
         """The prompt. It holds the special tokens already: encode it with `add_special_tokens=False`.
@@ -68,6 +76,7 @@ class ChatTemplate:
             template_kwargs, variables: further variables for the template. The former may hold any name, as a client
                 sends it (`chat_template_kwargs`); the arguments above win.
             content_format: how the template gets contents; None as the template was made.
+            roles: those that messages may have besides `ROLES` and the ones that the template names.
 
         Raises:
             InvalidRequestError: the messages are not what a chat or this template takes; `param` is "messages".
@@ -75,6 +84,7 @@ class ChatTemplate:
         name = self._choose(bool(tools))
         form = content_format or self._format
         plain = plain_messages(messages, parts=form == "openai" or (form == "auto" and self._takes_parts[name]))
+        self._check_roles(plain, roles)
         if continue_final_message:
             plain[-1] = plain[-1] | {"content": _to_be_cut(plain[-1]["content"])}
         context = {
@@ -88,6 +98,23 @@ class ChatTemplate:
         }
         prompt = self._run(self._templates[name], context)
         return _cut(prompt) if continue_final_message else prompt
+
+    def names_role(self, role: str) -> bool:
+        """Whether `role` is a common one, or one that the template's source names."""
+        return role in self._roles
+
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]], allowed: Collection[str]) -> None:
+        """Refuse misspelled roles, which most templates would write unseen. Those of a user's own may pass."""
+        for message in messages:
+            role = message["role"]
+            meant = None if self.names_role(role) or role in allowed else _meant(role)
+            if meant is not None:
+                raise InvalidRequestError(
+                    f"The role {role!r} is not one that this model's chat template knows; did you mean {meant}? "
+                    f"Roles are {', '.join(ROLES)}.",
+                    param="messages",
+                    value=role,
+                )
 
     def _choose(self, with_tools: bool) -> str:
         names = ("tool_use", "default") if with_tools else ("default",)
@@ -151,6 +178,13 @@ def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.
             f"The chat template {name!r} is not valid Jinja: {exc.message} (line {exc.lineno}). "
             "Give another one with --chat-template FILE."
         ) from exc
+
+
+def _meant(role: str) -> str | None:
+    """The common role that a misspelled or foreign one stands for; None for a role of somebody's own."""
+    word = role.strip().lower()
+    near = [_SYNONYMS[word]] if word in _SYNONYMS else difflib.get_close_matches(word, ROLES, n=1, cutoff=0.75)
+    return near[0] if near else None
 
 
 def _to_be_cut(content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:

@@ -139,9 +139,7 @@ def _check(embeds: Sequence[Embeds], info: ModelInfo) -> None:
     """Refuses embeddings that the model has no use for."""
     count = sum(one.count for one in embeds)
     if count >= info.max_model_len:
-        raise InvalidRequestError(
-            context_error(info.max_model_len, count, field="prompt"), param=embeds[0].param, value=count
-        )
+        raise InvalidRequestError(context_error(info.max_model_len, count, field="prompt"), param=embeds[0].param)
     for one in embeds:
         if one.size != info.hidden_size:
             raise InvalidRequestError(

@@ -188,11 +188,10 @@ class Preparer:
         """Refuses a text that can't fit, before time is spent on tokenizing it."""
         per_token = self.tokenizer.max_token_chars if len(text) > self.info.max_model_len else 0
         if len(text) > _SLACK * per_token * self.info.max_model_len > 0:
-            raise self.too_long(f"at least {len(text) // per_token}", param, len(text))
+            raise self.too_long(f"at least {len(text) // per_token}", param)
 
-    def too_long(self, count: str, param: str, value: int) -> InvalidRequestError:
-        sentence = context_error(self.info.max_model_len, count, field=_field(param))
-        return InvalidRequestError(sentence, param=param, value=value)
+    def too_long(self, count: int | str, param: str) -> InvalidRequestError:
+        return InvalidRequestError(context_error(self.info.max_model_len, count, field=_field(param)), param=param)
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
         most = self.max_tokens
@@ -203,7 +202,7 @@ class Preparer:
     def _with_max_tokens(self, params: SamplingParams, num_prompt: int, param: str, *, fit: bool) -> SamplingParams:
         room = self.info.max_model_len - num_prompt
         if room < 1:
-            raise self.too_long(str(num_prompt), param, num_prompt)
+            raise self.too_long(num_prompt, param)
         if params.max_tokens is None or (fit and params.max_tokens > room):
             return params.replace(
                 max_tokens=room, min_tokens=min(params.min_tokens, room) if fit else params.min_tokens

@@ -112,7 +112,7 @@ class PoolingPreparer:
                 f"The {param} cannot be empty; it needs at least one token.", param=param, value=prompt
             )
         if len(tokens) > self.info.max_model_len:
-            error = self._checks.too_long(str(len(tokens)), param, len(tokens))
+            error = self._checks.too_long(len(tokens), param)
             error.message += " Or let the server cut it: truncate_prompt_tokens=-1."
             raise InvalidRequestError(error.message, param=error.param, value=error.value)
         asked = msgspec.structs.replace(params, segment=segment)

@@ -79,6 +79,10 @@ def test_a_needless_switch_does_not_swallow_the_model() -> None:
 
 
 def test_unknown_flags_get_near_matches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown flag --ctx-size; it is --max-model-len here" in refused(capsys, "--ctx-size", "4096")
+    assert "requests set temperature, and --override-generation-config its default" in refused(
+        capsys, "--temperature=0"
+    )
     assert "unknown flag --max-num-seq; did you mean --max-num-seqs" in refused(capsys, "--max-num-seq", "3")
     assert "unexpected argument 'extra'" in refused(capsys, "model", "extra")
 

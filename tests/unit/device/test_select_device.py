@@ -99,3 +99,11 @@ def test_a_download_holds_the_values_of_when_it_began():
 def test_more_threads_than_a_machine_may_start_are_refused_and_no_crash() -> None:
     with pytest.raises(ConfigError, match="--threads 100000 is more than the 1,024 that may be"):
         CpuDevice().setup(100_000, "nobind")
+
+
+@pytest.mark.parametrize(("fast", "chosen"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_float16_on_a_cpu_is_computed_in_what_suits_it(monkeypatch, caplog, fast, chosen):
+    monkeypatch.setattr(host, "has_fast_bfloat16", lambda: fast)
+    assert CpuDevice().pick_dtype("float16", "float32") is chosen
+    name = str(chosen).removeprefix("torch.")
+    assert caplog.messages == [f"--dtype float16 is slow and inexact on a CPU: computing in {name} instead"]

@@ -29,6 +29,17 @@ def test_echo_puts_the_prompt_first(prompt: Any) -> None:
     assert [choice["text"] for choice in several] == ["athere", "athere", "bthere", "bthere"]
 
 
+def test_offsets_are_places_in_an_echo_of_special_tokens() -> None:
+    app = make_house(saying("you")).app
+    (choice,) = ask_now(app, PATH, ASKED | {"prompt": [1, *ids("Hi"), 2], "echo": True, "logprobs": 1}).json()[
+        "choices"
+    ]
+    assert choice["text"] == "<s>Hi</s>you"
+    logprobs = choice["logprobs"]
+    for token, offset in zip(logprobs["tokens"][:7], logprobs["text_offset"], strict=False):
+        assert choice["text"][offset:].startswith(token)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs_covers_the_prompt(stream: bool) -> None:
     app = make_house(saying("you")).app

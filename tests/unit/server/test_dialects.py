@@ -59,6 +59,16 @@ def test_errors_at_the_door_and_before_the_first_event() -> None:
     asyncio.run(two_at_once())
 
 
-@pytest.mark.parametrize("path", ["/health", "/live", "/ready", "/ping"])
-def test_probes_may_ask_for_the_head_alone(house: House, path: str) -> None:
-    assert ask_now(house.app, path, method="HEAD").status == 200
+@pytest.mark.parametrize(
+    "path", ["/health", "/live", "/ready", "/ping", "/", "/version", "/metrics", "/docs", "/openapi.json", "/v1/models"]
+)
+def test_what_answers_get_answers_head_without_a_body(house: House, path: str) -> None:
+    answer, whole = (ask_now(house.app, path, method=method) for method in ("HEAD", "GET"))
+    assert (answer.status, answer.body) == (200, b"")
+    assert answer.headers["content-type"] == whole.headers["content-type"]
+    assert "content-length" in answer.headers
+
+
+def test_the_head_of_what_is_not_there(house: House) -> None:
+    assert ask_now(house.app, "/nothing", method="HEAD").status == 404
+    assert ask_now(house.app, "/v1/completions", method="HEAD").status == 405

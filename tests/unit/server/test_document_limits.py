@@ -177,3 +177,20 @@ def test_limits_are_those_of_this_server() -> None:
     other = make_house(saying("x"), max_logprobs=-1).app.openapi()["components"]["schemas"]
     assert other["ChatBody"]["properties"]["n"]["anyOf"][0]["maximum"] == 64, "documents share nothing"
     assert other["ChatBody"]["properties"]["prompt_logprobs"]["anyOf"][0]["minimum"] == -1
+
+
+def test_streams_are_documented() -> None:
+    paths = make_house(saying("x")).app.openapi()["paths"]
+    streams = {
+        path
+        for path, methods in paths.items()
+        if "text/event-stream" in methods.get("post", {}).get("responses", {}).get("200", {}).get("content", {})
+    }
+    assert streams == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/inference/v1/generate",
+        "/invocations",
+    }

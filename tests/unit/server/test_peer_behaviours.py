@@ -52,7 +52,10 @@ def test_a_message_may_come_in_many_ways(house: House) -> None:
         assert ask_now(house.app, CHAT, {"messages": [{"role": "user", "content": parts}]}).status == 200
         assert house.engine.requests[-1].tokens == ids("[user]Hello\n[assistant]")
     silent = [*HELLO["messages"], {"role": "assistant", "content": None}, {"role": "my-own-role", "content": "x"}]
-    assert ask_now(house.app, CHAT, {"messages": silent}).status == 200
+    answer = ask_now(house.app, CHAT, {"messages": silent})
+    assert answer.json()["warnings"] == [
+        "The chat template does not name the role `my-own-role`; it was given the role as it stands."
+    ]
     assert house.engine.requests[-1].tokens == ids("[user]Hello\n[assistant]\n[my-own-role]x\n[assistant]")
 
 

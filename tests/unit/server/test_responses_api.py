@@ -107,6 +107,7 @@ def test_a_response() -> None:
     assert place.prompt == "[system]Be kind.\n[user]Hello\n[assistant]"
     usage = response["usage"]
     assert usage["output_tokens"] == len("Hi there.") + 1
+    assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert response["metadata"] == {"a": "b"}
 

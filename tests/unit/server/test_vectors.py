@@ -362,3 +362,14 @@ def test_a_full_queue_refuses_and_counts() -> None:
     answer = post("/v1/embeddings", {"input": ["a", "b", "c"]}, app)
     assert answer.status == 429
     assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_padding_has_no_effect_and_an_unknown_one_is_refused() -> None:
+    for padding in (True, False, None, "longest"):
+        assert "warnings" not in post("/v1/embeddings", {"input": "a", "padding": padding}).json()
+    error = post("/v1/embeddings", {"input": "a", "padding": "wide"}).error()
+    assert (error["code"], error["param"]) == (400, "padding")
+
+
+def test_adapters_are_refused_here_too() -> None:
+    assert post("/v1/embeddings", {"input": "a", "lora_request": {"lora_name": "b"}}).error()["param"] == "lora_request"

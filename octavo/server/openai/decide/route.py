@@ -9,9 +9,10 @@ from starlette.responses import Response
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import RequestOutput
 from octavo.core.request import BACKGROUND
-from octavo.server.body import parse_body, unknown_field
+from octavo.server.body import parse_body
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import json_response
+from octavo.server.extras import check_undeclared
 from octavo.server.openai.decide.protocol import (
     Decision,
     DecisionBody,
@@ -30,8 +31,7 @@ async def decisions(ctx: ServerContext, request: Request) -> Response:
     """Answer each question by the token with which the model would go on."""
     body = await parse_body(request, DecisionBody, ctx.config.max_body_bytes)
     model = ctx.check_model(body.model)
-    extra = (body.model_extra or {}).items()
-    warnings = [unknown_field(body, one, value, strict=ctx.config.strict_params) for one, value in extra]
+    warnings = check_undeclared(body, strict=ctx.config.strict_params)
     name = f"decision-{request.state.request_id}"
     jobs, tokens = [], []
     for number, question in enumerate(body.questions):

@@ -30,6 +30,8 @@ _IGNORED = frozenset(
         "user",
     }
 )
+_CALLED = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+"""Fields of chats -> what the Responses API calls them."""
 
 
 def _input(value: Any) -> str | Items:
@@ -99,6 +101,9 @@ def as_chat(body: ResponseBody, earlier: Items) -> ChatBody:
         body.truncation,
         "truncation must be 'disabled': no part of a conversation is left out.",
     )
+    for name, called in _CALLED.items():
+        value = (body.model_extra or {}).get(name)
+        require(value is None, name, value, f"{name} is called {called} in the Responses API.")
     require(not (body.background and body.stream), "background", True, "A background response can't be streamed.")
     format_ = (body.text or {}).get("format")
     both = format_ is not None and (body.model_extra or {}).get("structured_outputs") is not None

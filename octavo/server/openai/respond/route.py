@@ -274,7 +274,7 @@ def _complete(making: _Making, status: str) -> None:
     response["output"] = making.output.items
     response["usage"] = {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": making.cached},
+        "input_tokens_details": {"cached_tokens": making.cached, "cache_write_tokens": 0},
         "output_tokens": written,
         "output_tokens_details": {"reasoning_tokens": making.reasoning_tokens},
         "total_tokens": prompt + written,

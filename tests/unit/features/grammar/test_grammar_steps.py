@@ -365,3 +365,19 @@ def test_exactly_one_form() -> None:
         with pytest.raises(InvalidRequestError) as caught:
             StructuredOutputsParams(**wrong)
         assert caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("form", "loop"),
+    [
+        ({"json": {"$ref": "#"}}, "one of its $ref leads back to itself"),
+        ({"json": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}}, "one of its $ref leads back to itself"),
+        ({"grammar": "root ::= root"}, "one of its rules leads back to itself"),
+    ],
+)
+def test_a_form_that_only_leads_to_itself_is_explained(form: dict[str, Any], loop: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Compiler(lambda: TOKENIZER, VOCAB, (EOS,)).open(option(**form)["grammar"]).result()
+    assert "no output can match it" in str(caught.value)
+    assert loop in str(caught.value)
+    assert "NoExtensionBias" not in str(caught.value)

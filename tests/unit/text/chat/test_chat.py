@@ -211,3 +211,11 @@ def test_parts_that_are_not_text_are_not_supported() -> None:
     image = {"type": "image_url", "image_url": {"url": "x"}}
     with pytest.raises(UnsupportedError, match=r"messages\[0\]\.content\[0\] is of type 'image_url'"):
         plain_messages([{"role": "user", "content": [image]}])
+
+
+def test_a_role_that_the_template_names_is_known() -> None:
+    source = "{% for m in messages %}{% if m.role == 'humane' %}!{% endif %}{{ m.content }}{% endfor %}"
+    assert render(source, [{"role": "humane", "content": "hi"}]) == "!hi"
+    assert render(SIMPLE, [{"role": "narrator", "content": "hi"}]).startswith("<s><narrator>hi")
+    with pytest.raises(InvalidRequestError, match=r"did you mean assistant\? Roles are system, developer, user, assis"):
+        render(SIMPLE, [{"role": "asistant", "content": "hi"}])

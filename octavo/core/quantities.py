@@ -1,0 +1,99 @@
+"""Reading quantities as people write them: `8k`, `512MiB`, `2G`. All settings take them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmKM]?)")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?[bB])?")
+_COUNT_UNITS = {"": 1, "k": 1000, "m": 1000_000, "K": 1024, "M": 1024**2}
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def count_or_all(text: str) -> int:
+    """A count, or -1 for all.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    try:
+        return -1 if text.strip() == "-1" else count(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or -1 for all") from None
+
+
+def count(text: str) -> int:
+    """A count of things, at least 1: `2048`, `8k` (8,000), `8K` (8,192).
+
+    Raises:
+        ValueError: the text is no such number.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    value = float(match[1]) * _COUNT_UNITS[match[2]] if match else 0.0
+    if value < 1 or value != int(value):
+        raise ValueError(f"{text!r} is not a whole number of at least 1, such as 2048, 8k or 8K")
+    return int(value)
+
+
+def natural(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.strip().isdecimal():
+        raise ValueError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def context_length(text: str) -> int | None:
+    """A count, or `auto` or `-1` for as much as the model has and the memory holds (None)."""
+    try:
+        return None if text.strip().lower() in ("auto", "-1") else count(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+
+
+def size(text: str) -> int:
+    """Bytes: `1073741824`, `512MiB`, `2GB` (powers of 1,000), `2G` and `2GiB` (powers of 1,024).
+
+    Raises:
+        ValueError: the text is no such size.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a size, such as 512MiB, 2G or 1073741824")
+    decimal = (match[3] or "").lower() == "b"
+    return int(float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()])
+
+
+def fraction(text: str) -> float:
+    """A number over 0 and up to 1."""
+    return _number(text, lambda value: 0 < value <= 1, "a fraction over 0 and up to 1, such as 0.9")
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1, such as 0.01")
+
+
+def positive(text: str) -> float:
+    """A number over 0."""
+    return _number(text, lambda value: 0 < value < float("inf"), "a number over 0, such as 1000000 or 5e5")
+
+
+def seconds(text: str) -> float:
+    """A number of seconds, at least 0."""
+    return _number(text, lambda value: 0 <= value < float("inf"), "a number of seconds, such as 30 or 0.5")
+
+
+def duration(text: str) -> float:
+    """A number of seconds over 0."""
+    return _number(text, lambda value: 0 < value < float("inf"), "a number of seconds over 0, such as 30 or 0.5")
+
+
+def _number(text: str, good: Callable[[float], bool], kind: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not good(value):
+        raise ValueError(f"{text!r} is not {kind}")
+    return value
