@@ -1,5 +1,8 @@
 // Products with weights that are integers in blocks.
 
+#include <algorithm>
+
+#include "block_sums.h"
 #include "blocks.h"
 #include "linear.h"
 
@@ -10,8 +13,11 @@ namespace {
 // Rows of a tile: the integer sums of each plane and the sums of floats must fit the registers.
 // Over a single panel, the last of an odd number, fewer will do.
 template <int P, int Planes>
-constexpr int kMaxRows = W < 16 || P == 1 ? 2 / Planes : Planes == 2 ? 4 : 6;
-constexpr int kUnpackFrom = 12;  // rows from which it pays to unpack a panel once for all tiles
+constexpr int kMaxRows = !kByteProducts ? 4 : P == 1 ? 2 / Planes : Planes == 2 ? 4 : 6;
+
+// Rows from which it pays to unpack a panel once for all tiles: minima, and values if they are multiplied as bytes. (As
+// halves of 16 bits, they take no more instructions from 4 bits than from 8.)
+constexpr int kUnpackFrom = 12;
 
 // P panels of a matrix: records, or what `unpack` made of their values and minima.
 template <int P>
@@ -38,10 +44,11 @@ inline Word minima_of(const char* scales, int64_t stride, int b, int blocks, int
     return pair_up(load_half(low), high);
 }
 
-// Integer sums of one block, turned into floats block by block. Values of 16 bits are multiplied as their bytes.
+// Integer sums of one block, turned into floats block by block.
 template <int M, int P, bool Packed, int Planes>
 struct Product {
-    using Sums = Int[M][P * VP];
+    static constexpr int kVectors = std::min(P * VP, 2);  // whose sums are in registers at a time
+    using Sums = BlockSums<M, kVectors, Packed, Planes>;
 
     const OctavoOp& op;
     const Panels<P>& panels;
@@ -51,36 +58,30 @@ struct Product {
     Tile<M, P>& tile;
 
     __attribute__((always_inline)) void block(int b) {
-        Sums high, low;
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            const Int start = start_of(row(m, b));
-            for (int j = 0; j < P * VP; j++) {
-                high[m][j] = Planes == 1 ? start : Int{};
-                low[m][j] = start;
-            }
-        }
-        for (int w = 0; w < kBlockWords; w += 2) {
-            Word first[P * VP], second[P * VP];
-            for (int j = 0; j < P * VP; j++) fetch(b, w, j, first[j], second[j]);
-            add(high, low, first, b, w);
-            add(high, low, second, b, w + 1);
-        }
-        for (int j = 0; j < P * VP; j++) {
-            const uint16_t* scales = reinterpret_cast<const uint16_t*>(panels.scales[j / VP] + b * panels.scale_stride);
-            scale(b, j, high, low, scales + j % VP * W);
-        }
+#pragma GCC unroll 4
+        for (int j = 0; j < P * VP; j += kVectors) multiply(b, j);
         if (Planes == 1 && op.minima && (b % 2 || b + 1 == blocks)) add_minima(b / 2 * 2);
+    }
+
+    // Block b, the kVectors vectors across the panels from j on.
+    __attribute__((always_inline)) void multiply(int b, int j) {
+        const auto row_of = [&](int m) -> const ActivationBlock<Planes>& { return row(m, b); };
+        Sums sums;
+        sums.begin(op.zero_point, row_of);
+        for (int w = 0; w < kBlockWords; w += 2) {
+            Word first[kVectors], second[kVectors];
+            for (int v = 0; v < kVectors; v++) fetch(b, w, j + v, first[v], second[v]);
+            sums.add(first, w, row_of);
+            sums.add(second, w + 1, row_of);
+        }
+        for (int v = 0; v < kVectors; v++) {
+            const int p = (j + v) / VP, column = (j + v) % VP * W;
+            scale(b, j + v, sums, v, reinterpret_cast<const uint16_t*>(panels.scales[p] + b * panels.scale_stride) + column);
+        }
     }
 
     __attribute__((always_inline)) const ActivationBlock<Planes>& row(int m, int b) const {
         return reinterpret_cast<const ActivationBlock<Planes>*>(rows + m * stride)[b];
-    }
-
-    __attribute__((always_inline)) Int start_of(const ActivationBlock<1>& row) const { return Int{} + row.start; }
-
-    __attribute__((always_inline)) Int start_of(const ActivationBlock<2>& row) const {
-        return Int{} - op.zero_point * row.sum;
     }
 
     // Two words of block b, the j-th vector across the panels.
@@ -96,29 +97,14 @@ struct Product {
         }
     }
 
-    __attribute__((always_inline)) void add(Sums& high, Sums& low, const Word (&columns)[P * VP], int b, int w) const {
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            const Word x = splat(row(m, b).words[0][w]);
-#pragma GCC unroll 16
-            for (int j = 0; j < P * VP; j++) high[m][j] = multiply_add_bytes(high[m][j], columns[j], x);
-            if constexpr (Planes == 2) {
-                const Word y = splat(row(m, b).words[1][w]);
-#pragma GCC unroll 16
-                for (int j = 0; j < P * VP; j++) low[m][j] = multiply_add_bytes(low[m][j], columns[j], y);
-            }
-        }
-    }
-
-    __attribute__((always_inline)) void scale(int b, int j, const Sums& high, const Sums& low, const uint16_t* scales) {
+    // Sums of vector v of those that are in registers become floats of the tile's vector j.
+    __attribute__((always_inline)) void scale(int b, int j, const Sums& sums, int v, const uint16_t* scales) {
         const Vec scale = load_half(scales);
         if constexpr (Planes == 1) {
-            for (int m = 0; m < M; m++) tile.sums[m][j] += ((Vec)high[m][j] - row(m, b).origin) * scale;
+            for (int m = 0; m < M; m++) tile.sums[m][j] += ((Vec)sums.total(m, v) - row(m, b).origin) * scale;
         } else {
-            for (int m = 0; m < M; m++) {
-                const Int sum = (high[m][j] << 8) + low[m][j];
-                tile.sums[m][j] += __builtin_convertvector(sum, Vec) * row(m, b).scale * scale;
-            }
+            for (int m = 0; m < M; m++)
+                tile.sums[m][j] += __builtin_convertvector(sums.total(m, v), Vec) * row(m, b).scale * scale;
             if (!op.minima) return;
             const Vec minimum = load_half(scales + kPanel);
             for (int m = 0; m < M; m++) tile.sums[m][j] += minimum * row(m, b).scaled_sum;
@@ -187,7 +173,7 @@ void unpack_minima(const char* scales, int64_t stride, int blocks, char* to) {
 template <int P>
 void unpack(Program& program, const OctavoOp& op, int thread, Panels<P>& panels) {
     const int blocks = op.columns / kBlock;
-    const int64_t values = op.dtype == kInt4 ? (int64_t)op.columns * kPanel : 0;
+    const int64_t values = kByteProducts && op.dtype == kInt4 ? (int64_t)op.columns * kPanel : 0;
     const int64_t minima = op.minima && op.planes == 1 ? (blocks + 1) / 2 * (int64_t)kPanel * 4 : 0;
     char* free = static_cast<char*>(program.scratch(thread, P * (values + minima)));
     for (int p = 0; p < P; p++, free += values + minima) {
@@ -215,9 +201,9 @@ void multiply(Program& program, const OctavoOp& op, int panel, int first, int co
         panels.scales[p] = panels.from[p] + record.values;
     }
     panels.soon = panels.from[0] + (int64_t)P * blocks * record.size;
-    if (op.dtype == kInt4 && count < kUnpackFrom)
-        return for_row_tiles<most>(count, Rows<P, true, Planes>{program, op, panels, panel, first});
     if (count >= kUnpackFrom) unpack(program, op, thread, panels);
+    if (op.dtype == kInt4 && (count < kUnpackFrom || !kByteProducts))
+        return for_row_tiles<most>(count, Rows<P, true, Planes>{program, op, panels, panel, first});
     for_row_tiles<most>(count, Rows<P, false, Planes>{program, op, panels, panel, first});
 }
 

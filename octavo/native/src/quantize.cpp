@@ -27,7 +27,25 @@ struct Quantized {
     int32_t sum;
 };
 
-// Whole numbers within [-most, most] for a block of values, as bytes in planes. `flaw` becomes NaN if the values hold NaN
+// Values i to i + W - 1 of a block, as bytes in planes.
+template <int Planes>
+inline void write_bytes(Int value, uint32_t (&words)[Planes][kBlockWords], int i) {
+    const Byte high = __builtin_convertvector(Planes == 2 ? (value + 128) >> 8 : value, Byte);
+    std::memcpy(reinterpret_cast<char*>(words[0]) + i, &high, sizeof high);
+    if constexpr (Planes == 2) {
+        const Byte low = __builtin_convertvector(value, Byte);  // modulo 256: what the high byte leaves
+        std::memcpy(reinterpret_cast<char*>(words[1]) + i, &low, sizeof low);
+    }
+}
+
+// The same as pairs of 16 bits, even and odd ones apart.
+inline void write_pairs(Int value, uint32_t (&words)[2][kBlockWords], int i) {
+    for (int n = 0; n < W; n += 4)
+        for (int odd = 0; odd < 2; odd++)
+            words[odd][(i + n) / 4] = (uint32_t)value[n + odd] & 0xffff | (uint32_t)value[n + odd + 2] << 16;
+}
+
+// Whole numbers within [-most, most] for a block of values, in bytes or pairs. `flaw` becomes NaN if the values hold NaN
 // or infinity: they would be lost in the integers, so it is added to a scale and reaches the logits, where it is found.
 template <int Planes>
 inline Quantized quantize_block(const float* x, uint32_t (&words)[Planes][kBlockWords], Vec& flaw) {
@@ -44,12 +62,10 @@ inline Quantized quantize_block(const float* x, uint32_t (&words)[Planes][kBlock
     Int sum{};
     for (int i = 0; i < kBlock; i += W) {
         const Int value = (Int)(load(x + i) * (1.0f / scale) + kOrigin) - (Int)splat(kOrigin);
-        const Byte high = __builtin_convertvector(Planes == 2 ? (value + 128) >> 8 : value, Byte);
-        std::memcpy(reinterpret_cast<char*>(words[0]) + i, &high, sizeof high);
-        if constexpr (Planes == 2) {
-            const Byte low = __builtin_convertvector(value, Byte);  // modulo 256: what the high byte leaves
-            std::memcpy(reinterpret_cast<char*>(words[1]) + i, &low, sizeof low);
-        }
+        if constexpr (Planes == 2 && !kByteProducts)
+            write_pairs(value, words, i);
+        else
+            write_bytes(value, words, i);
         sum += value;
     }
     return {scale, horizontal_sum(sum)};

@@ -31,6 +31,7 @@ typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t Int __attribute__((vector_size(W * 4)));
 typedef uint32_t Word __attribute__((vector_size(W * 4)));
 typedef uint16_t Half __attribute__((vector_size(W * 2)));
+typedef int16_t Short __attribute__((vector_size(W * 4)));
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
@@ -225,20 +226,61 @@ inline Vec multiply_add<bf16>(Vec acc, Word a, Word b) {
 #endif
 }
 
+// acc + x, added where it stands: the compiler may not gather products first in order to add them as a tree, for which
+// there are not registers.
+template <class V>
+inline V add_in_order(V acc, V x) {
+    acc += x;
+#if defined(__AVX512F__)
+    asm("" : "+v"(acc));
+#elif defined(__AVX2__)
+    asm("" : "+x"(acc));
+#endif
+    return acc;
+}
+
+// acc + both products of the signed 16-bit halves of a word.
+inline Int multiply_add_halves(Int acc, Word a, Word b) {
+#if defined(__AVX512BW__)
+    return add_in_order(acc, (Int)_mm512_madd_epi16((__m512i)a, (__m512i)b));
+#elif defined(__AVX2__)
+    return add_in_order(acc, (Int)_mm256_madd_epi16((__m256i)a, (__m256i)b));
+#else
+    acc += ((Int)(a << 16) >> 16) * ((Int)(b << 16) >> 16);
+    return acc + ((Int)a >> 16) * ((Int)b >> 16);
+#endif
+}
+
+// The even (0) or odd (1) bytes of words as 16-bit halves: unsigned bytes, or signed ones.
+inline Word unsigned_halves(Word bytes, int odd) { return bytes >> (odd * 8) & 0x00ff00ffu; }
+
+inline Word signed_halves(Word bytes, int odd) {
+    const Short halves = (Short)bytes;
+    return (Word)(odd ? halves >> 8 : halves << 8 >> 8);
+}
+
 // acc + sum over the four bytes of u (unsigned) * s (signed).
 inline Int multiply_add_bytes(Int acc, Word u, Word s) {
 #if defined(__AVX512VNNI__)
     return (Int)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    // Even and odd bytes apart: pairs of products of 8 bits would not fit the 16 bits of maddubs.
-    const __m256i low = _mm256_and_si256((__m256i)u, _mm256_set1_epi16(0xff)), high = _mm256_srli_epi16((__m256i)u, 8);
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)s, 8), 8), odd = _mm256_srai_epi16((__m256i)s, 8);
-    return acc + (Int)_mm256_add_epi32(_mm256_madd_epi16(low, even), _mm256_madd_epi16(high, odd));
 #else
-    for (int shift = 0; shift < 32; shift += 8) acc += (Int)((u >> shift) & 0xff) * ((Int)(s << (24 - shift)) >> 24);
+    // Even and odd bytes apart: pairs of products of 8 bits do not fit the 16 bits that `multiply_add_pairs` adds in.
+    for (int odd = 0; odd < 2; odd++)
+        acc = multiply_add_halves(acc, unsigned_halves(u, odd), signed_halves(s, odd));
     return acc;
 #endif
 }
+
+#if defined(__AVX2__)
+// acc + sums of pairs of bytes of u (unsigned) * s (signed), in 16 bits each, which they must fit.
+inline Short multiply_add_pairs(Short acc, Word u, Word s) {
+#if defined(__AVX512BW__)
+    return add_in_order(acc, (Short)_mm512_maddubs_epi16((__m512i)u, (__m512i)s));
+#else
+    return add_in_order(acc, (Short)_mm256_maddubs_epi16((__m256i)u, (__m256i)s));
+#endif
+}
+#endif
 
 // How words of bytes are multiplied: the sign is the second factor's, or the first's.
 struct UnsignedBySigned;

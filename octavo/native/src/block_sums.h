@@ -1,0 +1,139 @@
+// Integer sums over a block of 32 for M rows and V vectors of columns, by what the processor multiplies fastest. All give
+// the same integers.
+//
+// `begin` and `add` take a function from a row's number to its ActivationBlock. `add` takes one word of each column.
+#pragma once
+
+#include "blocks.h"
+
+namespace octavo {
+
+// 8-bit activations, byte by byte.
+template <int M, int V>
+struct ByteSums {
+    Int sums[M][V];
+
+    template <class Rows>
+    __attribute__((always_inline)) void begin(int, const Rows& row) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+            for (Int& sum : sums[m]) sum = Int{} + row(m).start;
+    }
+
+    template <class Rows>
+    __attribute__((always_inline)) void add(const Word (&columns)[V], int w, const Rows& row) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const Word x = splat(row(m).words[0][w]);
+            for (int v = 0; v < V; v++) sums[m][v] = multiply_add_bytes(sums[m][v], columns[v], x);
+        }
+    }
+
+    __attribute__((always_inline)) Int total(int m, int v) const { return sums[m][v]; }
+};
+
+// 16-bit activations in planes of bytes, each multiplied by itself.
+template <int M, int V>
+struct PlaneSums {
+    Int high[M][V], low[M][V];
+
+    template <class Rows>
+    __attribute__((always_inline)) void begin(int zero_point, const Rows& row) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) {
+                high[m][v] = Int{};
+                low[m][v] = Int{} - zero_point * row(m).sum;
+            }
+    }
+
+    template <class Rows>
+    __attribute__((always_inline)) void add(const Word (&columns)[V], int w, const Rows& row) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const Word x = splat(row(m).words[0][w]), y = splat(row(m).words[1][w]);
+            for (int v = 0; v < V; v++) high[m][v] = multiply_add_bytes(high[m][v], columns[v], x);
+            for (int v = 0; v < V; v++) low[m][v] = multiply_add_bytes(low[m][v], columns[v], y);
+        }
+    }
+
+    __attribute__((always_inline)) Int total(int m, int v) const { return (high[m][v] << 8) + low[m][v]; }
+};
+
+// 16-bit activations in pairs, with the values as halves of 16 bits.
+template <int M, int V>
+struct PairSums {
+    Int sums[M][V];
+
+    template <class Rows>
+    __attribute__((always_inline)) void begin(int zero_point, const Rows& row) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+            for (Int& sum : sums[m]) sum = Int{} - zero_point * row(m).sum;
+    }
+
+    template <class Rows>
+    __attribute__((always_inline)) void add(const Word (&columns)[V], int w, const Rows& row) {
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            Word halves[V];
+            for (int v = 0; v < V; v++) halves[v] = unsigned_halves(columns[v], odd);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                const Word x = splat(row(m).words[odd][w]);
+                for (int v = 0; v < V; v++) sums[m][v] = multiply_add_halves(sums[m][v], halves[v], x);
+            }
+        }
+    }
+
+    __attribute__((always_inline)) Int total(int m, int v) const { return sums[m][v]; }
+};
+
+#if defined(__AVX2__)
+// 8-bit activations with values of 4 bits, of which 16 bits hold a block's sums: 16 products of at most 15 * 127.
+template <int M, int V>
+struct NarrowSums {
+    Short sums[M][V];
+    int32_t starts[M];
+
+    template <class Rows>
+    __attribute__((always_inline)) void begin(int, const Rows& row) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            starts[m] = row(m).start;
+            for (Short& sum : sums[m]) sum = Short{};
+        }
+    }
+
+    template <class Rows>
+    __attribute__((always_inline)) void add(const Word (&columns)[V], int w, const Rows& row) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const Word x = splat(row(m).words[0][w]);
+            for (int v = 0; v < V; v++) sums[m][v] = multiply_add_pairs(sums[m][v], columns[v], x);
+        }
+    }
+
+    __attribute__((always_inline)) Int total(int m, int v) const {
+        return multiply_add_halves(Int{} + starts[m], (Word)sums[m][v], splat(0x00010001u));
+    }
+};
+#endif
+
+template <int M, int V, bool FourBits, int Planes>
+struct BlockSumsOf {
+    using type = std::conditional_t<Planes == 1, ByteSums<M, V>,
+                                    std::conditional_t<kByteProducts, PlaneSums<M, V>, PairSums<M, V>>>;
+};
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+template <int M, int V>
+struct BlockSumsOf<M, V, true, 1> {
+    using type = NarrowSums<M, V>;
+};
+#endif
+
+template <int M, int V, bool FourBits, int Planes>
+using BlockSums = typename BlockSumsOf<M, V, FourBits, Planes>::type;
+
+}  // namespace octavo
