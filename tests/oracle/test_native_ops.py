@@ -21,6 +21,8 @@ from octavo.nn.weights import Blocks
 TORCH = {Dtype.FLOAT: torch.float32, Dtype.BFLOAT: torch.bfloat16}
 # Of sums of order 1: float32 arithmetic; in bfloat16 one more rounding of what is put out in it.
 TOLERANCE = {Dtype.FLOAT: 2e-5, Dtype.BFLOAT: 2e-5}
+PAIRS = ("avx512", "avx2", "portable")
+"""Levels that keep 16-bit activations in pairs (native/src/blocks.h)."""
 FORMATS = {
     "4 bits, minima": (4, 8, True),
     "4 bits": (4, 8, False),
@@ -115,17 +117,26 @@ def quantized(pool: Pool, x: Tensor, planes: int, zero_point: int) -> Tensor:
     return run(pool, b, x, torch.zeros(tokens, width, dtype=torch.uint8))
 
 
-def read(rows: Tensor, columns: int, planes: int, zero_point: int) -> tuple[Tensor, Tensor, Tensor]:
+def whole_numbers(pool: Pool, blocks: Tensor) -> Tensor:
+    """Blocks' 16-bit values [T, blocks, 32], from planes of bytes or, where no instruction multiplies four bytes, pairs."""
+    if pool.level in PAIRS:
+        pairs = blocks.view(torch.int16).double().unflatten(2, (2, BLOCK // 4, 2))  # [odd, four, pair]
+        return pairs.permute(0, 1, 3, 4, 2).flatten(2)
+    high, low = blocks.view(torch.int8).double().unflatten(2, (2, BLOCK)).unbind(2)
+    return high * 256 + low
+
+
+def read(pool: Pool, rows: Tensor, columns: int, planes: int, zero_point: int) -> tuple[Tensor, Tensor, Tensor]:
     """Integers [T, K], then scales and scaled sums [T, K / 32], in float64."""
     blocks = rows[:, : row_bytes(Dtype.INT8, columns, planes)].unflatten(1, (columns // BLOCK, -1))
-    values = blocks[..., : BLOCK * planes].contiguous().view(torch.int8).double().unflatten(2, (planes, BLOCK))
+    stored = blocks[..., : BLOCK * planes].contiguous()
     ends = blocks[..., BLOCK * planes :].contiguous()
     floats, integers = ends.view(torch.float32).double(), ends.view(torch.int32).double()
     if planes == 2:
-        whole = values[:, :, 0] * 256 + values[:, :, 1]
+        whole = whole_numbers(pool, stored)
         assert torch.equal(integers[..., 2], whole.sum(-1))
         return whole.flatten(1), floats[..., 0], floats[..., 1]
-    whole = values[:, :, 0]
+    whole = stored.view(torch.int8).double()
     starts = floats[..., 1].float().view(torch.int32).double() - zero_point * whole.sum(-1)
     assert torch.equal(integers[..., 0], starts)
     pairs = ends[..., 8:].contiguous().view(torch.bfloat16)[:, 0::2].double().flatten(1)
@@ -136,7 +147,7 @@ def read(rows: Tensor, columns: int, planes: int, zero_point: int) -> tuple[Tens
 @pytest.mark.parametrize("columns", [32, 96, 576])
 def test_quantize(pool, generator, planes, columns):
     x = torch.randn(9, columns, generator=generator) * torch.rand(9, 1, generator=generator) * 100
-    integers, scales, scaled_sums = read(quantized(pool, x, planes, 8), columns, planes, 8)
+    integers, scales, scaled_sums = read(pool, quantized(pool, x, planes, 8), columns, planes, 8)
     blocks = integers.unflatten(1, (-1, 32))
     most = blocks.abs().amax(-1)
     assert most.max() <= (127 if planes == 1 else 32639)
@@ -167,7 +178,7 @@ def test_integer_linear(pool, generator, kind, planes, epilogue, tokens, rows, c
     address = panels.data_ptr()
     b.linear(0, 1, dtype, rows, columns, address, epilogue=epilogue, zero_point=zero_point, minima=has_minima)
     got = run(pool, b, x, result)
-    integers, scales, scaled_sums = read(x, columns, planes, zero_point)
+    integers, scales, scaled_sums = read(pool, x, columns, planes, zero_point)
     values = (integers.unflatten(1, (-1, 32)) * scales[..., None]).flatten(1)
     if has_minima:  # they meet each block's sum, both in bfloat16 where the values are of 8 bits
         minima = torch.cat([part.minima for part in parts])
@@ -175,6 +186,32 @@ def test_integer_linear(pool, generator, kind, planes, epilogue, tokens, rows, c
         values = torch.cat([values, scaled_sums], dim=1)
     expected = reference(values, weight, None, epilogue, before)
     torch.testing.assert_close(got.double(), expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("tokens", [1, 6, 13])
+def test_the_largest_sums_of_integers_fit(pool, kind, planes, sign, tokens):
+    """All values and all activations at the end of their range, which nothing may wrap around or saturate at."""
+    bits, zero_point, has_minima = FORMATS[kind]
+    rows, columns = 48, 96
+    blocks = Blocks(
+        torch.full((rows, columns), 2 * zero_point - 1, dtype=torch.uint8),
+        torch.ones(rows, columns // BLOCK).half(),
+        torch.zeros(rows, columns // BLOCK).half() if has_minima else None,
+        zero_point,
+        bits,
+    )
+    panels, largest = pack_blocks(blocks), 127 if planes == 1 else 32639
+    b = ProgramBuilder.make(columns * 4, rows * 4, planes)
+    integers = b.buffer(row_bytes(Dtype.INT8, columns, planes))
+    dtype = Dtype.INT4 if bits == 4 else Dtype.INT8
+    b.quantize(0, integers, Dtype.FLOAT, columns, zero_point=zero_point)
+    b.linear(integers, 1, dtype, rows, columns, panels.data_ptr(), zero_point=zero_point, minima=has_minima)
+    got = run(pool, b, torch.full((tokens, columns), float(sign * largest)), torch.empty(tokens, rows))
+    expected = torch.full((tokens, rows), float(sign * largest * (zero_point - 1) * columns))
+    torch.testing.assert_close(got, expected, atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("planes", [1, 2])
@@ -270,7 +307,7 @@ def test_a_row_gives_the_same_bits_in_any_batch(pool, generator, kind, planes):
         b.quantize(0, integers, Dtype.FLOAT, columns, zero_point=zero_point)
         b.linear(integers, 1, dtype, rows, columns, panels.data_ptr(), zero_point=zero_point, minima=has_minima)
     whole = run(pool, b, x, torch.empty(40, rows))
-    for first, count in ((0, 1), (3, 5), (11, 12), (20, 13)):
+    for first, count in ((0, 1), (1, 2), (4, 3), (9, 4), (3, 5), (17, 7), (11, 12), (20, 13)):
         part = run(pool, b, x[first : first + count].contiguous(), torch.empty(count, rows))
         assert torch.equal(part, whole[first : first + count])
 

@@ -85,16 +85,21 @@ __attribute__((always_inline)) inline void add_words(Tile<M, P, Sum>& tile, Rows
                                                      int words, const Ahead<P>& ahead) {
     for (int k = 0; k < words; k++) {
         ahead.fetch(k);
-        Word columns[P * VP];
+#pragma GCC unroll 2
+        for (int step = 0; step < kSteps<T>; step++) {
+            Word columns[P * VP];
 #pragma GCC unroll 16
-        for (int p = 0; p < P; p++)
+            for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VP; v++) columns[p * VP + v] = load_as<Word>(b[p] + k * kPanel + v * W);
+                for (int v = 0; v < VP; v++)
+                    columns[p * VP + v] = part<T>(load_as<Word>(b[p] + k * kPanel + v * W), step);
 #pragma GCC unroll 24
-        for (int m = 0; m < M; m++) {
-            const Word row = splat(rows(m));
+            for (int m = 0; m < M; m++) {
+                const Word row = part<T>(splat(rows(m)), step);
 #pragma GCC unroll 16
-            for (int j = 0; j < P * VP; j++) tile.sums[m][j] = multiply_add<T>(tile.sums[m][j], columns[j], row);
+                for (int j = 0; j < P * VP; j++)
+                    tile.sums[m][j] = multiply_add_part<T>(tile.sums[m][j], columns[j], row);
+            }
         }
         rows.advance();
     }
