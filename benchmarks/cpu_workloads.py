@@ -19,20 +19,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from machine import describe
 
 from octavo import LLM, SamplingParams
 
 RESULTS = Path(__file__).resolve().parent / "results"
+LIMITS = Path(__file__).resolve().parent / "cpu_peers" / "limits.py"
 FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -108,22 +110,11 @@ WORKLOADS: dict[str, Callable[[LLM, Requests], float]] = {
 
 
 def limits(threads: int) -> dict[str, float]:
-    """What the machine can do at all: reading memory, and multiplying in float32 and bfloat16; best of several."""
-    torch.set_num_threads(threads)
-    memory = torch.ones(1 << 28)
-    best = min(timed(lambda: memory.sum()) for _ in range(7))
-    found = {"read_gb_s": memory.nbytes / best / 1e9}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.ones(2048, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype)
-        best = min(timed(lambda a=a, b=b: a @ b) for _ in range(7))
-        found[f"{str(dtype).removeprefix('torch.')}_gflop_s"] = 2 * 2048**3 / best / 1e9
-    return {name: round(value, 1) for name, value in found.items()}
-
-
-def timed(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+    """What the machine can do at all, as cpu_peers measures it: a process of its own, on as many cores."""
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    command = [sys.executable, str(LIMITS), *map(str, cores)]
+    found: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
 
 
 def main() -> int:
