@@ -26,6 +26,7 @@ from octavo.models.model import Model, compiled
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.registry import build_model, spec_of
 from octavo.models.spec import DecoderSpec
+from octavo.native.isa import activation_advice
 from octavo.native.needs import needed_libraries
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest, FusedBackend
 from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
@@ -261,10 +262,9 @@ class Worker:
     @property
     def advice(self) -> str:
         """Which setting would suit this machine, in words; mostly none."""
-        tiles = isinstance(self.attention, NativeAttention) and "amx" in self.attention.pool.level
-        if not tiles or not self._multiplies_integers or self.config.activation_dtype == "bfloat16":
+        if not isinstance(self.attention, NativeAttention) or not self._multiplies_integers:
             return ""
-        return "--activation-dtype bfloat16 is faster here for prompts and batches, slower for one request"
+        return activation_advice(self.attention.pool.level, self.config.activation_dtype)
 
     @property
     def kv_bytes_per_token(self) -> int:

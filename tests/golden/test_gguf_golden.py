@@ -22,6 +22,7 @@ from octavo.hub.gguf_config import model_config
 from octavo.hub.gguf_file import read_gguf
 from octavo.models.native import NativeDecoder
 from octavo.native.build import NativeBuildError
+from octavo.native.isa import activation_advice
 from octavo.native.program import Pool
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.reference import ReferenceAttention
@@ -189,4 +190,4 @@ def test_what_computes_is_told_and_what_would_be_faster(tmp_path: Path, isa: str
     settings = {"memory_bytes": 1 << 22, "threads": 1, "cpu_isa": isa, "activation_dtype": activations}
     _, info = build_core(EngineConfig.of(**settings), files)
     assert info.kernels == f"native, {isa}"
-    assert ("--activation-dtype bfloat16" in info.advice) == (isa == "amx_bf16" and activations == "int16")
+    assert info.advice == activation_advice(isa, activations)

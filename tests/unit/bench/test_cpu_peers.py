@@ -7,17 +7,16 @@ import importlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-MODULES = ("workloads", "http_client", "floors", "report", "processes", "cpu_scaling", "machine", "install")
+MODULES = ("limits", "workloads", "http_client", "floors", "report", "processes", "cpu_scaling", "machine", "install")
 
 
 @pytest.fixture
@@ -258,3 +257,22 @@ def test_a_missing_compiler_is_left_to_cmake(
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     assert parts.install.compiler_options() == []
+
+
+def test_a_product_that_takes_long_is_measured_once(parts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no instruction multiplies bfloat16, torch takes a minute for what others do in 40 ms."""
+    clock, tried = [0.0], []
+
+    def product_of(size: tuple[int, int, int]) -> Callable[[], None]:
+        def product() -> None:
+            tried.append(size)
+            clock[0] += 0.5 if size == sizes[0] else 4.0
+
+        return product
+
+    sizes = parts.limits._SIZES
+    monkeypatch.setattr(parts.limits.time, "perf_counter", lambda: clock[0])
+    rate = parts.limits._fastest(product_of)
+    assert tried == [sizes[0]] * parts.limits._BEST_OF + [sizes[1]]
+    first, second = (2 * m * n * k / 1e9 for m, n, k in sizes[:2])
+    assert rate == max(first / 0.5, second / 4)

@@ -67,3 +67,15 @@ def test_a_compiler_too_old_for_it_compiles_the_next_level(monkeypatch, tmp_path
     monkeypatch.setattr(native_build.ctypes, "CDLL", lambda path: path)
     built = native_build._build([AMX, NEXT], [str(compiler)], tmp_path / "cache", ())
     assert built.path.name.startswith(f"octavo-{NEXT.name}-")
+
+
+def test_the_advice_is_for_what_the_processor_multiplies_fastest():
+    advised = {
+        (level, activations): isa.activation_advice(level, activations)
+        for level in isa.NAMES
+        for activations in ("int16", "int8", "bfloat16")
+    }
+    given = {key: words.split()[1] for key, words in advised.items() if words}
+    with_tiles = dict.fromkeys([("amx_bf16", "int16"), ("amx_bf16", "int8")], "bfloat16")
+    as_floats = [(level, "bfloat16") for level in ("avx512_vnni", "avx512", "avx2", "portable")]
+    assert given == with_tiles | dict.fromkeys(as_floats, "int16")
