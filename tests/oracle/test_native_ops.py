@@ -118,7 +118,7 @@ def quantized(pool: Pool, x: Tensor, planes: int, zero_point: int) -> Tensor:
 
 
 def whole_numbers(pool: Pool, blocks: Tensor) -> Tensor:
-    """Blocks' 16-bit values [T, blocks, 32], from planes of bytes or, where no instruction multiplies four bytes, pairs."""
+    """16-bit values [T, blocks, 32]: planes of bytes, or pairs where no instruction multiplies four bytes."""
     if pool.level in PAIRS:
         pairs = blocks.view(torch.int16).double().unflatten(2, (2, BLOCK // 4, 2))  # [odd, four, pair]
         return pairs.permute(0, 1, 3, 4, 2).flatten(2)

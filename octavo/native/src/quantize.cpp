@@ -42,7 +42,7 @@ inline void write_bytes(Int value, uint32_t (&words)[Planes][kBlockWords], int i
 inline void write_pairs(Int value, uint32_t (&words)[2][kBlockWords], int i) {
     for (int n = 0; n < W; n += 4)
         for (int odd = 0; odd < 2; odd++)
-            words[odd][(i + n) / 4] = (uint32_t)value[n + odd] & 0xffff | (uint32_t)value[n + odd + 2] << 16;
+            words[odd][(i + n) / 4] = ((uint32_t)value[n + odd] & 0xffff) | (uint32_t)value[n + odd + 2] << 16;
 }
 
 // Whole numbers within [-most, most] for a block of values, in bytes or pairs. `flaw` becomes NaN if the values hold NaN

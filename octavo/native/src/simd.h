@@ -216,39 +216,13 @@ inline Vec multiply_add<float>(Vec acc, Word a, Word b) {
     return (Vec)a * (Vec)b + acc;
 }
 
-// Without an instruction for both, the two bfloat16 of a word are multiplied one after the other, as float32.
-#if defined(__AVX512BF16__)
-template <class T>
-constexpr int kSteps = 1;
-#else
-template <class T>
-constexpr int kSteps = std::is_same<T, bf16>::value ? 2 : 1;
-#endif
-
-// What of words of T is multiplied in a step.
-template <class T>
-inline Word part(Word words, int step) {
-    if (kSteps<T> == 1) return words;
-    return step ? words & 0xffff0000u : words << 16;
-}
-
-// acc + products of parts of words.
-template <class T, class Sum>
-inline Sum multiply_add_part(Sum acc, Word a, Word b) {
-    if constexpr (kSteps<T> == 2)
-        return (Vec)a * (Vec)b + acc;
-    else
-        return multiply_add<T>(acc, a, b);
-}
-
 template <>
 inline Vec multiply_add<bf16>(Vec acc, Word a, Word b) {
 #if defined(__AVX512BF16__)
     return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 #else
-    for (int step = 0; step < 2; step++)
-        acc = multiply_add_part<bf16>(acc, part<bf16>(a, step), part<bf16>(b, step));
-    return acc;
+    acc = (Vec)(a << 16) * (Vec)(b << 16) + acc;
+    return (Vec)(a & 0xffff0000u) * (Vec)(b & 0xffff0000u) + acc;
 #endif
 }
 
@@ -315,6 +289,31 @@ struct SignedByUnsigned;
 template <class T>
 inline Int multiply_add(Int acc, Word a, Word b) {
     return std::is_same<T, UnsignedBySigned>::value ? multiply_add_bytes(acc, a, b) : multiply_add_bytes(acc, b, a);
+}
+
+// Without an instruction for both, the two bfloat16 of a word are multiplied one after the other, as float32.
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr int kSteps = 1;
+#else
+template <class T>
+constexpr int kSteps = std::is_same<T, bf16>::value ? 2 : 1;
+#endif
+
+// What of words of T is multiplied in a step.
+template <class T>
+inline Word part(Word words, int step) {
+    if (kSteps<T> == 1) return words;
+    return step ? words & 0xffff0000u : words << 16;
+}
+
+// acc + products of parts of words.
+template <class T, class Sum>
+inline Sum multiply_add_part(Sum acc, Word a, Word b) {
+    if constexpr (kSteps<T> == 2)
+        return (Vec)a * (Vec)b + acc;
+    else
+        return multiply_add<T>(acc, a, b);
 }
 
 template <int N>
