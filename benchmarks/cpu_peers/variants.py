@@ -20,6 +20,20 @@ _OCTAVO_SOURCE = {"PYTHONPATH": str(HERE.parent.parent)}
 GIB = 1 << 30
 
 
+def multiplies_bfloat16(cpuinfo: str) -> bool:
+    """Whether a processor has instructions for it, by what Linux says in /proc/cpuinfo.
+
+    Without them, vLLM and OpenVINO need minutes for a prompt in bfloat16 if they are asked for it: torch and oneDNN then
+    multiply one by one. There they get the same weights in float32.
+    """
+    return bool({"avx512_bf16", "amx_bf16"} & set(cpuinfo.split()))
+
+
+def _float_dtype() -> str:
+    path = Path("/proc/cpuinfo")
+    return "bfloat16" if not path.exists() or multiplies_bfloat16(path.read_text()) else "float32"
+
+
 @dataclass(frozen=True, slots=True)
 class KVSize:
     """Room for so many tokens, which take so many bytes with keys and values of 16 bits."""
@@ -164,7 +178,7 @@ def _vllm_server(setup: Setup) -> Launch:
     return Launch(
         (
             *(str(setup.pythons["vllm"]), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setup.folder)),
-            *("--served-model-name", SERVED_NAME, "--port", "{port}", "--host", "127.0.0.1", "--dtype", "bfloat16"),
+            *("--served-model-name", SERVED_NAME, "--port", "{port}", "--host", "127.0.0.1", "--dtype", _float_dtype()),
             *("--kv-cache-memory-bytes", str(setup.kv.num_bytes), "--max-model-len", "4096"),
         ),
         _vllm_environment(setup),
@@ -174,7 +188,7 @@ def _vllm_server(setup: Setup) -> Launch:
 def _vllm_process(setup: Setup) -> Launch:
     settings = {
         "model": str(setup.folder),
-        "dtype": "bfloat16",
+        "dtype": _float_dtype(),
         "kv_cache_memory_bytes": setup.kv.num_bytes,
         "max_model_len": 4096,
     }
@@ -190,7 +204,10 @@ def _openvino_process(kind: str) -> Callable[[Setup], Launch]:
                 "max_num_batched_tokens": 2048,
                 "enable_prefix_caching": True,
             },
-            "properties": {"INFERENCE_NUM_THREADS": len(setup.cores), "INFERENCE_PRECISION_HINT": "bf16"},
+            "properties": {
+                "INFERENCE_NUM_THREADS": len(setup.cores),
+                "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[_float_dtype()],
+            },
         }
         return _worker("openvino", settings)(setup)
 

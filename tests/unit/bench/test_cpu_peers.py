@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-MODULES = ("limits", "workloads", "http_client", "floors", "report", "processes", "cpu_scaling", "machine", "install")
+MODULES = ("limits", "workloads", "http_client", "floors", "report", "processes", "cpu_scaling", "machine", "install", "variants")
 
 
 @pytest.fixture
@@ -276,3 +276,10 @@ def test_a_product_that_takes_long_is_measured_once(parts: SimpleNamespace, monk
     assert tried == [sizes[0]] * parts.limits._BEST_OF + [sizes[1]]
     first, second = (2 * m * n * k / 1e9 for m, n, k in sizes[:2])
     assert rate == max(first / 0.5, second / 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"), [("avx2 fma", False), ("avx512f avx512_bf16", True), ("amx_bf16", True), ("avx512_bf16x", False)]
+)
+def test_peers_compute_in_bfloat16_only_where_the_processor_does(parts: SimpleNamespace, flags: str, has: bool) -> None:
+    assert parts.variants.multiplies_bfloat16(f"flags\t\t: fpu {flags} sse2\n") is has
