@@ -16,7 +16,18 @@ from types import SimpleNamespace
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-MODULES = ("limits", "workloads", "http_client", "floors", "report", "processes", "cpu_scaling", "machine", "install", "variants")
+MODULES = (
+    "limits",
+    "workloads",
+    "http_client",
+    "floors",
+    "report",
+    "processes",
+    "cpu_scaling",
+    "machine",
+    "install",
+    "variants",
+)
 
 
 @pytest.fixture
