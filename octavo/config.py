@@ -56,6 +56,7 @@ class ModelConfig:
         model: a catalogue name, a folder, a .gguf file or a Hugging Face id.
         tokenizer: where to take the tokenizer from, if not from the model.
         tokenizer_revision: of it; None takes the model's, or the newest of another repository.
+        allow_special_in_content: special tokens that are spelled in the contents of messages are read as such.
         skip_tokenizer_init: take and give token ids alone, without a tokenizer.
         download_dir: where downloaded models are kept; None takes the cache folders of `hub/cache.py` and Hugging Face.
         hf_overrides: fields of the model's config that replace its own, before anything reads it.
@@ -93,6 +94,7 @@ class ModelConfig:
     revision: str | None = None
     tokenizer_revision: str | None = None
     skip_tokenizer_init: bool = False
+    allow_special_in_content: bool = False
     download_dir: str | None = None
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     rope_scaling: dict[str, Any] = field(default_factory=dict)

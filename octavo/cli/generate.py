@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.flags.args import add_engine_settings, engine_config
@@ -17,6 +18,11 @@ from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.text.frontend import Frontend
+
+RAW_TOKENS = 256
+"""The limit of a raw continuation: unlike an answer in a chat, it has no end of its own."""
+PROGRESS_S = 5.0
+"""Seconds between two lines of progress where the answer is printed at its end."""
 
 
 def run(argv: list[str]) -> int:
@@ -40,7 +46,13 @@ def make_parser() -> OctavoParser:
         default=None,
         help="send PROMPT as a message, through the model's chat template (default if it has one)",
     )
-    form.add_argument("--raw", dest="as_chat", action="store_false", default=None, help="continue PROMPT as plain text")
+    form.add_argument(
+        "--raw",
+        dest="as_chat",
+        action="store_false",
+        default=None,
+        help=f"continue PROMPT as plain text, for {RAW_TOKENS} tokens unless --max-tokens says otherwise",
+    )
     parser.add_argument("--system-prompt", metavar="TEXT", help="system prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text, counts and times")
     parser.add_argument("--stats", action="store_true", help="print token counts and speed at the end")
@@ -55,10 +67,15 @@ async def complete(args: argparse.Namespace, config: EngineConfig, fields: dict[
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     async with open_frontend(config) as frontend:
         prompt, rendered = render(frontend, text, args)
+        fields = fields if rendered else {"max_tokens": RAW_TOKENS} | fields
         answer = Answer()
+        said = time.monotonic()
         async for piece in generate(frontend, prompt, fields, answer, rendered=rendered):
             if not args.json:
                 print(piece, end="", flush=True)
+            elif time.monotonic() - said > PROGRESS_S:
+                said = time.monotonic()
+                say(f"{answer.output_tokens} tokens so far; the answer follows at its end")
     if args.json:
         print(json.dumps(described(prompt, answer), ensure_ascii=False))
     else:

@@ -98,6 +98,7 @@ class RepetitionDetection(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_
     Attributes:
         max_pattern_size, min_pattern_size: lengths, in tokens, of the patterns that are looked for.
         min_count: how many times in a row the pattern must occur at the end of the output.
+        min_tokens: as many tokens must these occurrences have together.
 
     Raises:
         InvalidRequestError: a field is out of range.
@@ -106,16 +107,26 @@ class RepetitionDetection(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_
     max_pattern_size: int
     min_pattern_size: int = 1
     min_count: int = 3
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         fits = 1 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN
         _require(
-            fits and self.min_count >= 2,
+            fits and self.min_count >= 2 and self.min_tokens >= 0,
             "repetition_detection",
             msgspec.to_builtins(self),
             f"repetition_detection must have 1 <= min_pattern_size <= max_pattern_size <= {MAX_PATTERN} and "
-            "min_count >= 2.",
+            "min_count >= 2, min_tokens >= 0.",
         )
+
+    @property
+    def least(self) -> int:
+        """No shorter output is ended."""
+        return max(self.min_pattern_size * self.min_count, self.min_tokens)
+
+    def covered(self, size: int) -> int:
+        """Tokens at the end of an output that a pattern of `size` tokens must fill, in whole occurrences."""
+        return size * max(self.min_count, -(-self.min_tokens // size))
 
 
 class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_defaults=True):

@@ -46,7 +46,7 @@ class Steady:
         self._asked = [(request, mine) for request in self._watched if (mine := hooks_of(request, asked))]
         self._left = min(r.max_tokens - r.num_output - r.pending for r in self.rows)
         self._count = 0
-        self._told = [(r, r.spec.id, r.index, r.stop_ids, r.num_cached) for r in self.rows]
+        self._told = [(r, r.spec.id, r.index, r.stop_ids, r.num_cached, _first_check(r)) for r in self.rows]
         self._borders: dict[int, list[tuple[Request, bool]]] = {}
         """Step number modulo the block size -> the requests that begin a block (True), or fill one or come to know the
         tokens of a full one (False), with which others can find it."""
@@ -70,7 +70,7 @@ class Steady:
         rows, draft = step.rows, step.draft
         if rows != running or draft.num_tokens != [1] * len(rows) or not all(draft.samples) or any(draft.num_drafts):
             return None
-        if any(r.num_drafts or r.params.beam_width or r.params.repetition_detection for r in rows):
+        if any(r.num_drafts or r.params.beam_width for r in rows):
             return None
         return cls(step, unfilled, cache, room, max_ahead, hooks)
 
@@ -118,22 +118,30 @@ class Steady:
 
         Args:
             news: gets those of each row as soon as it is taken in.
-            append: takes in a token that ends its row, or of which features are to be told, and tells of it.
+            append: takes in a token that ends its row, or may do so, or of which features are to be told, and tells
+                of it.
             fail: takes a request whose token could not be taken in, and why.
         """
         may_be_full = self._left <= 0  # until then no row can have reached its limit
-        for (request, name, index, stop_ids, num_cached), sampled in zip(self._told, tokens, strict=True):
+        for (request, name, index, stop_ids, num_cached, check), sampled in zip(self._told, tokens, strict=True):
             request.inflight -= 1
             request.pending -= 1
             try:
                 full = may_be_full and request.num_output + 1 >= request.max_tokens
-                if full or sampled[0] in stop_ids or request in self._watched:
+                circles = check is not None and request.num_output + 1 >= check
+                if full or circles or sampled[0] in stop_ids or request in self._watched:
                     append(request, sampled, None)
                 else:
                     request.tokens.append(sampled[0])
                     news.append(TokenDelta(name, index, sampled, None, num_cached))
             except Exception as error:
                 fail(request, error)
+
+
+def _first_check(request: Request) -> int | None:
+    """Tokens of output from which on a repetition may end it; None if it never does."""
+    rule = request.params.repetition_detection
+    return None if rule is None else rule.least
 
 
 def concerned(hooks: Sequence[EngineHook], steady: Steady | None, rows: list[Request]) -> Sequence[EngineHook]:

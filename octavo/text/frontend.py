@@ -17,6 +17,7 @@ from octavo.text.answers.formats import AnswerFormats
 from octavo.text.aside import aside
 from octavo.text.chat.template import ChatTemplate, no_template_error
 from octavo.text.detokenize.assembler import RequestAssembler
+from octavo.text.detokenize.choice import Ender
 from octavo.text.prompts.defaults import sampling_defaults, with_defaults
 from octavo.text.prompts.prepare import Preparer, not_generating
 from octavo.text.prompts.prompt import Prompt
@@ -100,17 +101,26 @@ class Frontend:
         """The model's sampling defaults with what a request sets; None means unset in fields that can't be None."""
         return with_defaults(self.default_sampling, overrides)
 
-    async def generate(self, request: GenerateRequest, prompt_text: str | None = None) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        prompt_text: str | None = None,
+        *,
+        ender: Callable[[], Ender | None] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
         """Items in the form that `params.output_kind` asks for, the last with `finished`.
 
         Closing the iterator early, or cancelling the task that reads it, aborts the request. A request that the engine
         fails ends with the finish reason "error" and the cause as its stop reason.
 
+        Args:
+            ender: makes for each choice what finds further ends in its text, where it ends with the reason "stop".
+
         Raises:
             InvalidRequestError: the engine can't serve it: it is too long, or its grammar is none; with the reason.
             EngineDeadError: the engine has stopped.
         """
-        assembler = RequestAssembler(request, self.tokenizer, prompt_text)
+        assembler = RequestAssembler(request, self.tokenizer, prompt_text, ender=ender)
         stream = cast("AsyncGenerator[TokenDelta, None]", self.engine.generate(request))
         output: RequestOutput | None = None
         async with aclosing(stream) as deltas:

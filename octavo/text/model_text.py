@@ -59,6 +59,7 @@ def load_text(
             raise ConfigError("--chat-template needs a tokenizer; leave out one of it and --skip-tokenizer-init.")
         return ModelText(NoTokenizer(int(files.config.get("vocab_size") or 0)), None, defaults, most)
     loaded = load_tokenizer(tokenizer_files(config, files))
+    loaded.special_in_content = config.allow_special_in_content
     return ModelText(loaded, chat_template_of(loaded, chat_template, content_format), defaults, most)
 
 

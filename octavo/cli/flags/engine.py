@@ -24,6 +24,13 @@ MODEL = (
         aliases=("tokens-only",),
     ),
     Flag(
+        "allow-special-in-content",
+        "model.allow_special_in_content",
+        "read special tokens that are spelled in the contents of messages, instead of taking them as text",
+        "off",
+        switch=True,
+    ),
+    Flag(
         "download-dir",
         "model.download_dir",
         "folder for downloaded models",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import UNSET
@@ -108,6 +108,7 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
     prefix = last.content or "" if body.echo and last.role == "assistant" else ""
     continues = body.continue_final_message or body.add_generation_prompt is False
     role = last.role if continues else ctx.config.response_role
+    job = replace(job, ender=plan.ender) if plan.ends_at_repetition else job
     return Chat(job, plan, body.include_reasoning is not False, role, prefix)
 
 
@@ -193,7 +194,7 @@ async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer:
         system_fingerprint=reply.fingerprint,
         prompt_token_ids=jobs[0].prompt_tokens if reply.return_token_ids and alone else None,
         prompt_logprobs=writer.prompt(prompt) if alone else None,
-        prompt_text=jobs[0].text if reply.return_prompt_text and alone else None,
+        prompt_text=str(jobs[0].text or "") if reply.return_prompt_text and alone else None,
         metrics=counter.timings(),
         warnings=reply.warnings,
     )
@@ -267,7 +268,7 @@ def _opening(reply: Reply, counter: UsageCounter, chat: Chat) -> list[bytes]:
                 choices=[ChatChunkChoice(index, delta)],
                 usage=reply.chunk_usage(counter),
                 prompt_token_ids=job.prompt_tokens if reply.return_token_ids and index == 0 else UNSET,
-                prompt_text=job.text or "" if reply.return_prompt_text and index == 0 else UNSET,
+                prompt_text=str(job.text or "") if reply.return_prompt_text and index == 0 else UNSET,
             )
         )
         for index in range(job.request.params.n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -19,6 +19,7 @@ from octavo.server.errors import ApiError
 from octavo.server.merge import merge
 from octavo.server.openai.protocol import GenerationBody
 from octavo.server.openai.responses import CachedTokens, CompletionTokens, Timings, Usage
+from octavo.text.detokenize.choice import Ender
 from octavo.text.prompts.prompt import Prompt
 
 T = TypeVar("T")
@@ -33,11 +34,13 @@ class Job:
 
     Attributes:
         params: as they were asked for; what the features of the engine see to is apart in the request.
+        ender: makes for each choice what finds further ends in its text.
     """
 
     request: GenerateRequest
     text: str | None
     params: SamplingParams
+    ender: Callable[[], Ender | None] | None = None
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -100,8 +103,8 @@ async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[
     try:
         with ctx.in_flight(job.request) as record:
             transcript = ctx.transcripts.begin(job.request, job.text)
-            outputs = cast("AsyncGenerator[RequestOutput, None]", ctx.frontend.generate(job.request, job.text))
-            async with aclosing(outputs):
+            outputs = ctx.frontend.generate(job.request, job.text, ender=job.ender)
+            async with aclosing(cast("AsyncGenerator[RequestOutput, None]", outputs)):
                 async for output in outputs:
                     record.observe(output)
                     if transcript is not None:

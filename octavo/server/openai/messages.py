@@ -50,8 +50,15 @@ async def render(
     plain = [template_message(number, message) for number, message in enumerate(messages)]
     answers = ctx.frontend.answers
     declared = [tool.declared() for tool in tools] if answers.template_tools else []
-    if not answers.template_tools and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in plain)):
-        plain = explain_in_words(plain, tools, answers.tools)
+    chat = own or ctx.frontend.chat
+    guard = None
+    if (
+        chat
+        and not answers.template_tools
+        and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in plain))
+    ):
+        guard = chat.guard()
+        plain = explain_in_words(plain, tools, answers.tools, guard)
     generate = not goes_on if add_generation_prompt is None else add_generation_prompt
 
     def work() -> str:
@@ -63,6 +70,7 @@ async def render(
             tools=declared,
             template_kwargs=variables,
             roles=(ctx.config.response_role,),
+            guard=guard,
         )
 
     return await aside(sum(len(message["content"]) for message in plain), work)

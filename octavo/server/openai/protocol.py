@@ -58,6 +58,7 @@ class RepetitionRule(BaseModel):
     max_pattern_size: Int
     min_pattern_size: Int = 1
     min_count: Int = 3
+    min_tokens: Int = 0
 
 
 class GenerationBody(BaseModel):

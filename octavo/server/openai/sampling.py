@@ -138,6 +138,8 @@ def _params(
             given.setdefault("repetition_penalty", 1.0)  # the model's default is for sampling
         if body.repetition_detection is not None:
             given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
+        elif "repetition_detection" in body.model_fields_set:
+            given["repetition_detection"] = None  # the model's default, turned off
         defaults = ctx.frontend.default_sampling if defaults is None else defaults
         limit = defaults.get("max_tokens") if max_tokens is None else max_tokens
         given |= {"n": body.choices, "max_tokens": limit, "logprobs": logprobs}

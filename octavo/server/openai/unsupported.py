@@ -36,6 +36,8 @@ _CHAT: dict[str, Limited] = {
 def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> list[str]:
     """Return warnings about fields without an effect: unknown ones, or those that this model has no use for.
 
+    And about tools that cost more than they seem to, since the template has no place for them.
+
     Raises:
         InvalidRequestError: there is such a field, and --strict-params refuses it.
         UnsupportedError: a known parameter asks for something that this version does not do.
@@ -44,6 +46,7 @@ def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> lis
     warnings = [] if ctx.frontend.answers.reasoning else _idle_budget(body, strict=strict)
     warnings += _idle_priority(body, ctx.frontend.info.scheduling_policy, strict=strict)
     warnings += _own_roles(ctx, body) if isinstance(body, ChatBody) else []
+    warnings += [] if ctx.frontend.answers.template_tools else _described_tools(body)
     known = _BOTH | (_CHAT if chat else {}) | {"best_of": (LEAVE_OUT, (None, body.choices))}
     return warnings + check_undeclared(body, strict=strict, known=known)
 
@@ -77,6 +80,15 @@ def _idle_budget(body: GenerationBody, *, strict: bool) -> list[str]:
         "--reasoning-parser if the model does reason"
     )
     return [_idle(name, value, why, strict=strict)]
+
+
+def _described_tools(body: GenerationBody) -> list[str]:
+    if not isinstance(body, ChatBody) or not body.tools or body.tool_choice == "none":
+        return []
+    return [
+        "The model's chat template has no place for `tools`: they were described in the system message, in words that "
+        "are part of the prompt and of its tokens."
+    ]
 
 
 def _idle_priority(body: GenerationBody, policy: str, *, strict: bool) -> list[str]:

@@ -5,7 +5,7 @@ answer:  reasoning? (content | content? calls)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from octavo.core.structured import StructuredOutputsParams
@@ -45,12 +45,34 @@ class OutputPlan:
         """Whether the text has to be sorted at all."""
         return self.calls or self.reasoning is not None
 
+    @property
+    def ends_at_repetition(self) -> bool:
+        """Whether a call that is identical to an earlier one ends the list of calls.
+
+        Under `required` the model did not choose to make calls, and a small one repeats one call to the limit. A model
+        that is free to call may repeat a call on purpose (two rolls of a die).
+        """
+        return self.tools is not None and self.tools.mode == "required" and self.tools.parallel
+
+    def ender(self) -> Callable[[str], bool] | None:
+        """For one choice: takes its text in pieces and returns True at the answer's end; None if nothing ends it."""
+        if not self.ends_at_repetition:
+            return None
+        router = self.router()
+
+        def ends(text: str) -> bool:
+            router.push(text)
+            return router.repeated
+
+        return ends
+
     def router(self) -> Router:
         """A new one for one choice."""
         return Router(
             tools=self.format if self.calls else None,
             kinds=self._kinds(),
             forced=self.tools is not None and self.tools.forced,
+            once=self.ends_at_repetition,
             reasoning=self.reasoning,
             thinking=self.thinking,
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.text.answers.reasoning import ReasoningFormat
+from octavo.text.answers.repeated import RepeatedCalls
 from octavo.text.tools.formats import ToolFormat
 from octavo.text.tools.keyed import KeyedReader, Kind
 from octavo.text.tools.scan import ObjectScan, begun
@@ -35,12 +36,15 @@ class Router:
     """
     Attributes:
         transparent: there is nothing to look for: all text is content.
+        repeated: a call was identical to an earlier one, and `once` is set.
 
     Args:
         tools: how calls are written; None routes none.
         kinds: function -> argument -> how its value is written, for formats that write them one by one.
         forced: the output consists of calls.
         reasoning: how reasoning is marked; None routes none.
+        once: a call that is identical to an earlier one (name, and arguments as written) ends the list of calls, and is
+            left out together with all that follows it.
         thinking: the prompt ends within reasoning.
     """
 
@@ -50,10 +54,12 @@ class Router:
         tools: ToolFormat | None = None,
         kinds: Kinds | None = None,
         forced: bool = False,
+        once: bool = False,
         reasoning: ReasoningFormat | None = None,
         thinking: bool = False,
     ) -> None:
         self.calls = 0
+        self.repeated = False
         self.transparent = tools is None and reasoning is None
         self._tools = tools
         self._kinds = kinds or {}
@@ -63,6 +69,7 @@ class Router:
         self._pieces: list[Piece] = []
         self._scan: ObjectScan | KeyedReader = ObjectScan()
         self._skip = 0
+        self._repeats = RepeatedCalls() if once else None
         begins_thinking = thinking and reasoning is not None
         self._step: Callable[[bool], bool] = (
             self._before_reasoning if begins_thinking else self._undecided if reasoning else self._begin_body
@@ -84,6 +91,8 @@ class Router:
     def _advance(self, *, end: bool) -> list[Piece]:
         while self._step(end):
             pass
+        if end and self._repeats is not None and not self.repeated:
+            self._pieces += self._repeats.release()
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -174,7 +183,7 @@ class Router:
         name, mark, _ = written.rpartition(form.numbered) if form.numbered else (written, "", "")
         own = form.id_prefix + written if mark else None
         self._text = self._text[place + len(form.name_close) :]
-        self._pieces.append(Piece("call", "", self.calls, name if mark else written, own))
+        self._add_call(Piece("call", "", self.calls, name if mark else written, own))
         kinds = self._kinds.get(name, {})
         self._scan = KeyedReader(form.keyed, form.call_close, kinds) if form.keyed else ObjectScan()
         self._step = self._arguments
@@ -188,13 +197,24 @@ class Router:
             length = self._scan.take(self._text)
             said = self._text[:length]
         if said:
-            self._pieces.append(Piece("call", said, self.calls))
+            self._add_call(Piece("call", said, self.calls))
         self._text = self._text[length:]
         if not self._scan.complete:
             return False
+        if self._repeats is not None and self._repeats.end_call():
+            self.repeated = True
+            self._step = self._ignore
+            return True
         self.calls += 1
         self._expect(self._tools.call_close + self._tools.separator + self._tools.call_open)
         return True
+
+    def _add_call(self, piece: Piece) -> None:
+        self._pieces += [piece] if self._repeats is None else self._repeats.add(piece)
+
+    def _ignore(self, end: bool) -> bool:
+        self._text = ""
+        return False
 
     def _upto(self, mark: str, kind: PieceKind, end: bool) -> bool:
         """Gives out the text before `mark`, without the white space that surrounds the mark; whether it was found."""

@@ -18,6 +18,7 @@ import jinja2.sandbox
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.text.chat.content_format import ContentFormat, takes_parts
+from octavo.text.chat.guard import ContentGuard
 from octavo.text.chat.messages import plain_messages
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
@@ -48,6 +49,7 @@ class ChatTemplate:
         self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
         self._takes_parts = {name: takes_parts(environment.parse(text)) for name, text in self._sources.items()}
         self._roles = {*ROLES, *(word for text in self._sources.values() for word in _QUOTED.findall(text))}
+        self._tokenizer = tokenizer
         self._tokens = dict(tokenizer.named_tokens)
         self._format: ContentFormat = content_format
 
@@ -55,6 +57,10 @@ class ChatTemplate:
     def source(self) -> str:
         """The Jinja source that serves requests with tools."""
         return self._sources.get("tool_use") or self._sources.get("default", "")
+
+    def guard(self) -> ContentGuard:
+        """A new one for one rendering."""
+        return ContentGuard(None if self._tokenizer.special_in_content else self._tokenizer.special)
 
     def render(
         self,
@@ -66,9 +72,13 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         content_format: ContentFormat | None = None,
         roles: Collection[str] = (),
+        guard: ContentGuard | None = None,
         **variables: Any,
     ) -> str:
         """The prompt. It holds the special tokens already: encode it with `add_special_tokens=False`.
+
+        Where messages, tools or documents spell special tokens, it is a `LiteralText` (unless the tokenizer's
+        `special_in_content` is set), so that the model sees them as text.
 
         Args:
             add_generation_prompt: end with the mark that begins the assistant's answer.
@@ -77,6 +87,7 @@ class ChatTemplate:
                 sends it (`chat_template_kwargs`); the arguments above win.
             content_format: how the template gets contents; None as the template was made.
             roles: those that messages may have besides `ROLES` and the ones that the template names.
+            guard: the one by which the messages are marked already; None for a new one.
 
         Raises:
             InvalidRequestError: the messages are not what a chat or this template takes; `param` is "messages".
@@ -87,17 +98,18 @@ class ChatTemplate:
         self._check_roles(plain, roles)
         if continue_final_message:
             plain[-1] = plain[-1] | {"content": _to_be_cut(plain[-1]["content"])}
-        context = {
-            **self._tokens,
-            "documents": None,
-            **(template_kwargs or {}),
-            **variables,
+        if guard is None:
+            guard = self.guard()
+            plain = guard.mark(plain)
+        context = {**self._tokens, "documents": None, **(template_kwargs or {}), **variables}
+        context |= {
+            "documents": guard.mark(context["documents"]),
             "messages": plain,
-            "tools": list(tools) if tools else None,
+            "tools": guard.mark(list(tools)) if tools else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         prompt = self._run(self._templates[name], context)
-        return _cut(prompt) if continue_final_message else prompt
+        return guard.read(_cut(prompt) if continue_final_message else prompt)
 
     def names_role(self, role: str) -> bool:
         """Whether `role` is a common one, or one that the template's source names."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from octavo.core.output import Logprob, RequestOutput, RequestTimes, TokenDelta
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
-from octavo.text.detokenize.choice import Choice, no_text, readable
+from octavo.text.detokenize.choice import Choice, Ender, no_text, readable
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -19,11 +20,21 @@ class RequestAssembler:
 
     Attributes:
         request: the one whose deltas it takes.
-        aborts: choices which the last push found to end at a stop string; the engine must be told to end them.
+        aborts: choices which the last push found to end at a stop string or by `ender`; the engine must be told.
         finished: all choices have ended; nothing further will come out.
+
+    Args:
+        ender: makes for each choice what finds further ends in its text; see `Choice`.
     """
 
-    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, prompt_text: str | None = None) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        prompt_text: str | None = None,
+        *,
+        ender: Callable[[], Ender | None] | None = None,
+    ) -> None:
         self.aborts: list[int] = []
         self.request = request
         self._prompt_text = prompt_text
@@ -31,7 +42,10 @@ class RequestAssembler:
         skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         after_text = any(token not in skipped for token in request.tokens)
         self._open = params.n
-        self._choices = [Choice(index, params, tokenizer, after_text=after_text) for index in range(params.n)]
+        self._choices = [
+            Choice(index, params, tokenizer, after_text=after_text, ends=ender() if ender else None)
+            for index in range(params.n)
+        ]
         self._num_cached = 0
         self._num_preemptions = 0
         self._times: RequestTimes | None = None
@@ -59,7 +73,7 @@ class RequestAssembler:
                 return None
         choice.push(delta)
         self._open -= choice.finish is not None
-        if choice.stopped_by_string and delta.finish is None:
+        if choice.stopped_by_text and delta.finish is None:
             self.aborts = [choice.index]
         if self.request.params.output_kind is OutputKind.FINAL_ONLY:
             return self._output(self._choices) if self.finished else None
@@ -99,7 +113,7 @@ class RequestAssembler:
 
     def _final_times(self) -> RequestTimes:
         """The engine's; what was seen from here where a stop string ended the request before the engine could tell."""
-        if not any(choice.stopped_by_string for choice in self._choices) and self._times is not None:
+        if not any(choice.stopped_by_text for choice in self._choices) and self._times is not None:
             return self._times
         seen = RequestTimes(self.request.arrival, 0.0, self._first_token, time.monotonic())
         return seen if self._times is None else _union(self._times, seen)

@@ -10,6 +10,8 @@ from octavo.text.detokenize.detokenizer import Detokenizer
 from octavo.text.detokenize.stops import StopMatcher
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
+Ender = Callable[[str], bool]
+
 
 class Choice:
     """Text, tokens and end of one choice.
@@ -17,14 +19,25 @@ class Choice:
     Attributes:
         finish: why it ended; None while it goes on.
         stop_reason: the stop string or stop token that ended it, or, for an error, what went wrong.
-        stopped_by_string: the engine does not know of this end and must be told.
+        stopped_by_text: a stop string or `ends` found this end; the engine must be told.
+
+    Args:
+        ends: takes the text piece by piece and returns True where the answer ends.
     """
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer, *, after_text: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        after_text: bool,
+        ends: Ender | None = None,
+    ) -> None:
         self.index = index
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.stopped_by_string = False
+        self.stopped_by_text = False
         self._params = params
         self._tokenizer = tokenizer
         self._detokenizer = (
@@ -33,6 +46,7 @@ class Choice:
             else None
         )
         self._matcher = StopMatcher(params.stop_strings, include=params.include_stop_str_in_output)
+        self._ends = ends
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
@@ -103,7 +117,9 @@ class Choice:
         safe, stop = self._matcher.push(text)
         self._text.append(safe)
         if stop is not None:
-            self.finish, self.stop_reason, self.stopped_by_string = FinishReason.STOP, stop, True
+            self.finish, self.stop_reason, self.stopped_by_text = FinishReason.STOP, stop, True
+        elif self._ends is not None and self._ends(safe):
+            self.finish, self.stopped_by_text = FinishReason.STOP, True
 
     def _end(self, delta: TokenDelta) -> None:
         if self._detokenizer is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.core.params import SamplingParams
+from octavo.core.params import RepetitionDetection, SamplingParams
 
 # generation_config.json's name -> ours
 SAMPLING_DEFAULTS = {
@@ -17,8 +19,18 @@ SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
     "max_tokens": "max_tokens",
+    "repetition_detection": "repetition_detection",
 }
-_MAY_BE_NONE = {"seed", "stop", "stop_token_ids", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias"}
+_MAY_BE_NONE = {
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "repetition_detection",
+}
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,8 +45,10 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
         if generation_config.get(theirs) is not None
     }
     try:
+        if "repetition_detection" in defaults:
+            defaults["repetition_detection"] = msgspec.convert(defaults["repetition_detection"], RepetitionDetection)
         SamplingParams(**defaults)
-    except (InvalidRequestError, TypeError) as exc:
+    except (InvalidRequestError, TypeError, msgspec.ValidationError) as exc:
         raise ConfigError(
             f"A sampling default can't be used: {exc} It comes from the model's generation_config.json or from "
             "--override-generation-config; correct it there."
@@ -45,8 +59,13 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 def with_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> SamplingParams:
     """`SamplingParams` from defaults and what a request sets; None means unset in fields that can't be None.
 
+    The default of `repetition_detection` does not hold for beams, which can't have it, nor under `ignore_eos`, which
+    asks for tokens whatever they are.
+
     Raises:
         InvalidRequestError: a field is out of range.
     """
     chosen = {name: value for name, value in overrides.items() if value is not None or name in _MAY_BE_NONE}
+    if chosen.get("ignore_eos") or chosen.get("beam_width"):
+        chosen.setdefault("repetition_detection", None)
     return SamplingParams(**{**defaults, **chosen})

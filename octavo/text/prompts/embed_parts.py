@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from octavo.core.errors import InvalidRequestError
 from octavo.text.prompts.prompt import EmbedsPrompt
+from octavo.text.tokenizers.literal import part_of
 
 KIND = "prompt_embeds"
 """The parts' type; their `data` is what `EmbedsPrompt` takes."""
@@ -50,17 +51,24 @@ class EmbedParts:
         Raises:
             InvalidRequestError: the template has left one out.
         """
-        texts = re.split(rf"{self._name}-(\d+);", text)
-        numbers = [int(number) for number in texts[1::2]]
+        texts: list[str] = []
+        numbers: list[int] = []
+        at = 0
+        for found in re.finditer(rf"{self._name}-(\d+);", text):
+            texts.append(part_of(text, at, found.start()))
+            numbers.append(int(found[1]))
+            at = found.end()
+        texts.append(part_of(text, at, len(text)))
         lost = next((given for number, given in enumerate(self._given) if number not in numbers), None)
         if lost is not None:
             raise InvalidRequestError(
                 f"The chat template leaves {lost.param} out of the prompt. Put it into another message.",
                 param=lost.param,
             )
-        pieces: list[str | GivenEmbeds] = list(texts)
-        pieces[1::2] = [self._given[number] for number in numbers]
-        return {"prompt": "".join(texts[::2]), "prompt_embeds": Mixture([piece for piece in pieces if piece])}
+        pieces: list[str | GivenEmbeds] = [texts[0]]
+        for number, after in zip(numbers, texts[1:], strict=True):
+            pieces += [self._given[number], after]
+        return {"prompt": "".join(texts), "prompt_embeds": Mixture([piece for piece in pieces if piece])}
 
 
 def taken(messages: Sequence[M]) -> tuple[Sequence[M], EmbedParts | None]:

@@ -138,7 +138,7 @@ class Preparer:
             options=options,
             reads_cache=not params.skip_reading_prefix_cache,
         )
-        return Prepared(request, text)
+        return Prepared(request, None if text is None else str(text))
 
     def _tokenized(
         self, text: str, limit: int | None, side: Side, param: str, *, add_special_tokens: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.gguf_file import read_gguf
 from octavo.hub.json_file import read_json_if_there
 from octavo.text.tokenizers import gguf
+from octavo.text.tokenizers.literal import LiteralEncoder, LiteralText, SpecialTokens
 from octavo.text.tokenizers.token_bytes import decoding_of, token_bytes
 
 _LONG = 8192
@@ -29,9 +31,11 @@ class Tokenizer:
         named_tokens: "bos_token", "eos_token" and the like -> the token's text, as chat templates use them.
         chat_templates: name -> Jinja source; the main one is "default".
         present: False for one that stands where there is none.
+        special_in_content: chat templates let the contents of messages hold special tokens.
     """
 
     present = True
+    special_in_content = False
 
     def __init__(
         self,
@@ -71,8 +75,18 @@ class Tokenizer:
             self._longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         return self._longest
 
+    @cached_property
+    def special(self) -> SpecialTokens:
+        """Finds special tokens in texts."""
+        return SpecialTokens(self.backend)
+
+    @cached_property
+    def _literal(self) -> LiteralEncoder:
+        return LiteralEncoder(self.backend, self.special)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens written out in the text are parsed as such.
+        """Token ids. Special tokens written out in the text are parsed as such, but for those that a `LiteralText`
+        declares to be text.
 
         Args:
             add_special_tokens: put the model's beginning or end mark around the text, if it uses any. A prompt made by
@@ -92,6 +106,10 @@ class Tokenizer:
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """As `encode`, and where in the text the characters of each token begin and end."""
         try:
+            if isinstance(text, LiteralText):
+                renamed = self._literal.renamed(text)
+                found = self._literal.backend.encode(renamed.text, add_special_tokens=add_special_tokens)
+                return found.ids, [(renamed.original(begin), renamed.original(end)) for begin, end in found.offsets]
             part = self._encoding(text, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as exc:
             raise _not_text(text) from exc
@@ -190,9 +208,12 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         """As the library gives it; of a long text without the tokens' places, and with the GIL free meanwhile."""
+        backend = self.backend
+        if isinstance(text, LiteralText):
+            backend, text = self._literal.backend, self._literal.renamed(text).text
         if len(text) <= _LONG:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens)
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return backend.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
     def _mark_named_tokens(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from octavo.text.chat.guard import ContentGuard
 from octavo.text.chat.messages import plain_messages
 from octavo.text.tools.formats import ToolFormat
 
@@ -58,18 +59,22 @@ class ToolUse:
 
 
 def explain_in_words(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], form: ToolFormat
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], form: ToolFormat, guard: ContentGuard
 ) -> list[dict[str, Any]]:
     """The messages for a chat template that knows no tools: told in the system message, calls and results as text.
+
+    Args:
+        guard: marks what comes from the request, and not the marks of the format that are written here.
 
     Raises:
         InvalidRequestError: a past call is not of OpenAI's form.
     """
-    plain = [_in_words(message, form) for message in plain_messages(messages)]
+    plain = [_in_words(message, form) for message in guard.mark(plain_messages(messages))]
     if not tools:
         return plain
     example = form.write("NAME", '{"ARGUMENT": "VALUE"}')
-    declared = "\n".join(json.dumps(tool.declared()["function"], ensure_ascii=False) for tool in tools)
+    described = guard.mark([tool.declared()["function"] for tool in tools])
+    declared = "\n".join(json.dumps(one, ensure_ascii=False) for one in described)
     text = (
         f"You can call these functions, described as JSON:\n{declared}\n"
         f"To call one, write nothing but:\n{form.group_open}{example}{form.group_close}\n"

@@ -315,6 +315,25 @@ def test_generate_continues_a_raw_prompt(monkeypatch: pytest.MonkeyPatch, templa
     assert stage.requests[0].tokens == ids("hello again")
 
 
+def test_only_a_raw_prompt_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    for argv in (["--raw"], ["--raw", "--max-tokens", "7"], []):
+        assert complete(stage, monkeypatch, "hello", *argv) == 0
+    limits = [request.params.max_tokens for request in stage.requests]
+    assert limits[:2] == [generate.RAW_TOKENS, 7]
+    assert limits[2] > generate.RAW_TOKENS
+
+
+def test_an_answer_that_is_printed_at_its_end_shows_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "PROGRESS_S", -1.0)
+    assert complete(Stage(), monkeypatch, "hello", "--json") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["completion_tokens"] > 1
+    assert "1 tokens so far" in said.err
+
+
 def test_generate_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert complete(Stage(), monkeypatch, "hello", "--json") == 0
     result = json.loads(capsys.readouterr().out)

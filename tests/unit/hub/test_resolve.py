@@ -38,7 +38,12 @@ def test_catalogue_name(smollm2_files: ModelFiles) -> None:
     assert smollm2_files.weights == (smollm2_files.path,)
     assert smollm2_files.path.stat().st_size == CATALOGUE["smollm2"].num_bytes
     assert eos_token_ids(smollm2_files) == [2]
-    assert smollm2_files.generation_config == {"eos_token_id": [2], "temperature": 0.2, "top_p": 0.9}
+    assert smollm2_files.generation_config == {
+        "eos_token_id": [2],
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "repetition_detection": {"max_pattern_size": 128, "min_count": 4, "min_tokens": 256},
+    }
 
 
 def test_what_the_catalogue_recommends_is_not_said_of_the_same_file_under_its_path(smollm2_files: ModelFiles) -> None:

@@ -133,6 +133,10 @@ def test_the_template_is_told_of_tools_or_it_is_said_in_words() -> None:
     place.ask(ASKED)
     assert json.loads(place.prompt.partition("<tool_call>")[0])[0] == TOOL
     plain = Place("x", PLAIN)
+    described = plain.ask(ASKED).json()
+    assert "no place for `tools`" in described["warnings"][0]
+    assert "warnings" not in place.ask(ASKED).json()
+    assert "warnings" not in plain.ask(ASKED | {"tool_choice": "none"}).json()
     plain.ask(ASKED)
     assert plain.prompt.startswith("[system]")
     assert '"name": "weather"' in plain.prompt
@@ -264,6 +268,26 @@ def test_allowed_tools_narrow_the_choice() -> None:
     assert message["tool_calls"] == [function("clock", "{}")]
     assert "weather" in place.prompt
     assert '"weather"' not in str(place.form.frame if place.form else "")
+
+
+REQUIRED = {"tool_choice": "required"}
+
+
+def test_a_call_that_is_required_and_repeated_ends_the_answer() -> None:
+    place = Place("\n".join([CALL, CLOCK_CALL, CALL, CALL, CLOCK_CALL]))
+    message, finish = place.both(ASKED | REQUIRED)
+    assert message["tool_calls"] == [function("weather", '{"city": "Paris"}'), function("clock", "{}")]
+    assert finish == "tool_calls"
+    told = place.ask(ASKED | REQUIRED).json()["usage"]["completion_tokens"]
+    upto = len("\n".join([CALL, CLOCK_CALL, CALL])) - len("\n</tool_call>") - 1  # where the repetition is seen
+    assert told <= upto + 1
+    assert place.engine.aborts == [(request.id, 0) for request in place.engine.requests]
+
+
+def test_a_call_that_is_free_may_be_repeated() -> None:
+    message, finish = Place(f"{CLOCK_CALL}\n{CLOCK_CALL}").both(ASKED)
+    assert message["tool_calls"] == [function("clock", "{}")] * 2
+    assert finish == "tool_calls"
 
 
 def test_a_format_that_a_user_declares(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def _complete(making: _Making, status: str) -> None:
         "total_tokens": prompt + written,
     }
     if making.tells_messages:
-        response["input_messages"] = [_raw(job.text or "", job.prompt_tokens)]
+        response["input_messages"] = [_raw(str(job.text or ""), job.prompt_tokens)]
         response["output_messages"] = [_raw(making.text, making.tokens)]
     if status == INCOMPLETE:
         response["incomplete_details"] = {"reason": "max_output_tokens"}

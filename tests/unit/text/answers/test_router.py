@@ -180,3 +180,29 @@ def test_reasoning_marked_by_sentences() -> None:
         pieces += router.flush()
         texts = {kind: "".join(one.text for one in pieces if one.kind == kind) for kind in ("reasoning", "content")}
         assert texts == {"reasoning": "2 and 2.", "content": "4"}
+
+
+@given(calls=CALLS, picks=st.lists(st.integers(0, 2), max_size=6), data=st.data())
+@pytest.mark.parametrize("form", WITH_JSON, ids=lambda form: form.name)
+def test_an_identical_call_ends_the_list(
+    form: ToolFormat, calls: list[tuple[str, Any]], picks: list[int], data: st.DataObject
+) -> None:
+    made = [(name, json.dumps(given)) for name, given in (calls[pick] for pick in picks if pick < len(calls))]
+    first_repeat = next((place for place, call in enumerate(made) if call in made[:place]), None)
+    text = form.group_open + form.separator.join(form.write(*call, n) for n, call in enumerate(made))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    router = Router(tools=form, forced=True, once=True)
+    found = read(router, [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])])
+    assert found[2] == made[:first_repeat]
+    assert router.repeated == (first_repeat is not None)
+
+
+def test_a_call_is_held_back_only_while_it_may_be_a_repetition() -> None:
+    router = Router(tools=HERMES, forced=True, once=True)
+    first, second = HERMES.write("f", '{"a": 1}'), HERMES.write("f", '{"a": 2}')
+    router.push(first + "\n")
+    assert router.push(second[: second.index("2")]) == []
+    assert [piece.text for piece in router.push("2")] == ["", '{"a": ', "2"]
+    assert router.push("}")[0].text == "}"
+    router.push(second.partition("}")[2] + "\n" + first[: first.index("1")])
+    assert [piece.name for piece in router.flush()] == ["f", None]

@@ -6,7 +6,7 @@ import pytest
 import toy_tokenizers
 
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.core.params import SamplingParams
+from octavo.core.params import RepetitionDetection, SamplingParams
 from octavo.engine.fake import fake_info
 from octavo.text.prompts.defaults import sampling_defaults, with_defaults
 from octavo.text.prompts.prepare import Preparer
@@ -167,7 +167,22 @@ def test_defaults_from_the_models_generation_config() -> None:
     assert sampling_defaults(defaults) == defaults
 
 
-@pytest.mark.parametrize("config", [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}])
+def test_the_default_of_loop_detection_holds_where_it_can() -> None:
+    rule = {"max_pattern_size": 8, "min_tokens": 64}
+    defaults = sampling_defaults({"repetition_detection": rule})
+    made = RepetitionDetection(**rule)
+    assert with_defaults(defaults, {}).repetition_detection == made
+    assert with_defaults(defaults, {"ignore_eos": False}).repetition_detection == made
+    assert with_defaults(defaults, {"ignore_eos": True}).repetition_detection is None
+    assert with_defaults(defaults, {"ignore_eos": True, "repetition_detection": made}).repetition_detection == made
+    assert with_defaults(defaults, {"beam_width": 2, "temperature": 0.0}).repetition_detection is None
+    assert with_defaults(defaults, {"repetition_detection": None}).repetition_detection is None
+    assert sampling_defaults({"repetition_detection": None}) == {}
+
+
+@pytest.mark.parametrize(
+    "config", [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}, {"repetition_detection": {"min_count": 3}}]
+)
 def test_defaults_out_of_range_are_the_operators_fault(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         sampling_defaults(config)

@@ -1,0 +1,41 @@
+"""`RepeatedCalls`: finds a tool call that is identical to an earlier one, before any of it is sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.text.answers.router import Piece
+
+
+class RepeatedCalls:
+    """Holds the pieces of a call back while it may turn out to be identical to an earlier one."""
+
+    def __init__(self) -> None:
+        self._earlier: set[tuple[str, str]] = set()
+        self._name = ""
+        self._arguments = ""
+        self._held: list[Piece] = []
+
+    def add(self, piece: Piece) -> list[Piece]:
+        """Take a piece of a call; return those that can be passed on now."""
+        if piece.name is not None:
+            self._name, self._arguments = piece.name, ""
+        self._arguments += piece.text
+        self._held.append(piece)
+        return [] if self._may_repeat() else self.release()
+
+    def end_call(self) -> bool:
+        """Whether the call that is complete now is identical to an earlier one."""
+        call = self._name, self._arguments
+        repeated = call in self._earlier
+        self._earlier.add(call)
+        return repeated
+
+    def release(self) -> list[Piece]:
+        """The pieces that were held back."""
+        held, self._held = self._held, []
+        return held
+
+    def _may_repeat(self) -> bool:
+        return any(name == self._name and said.startswith(self._arguments) for name, said in self._earlier)
