@@ -17,6 +17,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.pausing import AWAKE, Part, PauseMode
 from octavo.core.request import GenerateRequest, answers_to
 from octavo.core.stats import EngineStats
+from octavo.schedule.repetition import repeats
 
 Script = Callable[[GenerateRequest], Sequence[int] | Sequence[Sequence[int]]]
 
@@ -60,8 +61,8 @@ class FakeEngine:
     """Plays `script(request)`: one list of token ids for all choices alike, or one list a choice.
 
     It ends choices as a real core does: at an end-of-sequence token (unless `ignore_eos` or under `min_tokens`), at one
-    of `stop_token_ids`, at `max_tokens`, at an abort. A script that ends earlier is followed by the first
-    end-of-sequence token, or, where that may not end the choice, by the finish LENGTH. A script that raises
+    of `stop_token_ids`, by `repetition_detection`, at `max_tokens`, at an abort. A script that ends earlier is followed
+    by the first end-of-sequence token, or, where that may not end the choice, by the finish LENGTH. A script that raises
     `InvalidRequestError` refuses the request; any other exception ends it with finish ERROR.
 
     Attributes:
@@ -259,7 +260,7 @@ class FakeEngine:
             return TokenDelta(live.request.id, index, [], finish=FinishReason.LENGTH, times=self._times(live))
         token = script[done] if done < len(script) else eos[0]
         live.counts[index] = done + 1
-        finish, reason = self._ending(live.request, token, done + 1, can_end)
+        finish, reason = self._ending(live.request, [*script[:done], token], can_end)
         return TokenDelta(
             live.request.id,
             index,
@@ -276,13 +277,16 @@ class FakeEngine:
         return None if count is None else [self._logprobs(token, count) for token in request.tokens[1:]]
 
     def _ending(
-        self, request: GenerateRequest, token: int, count: int, can_end: bool
+        self, request: GenerateRequest, tokens: list[int], can_end: bool
     ) -> tuple[FinishReason | None, int | None]:
-        params = request.params
+        params, token, count = request.params, tokens[-1], len(tokens)
+        rule = params.repetition_detection
         if token in self._info.eos_token_ids and can_end:
             return FinishReason.STOP, None
         if token in (params.stop_token_ids or []) and count > params.min_tokens:
             return FinishReason.STOP, token
+        if rule is not None and repeats(tokens, rule):
+            return FinishReason.REPETITION, None
         if params.max_tokens is not None and count >= params.max_tokens:
             return FinishReason.LENGTH, None
         return None, None

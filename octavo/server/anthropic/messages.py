@@ -24,7 +24,8 @@ from octavo.server.openai.routing import Message
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, named_event, until_disconnect
 
-_STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_STOPS = {"length": "max_tokens", "repetition": "max_tokens", "tool_calls": "tool_use"}
+"""OpenAI's finish reason -> Anthropic's. There is none for an answer that was cut because it repeated itself."""
 
 
 async def messages(ctx: ServerContext, request: Request) -> Response:

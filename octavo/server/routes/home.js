@@ -110,6 +110,7 @@ function statsOf({started, first, last, usage, finish}) {
     tokens > 1 && last > first && `${((tokens - 1) / (last - first) * 1000).toFixed(1)} tokens/s`,
     first && `first token after ${((first - started) / 1000).toFixed(2)} s`,
     finish === "length" && "ended at the limit of tokens",
+    finish === "repetition" && "ended because it repeated itself",
     finish === "abort" && "ended by the server",
   ].filter(Boolean).join(" · ");
 }

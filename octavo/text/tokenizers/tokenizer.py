@@ -107,8 +107,9 @@ class Tokenizer:
         """As `encode`, and where in the text the characters of each token begin and end."""
         try:
             if isinstance(text, LiteralText):
-                renamed = self._literal.renamed(text)
-                found = self._literal.backend.encode(renamed.text, add_special_tokens=add_special_tokens)
+                literal = self._literal
+                renamed = literal.renamed(text)
+                found = literal.backend.encode(renamed.text, add_special_tokens=add_special_tokens)
                 return found.ids, [(renamed.original(begin), renamed.original(end)) for begin, end in found.offsets]
             part = self._encoding(text, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as exc:
@@ -210,7 +211,8 @@ class Tokenizer:
         """As the library gives it; of a long text without the tokens' places, and with the GIL free meanwhile."""
         backend = self.backend
         if isinstance(text, LiteralText):
-            backend, text = self._literal.backend, self._literal.renamed(text).text
+            literal = self._literal  # once: another thread may replace it, and its names with it
+            backend, text = literal.backend, literal.renamed(text).text
         if len(text) <= _LONG:
             return backend.encode(text, add_special_tokens=add_special_tokens)
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

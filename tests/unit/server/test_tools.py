@@ -281,7 +281,18 @@ def test_a_call_that_is_required_and_repeated_ends_the_answer() -> None:
     told = place.ask(ASKED | REQUIRED).json()["usage"]["completion_tokens"]
     upto = len("\n".join([CALL, CLOCK_CALL, CALL])) - len("\n</tool_call>") - 1  # where the repetition is seen
     assert told <= upto + 1
-    assert place.engine.aborts == [(request.id, 0) for request in place.engine.requests]
+
+
+def test_only_the_choice_that_repeats_a_call_is_ended() -> None:
+    place = Place("")
+    circles, other = "\n".join([CLOCK_CALL] * 9), f"{CALL}\n{CLOCK_CALL}"
+    place.engine = FakeEngine(saying(circles, other), info=place.engine.info)
+    frontend = Frontend(place.engine, TOKENIZER, place.engine.info, chat=ChatTemplate(WITH_TOOLS, TOKENIZER))
+    place.app = create_app(frontend, ServerConfig())
+    answer = place.ask(ASKED | REQUIRED | {"n": 2}).json()
+    calls = [[call["function"]["name"] for call in one["message"]["tool_calls"]] for one in answer["choices"]]
+    assert calls == [["clock"], ["weather", "clock"]]
+    assert place.engine.aborts == [(place.engine.requests[0].id, 0)]
 
 
 def test_a_call_that_is_free_may_be_repeated() -> None:

@@ -31,6 +31,8 @@ RECALLED = "/own/responses"
 """Where another process asks for a response and its input."""
 _FAILED, _CANCELLED = "failed", "cancelled"
 _PREFIX = "resp_"
+_CUT = {"length": "max_output_tokens", "repetition": "repetition"}
+"""Finish reasons of answers that are not complete -> what `incomplete_details` says."""
 
 
 @dataclass(slots=True)
@@ -178,7 +180,7 @@ class Responses:
                 making.finish = news.finish or making.finish
                 yield list(making.output.take(news, making.writer.chat(choice) if choice.logprobs else None))
         making.reasoning_tokens = routed.reasoning_tokens
-        cut = making.finish == "length"
+        cut = making.finish in _CUT
         yield list(making.output.close(INCOMPLETE if cut else COMPLETED))
         _complete(making, INCOMPLETE if cut else COMPLETED)
 
@@ -283,7 +285,7 @@ def _complete(making: _Making, status: str) -> None:
         response["input_messages"] = [_raw(str(job.text or ""), job.prompt_tokens)]
         response["output_messages"] = [_raw(making.text, making.tokens)]
     if status == INCOMPLETE:
-        response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["incomplete_details"] = {"reason": _CUT.get(making.finish, "max_output_tokens")}
 
 
 def _raw(text: str, tokens: list[int]) -> dict[str, Any]:
