@@ -62,7 +62,7 @@ class FakeEngine:
 
     It ends choices as a real core does: at an end-of-sequence token (unless `ignore_eos` or under `min_tokens`), at one
     of `stop_token_ids`, by `repetition_detection`, at `max_tokens`, at an abort. A script that ends earlier is followed
-    by the first end-of-sequence token, or, where that may not end the choice, by the finish LENGTH. A script that raises
+    by the first end-of-sequence token, or, where that may not end the choice, by the finish LENGTH. One that raises
     `InvalidRequestError` refuses the request; any other exception ends it with finish ERROR.
 
     Attributes:

@@ -98,3 +98,10 @@ def test_a_message_that_goes_on() -> None:
     prompt = chat.render([{"role": "assistant", "content": "a</s>b"}], continue_final_message=True)
     assert prompt == "<s>assistant:a</s>b"
     assert specials(TOKENIZER.encode(prompt, add_special_tokens=False)) == [1]
+
+
+def test_a_token_spread_over_neighbouring_parts() -> None:
+    parts = [{"type": "text", "text": text} for text in ("a<", "/s", "", "><s", ">")]
+    prompt = ChatTemplate(CHATS["parts"], TOKENIZER).render([{"role": "user", "content": parts}])
+    assert prompt == "<s>a</s><s></s>"
+    assert specials(TOKENIZER.encode(prompt, add_special_tokens=False)) == [1, 2]

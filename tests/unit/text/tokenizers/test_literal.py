@@ -125,3 +125,9 @@ def test_parts_and_copies_keep_what_is_literal() -> None:
 
 def test_half_a_surrogate_pair_holds_no_token() -> None:
     assert SpecialTokens(byte_level()).find("<s>\ud800") == []
+
+
+def test_a_special_token_that_merges_would_make() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    backend.add_special_tokens(["ab"])
+    assert Tokenizer(backend).encode(LiteralText("abab", [(2, 4)]), add_special_tokens=False) == [2, 0, 1]
