@@ -68,8 +68,8 @@ class ContentGuard:
     def _list(self, values: list[Any] | tuple[Any, ...]) -> list[Any]:
         """The list, marked also where a template that joins neighbouring parts would make a special token of them."""
         marked = [self._marked(one) for one in values]
-        texts = [one.get("text") if isinstance(one, Mapping) else None for one in values]
-        if len(texts) > 1 and all(isinstance(one, str) for one in texts):
+        texts = [text for one in values if isinstance(one, Mapping) and isinstance(text := one.get("text"), str)]
+        if len(texts) == len(values) > 1:
             assert self._special is not None
             joints = list(accumulate(len(one) for one in texts[:-1]))
             spans = self._special.find("".join(texts))
