@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -145,8 +146,9 @@ class _Server(uvicorn.Server):
 
         `sock` stays open.
         """
+        protocol_class: Any = self.config.http_protocol_class  # what uvicorn's own startup calls
         protocol = partial(
-            self.config.http_protocol_class,  # type: ignore[arg-type]
+            protocol_class,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
