@@ -1,26 +1,25 @@
-"""A decoder as a native program: the same model, run by Octavo's C++ kernels in one call a step.
+"""`NativeDecoder`: a decoder run by Octavo's C++ kernels, in one call a step.
 
-It stands in for the `CausalLM` that it is made from, whose weights it takes over in packed form.
+The model's layers emit the operations (their `emit` methods); this runs them behind the methods of `CausalLM`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo.core.spans import Spans
-from octavo.models.decoder import CausalLM, DecoderLayer
-from octavo.models.native_weights import LayerWeights, Matrix, layer_weights, matrix_of, norm_of, table_of
+from octavo.models.decoder import CausalLM
+from octavo.models.load.weights import weight_layers
 from octavo.models.spec import DecoderSpec
-from octavo.native.bindings import Decode, Dtype, Epilogue, Step
-from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, Pool, Program, ProgramBuilder, row_bytes
+from octavo.native.bindings import Decode, Dtype, Step
+from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, Pool, Program, ProgramBuilder
 from octavo.nn.attention.layer import PagedAttention
-from octavo.nn.attention.native import CACHE_DTYPES, DTYPES
-from octavo.nn.embedding import TiedHead
+from octavo.nn.linear import Projection
+from octavo.nn.quant.packed import NAMES
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.step import StepInput
 
@@ -33,34 +32,18 @@ def reason_against(spec: DecoderSpec) -> str | None:
     return None
 
 
-WEIGHT_NAMES = {
-    Dtype.FLOAT: "float32",
-    Dtype.BFLOAT: "bfloat16",
-    Dtype.INT8: "8-bit integers",
-    Dtype.INT4: "4-bit integers",
-}
 PLANES = {"int16": 2, "int8": 1, "bfloat16": 0}
-"""Bytes of activations as integers, by what meets weights which stay integers; 0: they don't become any."""
-
-
-@dataclass(slots=True)
-class _Buffers:
-    """Ids of the program's buffers: what norms put out, heads before and after rope, attention's and the gate's output,
-    and the last two in the form that integer weights take."""
-
-    normed: int
-    heads: int
-    queries: int
-    attended: int
-    gated: int
-    rounded: int
+"""Bytes of an integer activation, by the dtype of activations that integer weights meet; 0 for floating point."""
 
 
 @dataclass(slots=True)
 class _Compiled:
-    """A program and the KV caches that its operations point to, which it keeps alive.
+    """A program, and the KV caches that its operations point to.
 
-    From operation `rest_from` on, behind the last layer's attention, no token looks at another.
+    Attributes:
+        rest_from: the first operation after the last layer's attention, from where tokens are independent.
+        head_from, end: the operations of the final norm and the head.
+        logits, attended, residual: the external buffers of `decode`.
     """
 
     program: Program
@@ -71,38 +54,35 @@ class _Compiled:
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     attended: Tensor = field(default_factory=lambda: torch.empty(0))
     residual: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Of the steps that `decode` computes."""
 
 
 class NativeDecoder:
-    """`CausalLM` to the runner.
+    """A `Model` for the runner.
 
     Attributes:
         attention_layers: the model's own; the worker binds each one's `cache`, and may bind another later.
-        adoptions: how often it was given other weights, whereafter no batch is laid out.
+        adoptions: counts replacements of the weights, each of which makes laid-out batches invalid.
     """
 
     def __init__(self, model: CausalLM, pool: Pool, activation_dtype: str = "int16") -> None:
-        """`activation_dtype`, "int16", "int8" or "bfloat16", is that of what meets weights which stay integers."""
+        """Pack the model's weights, after which only this computes with them.
+
+        Args:
+            activation_dtype: what integer weights are multiplied with: "int16", "int8" or "bfloat16".
+        """
+        model.pack()
         self.spec = model.spec
         self.attention_layers = model.attention_layers
+        self.adoptions = 0
+        self._model = model
         self._pool = pool
         self._activation_dtype, self._planes = activation_dtype, PLANES[activation_dtype]
-        self._dtype = DTYPES[model.embedding.dtype]
-        self._eps = model.spec.rms_norm_eps
-        self._cos_sin = model.rope.cos_sin
-        self._layers = [layer_weights(layer) for layer in model.layers if isinstance(layer, DecoderLayer)]
-        self._norm = norm_of(model.norm)
-        self._head = matrix_of(model.head)
-        self._tied = isinstance(model.head, TiedHead)
-        self._table = self._head if self._tied else table_of(model.embedding)
         self._compiled: _Compiled | None = None
-        self.adoptions = 0
 
     @property
     def weight_form(self) -> str:
         """How the matrices are stored, in words."""
-        names = " and ".join(WEIGHT_NAMES[dtype] for dtype in sorted(self._stored))
+        names = " and ".join(NAMES[dtype] for dtype in sorted(self._stored))
         return f"{names}, multiplied with {self._activation_dtype} activations" if self.has_integers else names
 
     @property
@@ -112,13 +92,12 @@ class NativeDecoder:
 
     @property
     def _stored(self) -> set[Dtype]:
-        return {m.dtype for layer in self._layers for m in layer.matrices} | {self._head.dtype}
+        return {layer.matrix.dtype for layer in self._model.modules() if isinstance(layer, Projection)}
 
     @property
     def nbytes(self) -> int:
         """Of the weights, tables included."""
-        own = [*self._layers, self._head, *([] if self._tied else [self._table])]
-        return sum(weights.nbytes for weights in own) + self._norm.nbytes + self._cos_sin.nbytes
+        return sum(layer.nbytes for layer in weight_layers(self._model))
 
     def embed(self, step: StepInput) -> Tensor:
         """[T, hidden_size] float32: the embeddings of `step.input_ids`."""
@@ -147,7 +126,7 @@ class NativeDecoder:
 
     def final(self, hidden: Tensor) -> Tensor:
         """The final norm: [S, hidden_size] to the same, float32."""
-        return F.rms_norm(hidden, self._norm.shape, self._norm, self._eps)
+        return self._model.final(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size] float32.
@@ -208,8 +187,9 @@ class NativeDecoder:
 
     def adopt(self, other: NativeDecoder) -> None:
         """Take over the weights of another of the same make, which is not to be used any more."""
-        self._layers, self._norm = other._layers, other._norm
-        self._head, self._table = other._head, other._table
+        for mine, its in zip(self.attention_layers, other.attention_layers, strict=True):
+            its.cache = mine.cache
+        self._model, self.attention_layers = other._model, other.attention_layers
         self._compiled = None
         self.adoptions += 1
 
@@ -231,121 +211,9 @@ class NativeDecoder:
         return zip(self.attention_layers, compiled.caches, strict=True)
 
     def _compile(self) -> _Compiled:
-        spec = self.spec
         query_width = self._query_width
-        b = ProgramBuilder.make(spec.hidden_size * 4, self._logits_width * 4, self._planes, query_width * 4)
-        buffers = _Buffers(
-            normed=b.buffer(spec.hidden_size * 4),
-            heads=b.buffer((query_width + 2 * spec.num_kv_heads * spec.head_dim) * 4),
-            queries=b.buffer(query_width * 4),
-            attended=b.buffer(query_width * 4),
-            gated=b.buffer(spec.intermediate_size * 4),
-            rounded=b.buffer(row_bytes(self._rounded_to, max(query_width, spec.intermediate_size), self._planes)),
-        )
-        table = self._table
-        packed = self._tied or table.is_integers
-        b.embed(
-            table.weight.data_ptr(),
-            table.dtype,
-            spec.hidden_size,
-            RESIDUAL,
-            packed=packed,
-            zero_point=table.zero_point,
-            minima=table.minima,
-        )
-        last = len(self._layers) - 1
-        rest_from = 0
-        for i, (layer, attention) in enumerate(zip(self._layers, self.attention_layers, strict=True)):
-            at = replace(buffers, attended=ATTENDED) if i == last else buffers
-            self._emit_attention(b, at, layer, attention)
-            rest_from = len(b.ops)
-            self._emit_rest(b, at, layer)
-        head_from = len(b.ops)
-        self._emit_normed(b, buffers, self._norm, self._head, LOGITS)
+        b = ProgramBuilder.make(self.spec.hidden_size * 4, self._logits_width * 4, self._planes, query_width * 4)
+        self._model.emit(b)
         caches = [attention.cache for attention in self.attention_layers]
-        return _Compiled(Program(self._pool, b.ops, b.widths), caches, rest_from, head_from, len(b.ops))
-
-    def _emit_attention(self, b: ProgramBuilder, at: _Buffers, layer: LayerWeights, attention: PagedAttention) -> None:
-        spec, dtype, cache = self.spec, self._dtype, attention.cache.data_ptr()
-        cache_dtype = CACHE_DTYPES[attention.cache.dtype]
-        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        norms = tuple(0 if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
-        self._emit_normed(b, at, layer.input_norm, layer.qkv, at.heads)
-        table, rotary_dim = self._cos_sin.data_ptr(), spec.rope.rotary_dim
-        b.rope(
-            at.heads,
-            at.queries,
-            dtype,
-            heads,
-            rotary_dim,
-            table,
-            cache,
-            cache_dtype=cache_dtype,
-            norms=(norms[0], norms[1]),
-            eps=self._eps,
-        )
-        scale, window = attention.spec.scale, attention.spec.window or 0
-        b.attend(at.queries, at.attended, dtype, heads, cache, scale, cache_dtype=cache_dtype, window=window)
-
-    def _emit_rest(self, b: ProgramBuilder, at: _Buffers, layer: LayerWeights) -> None:
-        """What follows attention."""
-        _linear(b, layer.out, self._rounded(b, at, layer.out, at.attended, self._dtype), RESIDUAL, Epilogue.ADD)
-        gated = Dtype.BFLOAT if self._inputs(layer.down) is Dtype.BFLOAT else Dtype.FLOAT
-        self._emit_normed(b, at, layer.post_norm, layer.gate_up, at.gated, Epilogue.GATE, gated)
-        _linear(b, layer.down, self._rounded(b, at, layer.down, at.gated, gated), RESIDUAL, Epilogue.ADD)
-
-    def _emit_normed(
-        self,
-        b: ProgramBuilder,
-        at: _Buffers,
-        norm: Tensor,
-        matrix: Matrix,
-        output: int,
-        epilogue: Epilogue = Epilogue.STORE,
-        gated: Dtype = Dtype.FLOAT,
-    ) -> None:
-        """The residual stream, normalized, times the matrix."""
-        size, address = self.spec.hidden_size, norm.data_ptr()
-        b.norm(RESIDUAL, at.normed, self._inputs(matrix), size, address, self._eps, zero_point=matrix.zero_point)
-        _linear(b, matrix, at.normed, output, epilogue, gated)
-
-    def _inputs(self, matrix: Matrix) -> Dtype:
-        """How the activations that a matrix multiplies are stored."""
-        if not matrix.is_integers:
-            return matrix.dtype
-        return self._rounded_to
-
-    @property
-    def _rounded_to(self) -> Dtype:
-        """The form of activations that integer weights meet."""
-        return Dtype.INT8 if self._planes else Dtype.BFLOAT
-
-    def _rounded(self, b: ProgramBuilder, at: _Buffers, matrix: Matrix, source: int, dtype: Dtype) -> int:
-        """Where `source`, stored as `dtype`, stands in the form that the matrix multiplies."""
-        if not matrix.is_integers or self._inputs(matrix) is dtype:
-            return source
-        b.quantize(source, at.rounded, dtype, matrix.columns, zero_point=matrix.zero_point)
-        return at.rounded
-
-
-def _linear(
-    b: ProgramBuilder,
-    matrix: Matrix,
-    source: int,
-    output: int,
-    epilogue: Epilogue = Epilogue.STORE,
-    gated: Dtype = Dtype.FLOAT,
-) -> None:
-    b.linear(
-        source,
-        output,
-        matrix.dtype,
-        matrix.rows,
-        matrix.columns,
-        matrix.weight.data_ptr(),
-        epilogue=epilogue,
-        bias=0 if matrix.bias is None else matrix.bias.data_ptr(),
-        zero_point=matrix.zero_point,
-        minima=matrix.minima,
-        gated=gated,
-    )
+        program = Program(self._pool, b.ops, b.widths)
+        return _Compiled(program, caches, b.marks["rest"], b.marks["head"], len(b.ops))

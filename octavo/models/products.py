@@ -9,8 +9,7 @@ from torch import Tensor
 
 from octavo.models.decoder import CausalLM
 from octavo.models.model import Model
-from octavo.nn.embedding import TiedHead
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Projection
 from octavo.nn.ops import products
 from octavo.nn.quant.gpu import OnGpu
 
@@ -39,18 +38,17 @@ def _groups(model: Model) -> list[products.Like]:
     groups: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
     last = {layer for block in model.layers for layer in (block.attention.out, block.mlp.down)}
     added: set[torch.Size] = set()
-    gates = {block.mlp.gate_up for block in model.layers}
     gated: set[torch.Size] = set()
     for module in model.modules():
-        if isinstance(module, Linear | TiedHead) and isinstance(module.scheme, OnGpu):
+        if isinstance(module, Projection) and isinstance(module.scheme, OnGpu):
             weight = module.scheme.weight
             if weight is None or weight.dtype.itemsize != 2 or module.scheme.bias is not None:
                 return []
             like = groups.setdefault((weight.shape, torch.float32 if module is model.head else weight.dtype), [])
             if len(like) < _LIKE:
                 like.append(weight)
-            if module in last and model.accumulates:
+            if module in last and module.leaves(model.residual_dtype):
                 added.add(weight.shape)
-            if module in gates:
+            if module.gates:
                 gated.add(weight.shape)
     return [products.Like(like, dtype, shape in added, shape in gated) for (shape, dtype), like in groups.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,8 +19,10 @@ from octavo.models.qwen3 import qwen3
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.build import Build
+from octavo.nn.quant.base import Everywhere
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.weights import Keep, fused
+from octavo.parallel.mesh import ALONE, Mesh
 
 ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
@@ -69,6 +72,8 @@ def build_model(
     attention: AttentionBackend,
     scheme: type[Unquantized] = Unquantized,
     keep: Keep = fused,
+    mesh: Mesh = ALONE,
 ) -> CausalLM:
     """The model of a spec, without weights: `models/load` fills it in."""
-    return CausalLM(Build(dtype, device, attention, scheme, keep=keep), spec)
+    schemes = Everywhere(partial(scheme, dtype, device, keep))
+    return CausalLM(Build(dtype, device, attention, schemes, keep=keep, mesh=mesh), spec)

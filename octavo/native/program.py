@@ -6,7 +6,7 @@ import ctypes
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.core.spans import Label, Spans
@@ -58,11 +58,14 @@ class ProgramBuilder:
 
     Attributes:
         planes: bytes of an integer activation, 1 or 2; 0 if bfloat16 ones meet integer weights.
+        marks: name -> the number of operations before it, where a caller may want to stop and go on.
     """
 
     ops: list[Op]
     widths: list[int]
     planes: int = 1
+    marks: dict[str, int] = field(default_factory=dict)
+    _scratch: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def make(cls, hidden_bytes: int, logits_bytes: int, planes: int = 1, attended_bytes: int = 0) -> ProgramBuilder:
@@ -71,8 +74,26 @@ class ProgramBuilder:
 
     def buffer(self, row_bytes: int) -> int:
         """A new buffer; its rows start on cache lines."""
-        self.widths.append(-(-row_bytes // _ALIGNMENT) * _ALIGNMENT)
+        self.widths.append(_aligned(row_bytes))
         return len(self.widths) - 1
+
+    def scratch(self, name: str, row_bytes: int) -> int:
+        """The buffer of this name, with rows of at least so many bytes; all layers share it."""
+        if name not in self._scratch:
+            self._scratch[name] = self.buffer(row_bytes)
+        found = self._scratch[name]
+        self.widths[found] = max(self.widths[found], _aligned(row_bytes))
+        return found
+
+    def mark(self, name: str) -> None:
+        """Name the place before the next operation; the last place of a name counts."""
+        self.marks[name] = len(self.ops)
+
+    def meets(self, weights: Dtype) -> Dtype:
+        """How the activations that weights of this dtype are multiplied with are stored."""
+        if weights not in (Dtype.INT8, Dtype.INT4):
+            return weights
+        return Dtype.INT8 if self.planes else Dtype.BFLOAT
 
     def embed(
         self,
@@ -208,6 +229,10 @@ class ProgramBuilder:
 
     def _add(self, kind: Kind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
         self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, planes=self.planes, **fields))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _heads(shape: tuple[int, int, int]) -> dict[str, int]:

@@ -12,12 +12,12 @@ from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear
 from octavo.nn.norm import LayerNorm, RMSNorm
-from octavo.nn.quant.base import Part
-from octavo.nn.quant.none import Unquantized
+from octavo.nn.quant.base import Part, Schemes
 from octavo.nn.rope import Rope
 from octavo.nn.rope_spec import RopeSpec
 from octavo.nn.shard import Heads, Shard
 from octavo.nn.weights import Keep, fused
+from octavo.parallel.mesh import ALONE, Mesh
 
 _WIDE = 2048
 
@@ -28,16 +28,18 @@ class Build:
 
     Attributes:
         path: the place, in the checkpoint's vocabulary; "" is the root.
-        scheme: how linear layers keep their weights.
-        keep: where they and embeddings keep them.
+        schemes: how linear layers keep their weights.
+        keep: where embeddings keep theirs.
+        mesh: the ranks that compute the model together.
     """
 
     dtype: torch.dtype
     device: torch.device
     attention_backend: AttentionBackend | None
-    scheme: type[Unquantized] = Unquantized
+    schemes: Schemes
     path: str = ""
     keep: Keep = fused
+    mesh: Mesh = ALONE
 
     def residual_dtype(self, hidden_size: int) -> torch.dtype:
         """What the residual stream is kept in. Most of the rounding error of a bfloat16 model is made in its sums, and
@@ -51,12 +53,23 @@ class Build:
         return replace(self, path=".".join(str(name) for name in (self.path, *names) if name != ""))
 
     def linear(
-        self, *names: str, inputs: int, outputs: int | Sequence[int], shard: Shard | Heads, bias: bool = False
+        self,
+        *names: str,
+        inputs: int,
+        outputs: int | Sequence[int],
+        shard: Shard | Heads,
+        bias: bool = False,
+        gates: bool = False,
+        gather: bool = False,
     ) -> Linear:
-        """One linear layer of the named parts. `outputs` is each part's size, or one for all of them."""
+        """One linear layer of the named parts. `outputs` is each part's size, or one for all of them.
+
+        `gates` marks a gate and what it gates, side by side; `gather` gives every rank all outputs of a COL layer.
+        """
         sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
         parts = [Part(name, inputs, size, bias) for name, size in zip(names, sizes, strict=True)]
-        return Linear(self.path, self.device, parts, shard, self.scheme(self.dtype, self.device, self.keep))
+        scheme = self.schemes.at(self.path, parts)
+        return Linear(self.path, self.device, parts, shard, scheme, self.mesh, gates=gates, gather=gather)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps)
@@ -65,11 +78,13 @@ class Build:
         return LayerNorm(self.at(name).path, self.device, self.dtype, size, eps, bias=bias)
 
     def embedding(self, name: str, rows: int, size: int) -> Embedding:
-        path, takes_blocks = self.at(name).path, self.scheme.takes_blocks
+        path = self.at(name).path
+        takes_blocks = self.schemes.at(path, [Part("", size, rows)]).takes_blocks
         return Embedding(path, self.device, self.dtype, rows, size, takes_blocks=takes_blocks, keep=self.keep)
 
     def tied_head(self, name: str, embedding: Embedding) -> TiedHead:
-        return TiedHead(self.at(name).path, embedding, self.scheme)
+        path = self.at(name).path
+        return TiedHead(path, embedding, self.schemes.at(path, [Part("", embedding.size, embedding.rows)]))
 
     def rope(self, spec: RopeSpec) -> Rope:
         return Rope(self.device, spec)

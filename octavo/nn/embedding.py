@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.quant.base import Fusing
+from octavo.native.program import ProgramBuilder
+from octavo.nn.linear import Projection
+from octavo.nn.quant.base import Scheme
 from octavo.nn.quant.none import Unquantized
+from octavo.nn.quant.packed import Matrix, emit_lookup, table_of
 from octavo.nn.weights import Blocks, Keep, TensorSpec, Wanted, WeightLayer, fused, tensor_bytes
 
 
@@ -32,6 +35,7 @@ class Embedding(WeightLayer):
         self.weight: Tensor | Blocks = torch.empty(0)
         self.takes_blocks = takes_blocks
         self.keep = keep
+        self._matrix: Matrix | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         """[T] int64 to [T, size]."""
@@ -51,37 +55,37 @@ class Embedding(WeightLayer):
         assert weight is not None
         self.weight = weight if isinstance(weight, Blocks) else self.keep([weight])
 
+    def pack(self) -> None:
+        """Keep the table as the CPU kernels read it, for `emit_lookup`."""
+        self._matrix = table_of(self.weight)
+        self.weight = torch.empty(0)
+
+    def emit_lookup(self, b: ProgramBuilder) -> None:
+        """Add the look-up of the table's rows, into the residual stream, to a native program."""
+        assert self._matrix is not None, "the table is not packed"
+        emit_lookup(b, self._matrix, in_panels=self._matrix.is_integers)
+
     @property
     def nbytes(self) -> int:
+        if self._matrix is not None:
+            return self._matrix.nbytes
         return tensor_bytes(*([] if isinstance(self.weight, Blocks) else [self.weight]))
 
 
-class TiedHead(WeightLayer):
-    """An output head that multiplies with the embedding table.
+class TiedHead(Projection):
+    """An output head that multiplies with the embedding table: [S, size] to [S, rows].
 
     A scheme that packs its weights has a packed copy of its own, since a packed matrix can't be looked up by row: one
     more table's worth of memory.
     """
 
-    def __init__(self, path: str, embedding: Embedding, scheme: type[Unquantized] = Unquantized) -> None:
-        super().__init__(path, embedding.device)
+    scheme: Unquantized
+
+    def __init__(self, path: str, embedding: Embedding, scheme: Scheme) -> None:
+        super().__init__(path, embedding.device, scheme)
         self.superseded = (f"{path}.weight",)
-        self.scheme = scheme(embedding.dtype, embedding.device, embedding.keep)
         # In a list, so that the embedding is registered as a submodule once, where it belongs.
         self._source = [embedding]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, size] to [S, rows]."""
-        return self.scheme.apply(x)
-
-    def wide(self, x: Tensor) -> Tensor:
-        """`forward`, in float32 where that costs little."""
-        return self.scheme.wide(x)
-
-    @property
-    def fusing(self) -> Fusing | None:
-        """The scheme, if it takes the neighbours of this layer into its launch."""
-        return self.scheme if isinstance(self.scheme, Fusing) else None
 
     @property
     def source(self) -> Embedding:
@@ -91,15 +95,15 @@ class TiedHead(WeightLayer):
         return []
 
     def place(self, tensors: Sequence[Tensor | None]) -> None:
-        """Takes nothing: the embedding has its tensor by now. One of `Blocks` is dropped once it is packed."""
+        """Share the embedding's table, which is placed by now. A table of `Blocks` is dropped once it is packed."""
         self.scheme.share(self.source.weight)
         if isinstance(self.source.weight, Blocks):
             self.release_source()
 
-    def release_source(self) -> None:
-        """The table is kept in another form from now on, and this layer's embedding no longer needed."""
-        self.source.weight = torch.empty(0)
+    def pack(self) -> None:
+        super().pack()
+        self.release_source()
 
-    @property
-    def nbytes(self) -> int:
-        return self.scheme.nbytes
+    def release_source(self) -> None:
+        """Drop the embedding's own table: the weights are kept in another form from now on."""
+        self.source.weight = torch.empty(0)

@@ -1,47 +1,209 @@
-"""The one linear layer. Fused projections are its `parts`; storage formats are its `scheme`."""
+"""Linear layers. Fused projections are one layer's `parts`; storage formats are its `scheme`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from octavo.native.bindings import Dtype, Epilogue
+from octavo.native.program import RESIDUAL, ProgramBuilder, row_bytes
+from octavo.nn.norm import RMSNorm
+from octavo.nn.ops.activation import silu_mul
 from octavo.nn.quant.base import Fusing, Part, Scheme
-from octavo.nn.shard import Heads, Shard
+from octavo.nn.quant.packed import Matrix, emit_lookup, packed
+from octavo.nn.shard import COL, ROW, Heads, Shard, cut
+from octavo.nn.stream import Stream
 from octavo.nn.weights import Wanted, WeightLayer
+from octavo.parallel.mesh import ALONE, Mesh
+
+Delta = Callable[[Tensor, Tensor], None]
+"""Adds something of its own to a product: called with x [T, in] and y [T, out], it changes y in place."""
 
 
-class Linear(WeightLayer):
-    """y = x @ W^T + b for one or several projections of the same input, computed in one multiplication.
+class Projection(WeightLayer):
+    """y = x @ W^T + b, and what a decoder does around it. A model calls nothing else.
+
+    Whether a norm, a gate or the residual sum shares the product's launch is decided here: the scheme must be able to,
+    and nothing may come in between (a sum over ranks, a delta).
 
     Attributes:
-        parts: the projections in output order; a checkpoint stores each as `path.part.suffix`.
-        shard: how the layer divides over devices.
-        sizes: output features of each part.
+        scheme: how the weights are stored and multiplied with.
+        delta: an addition to the product, such as a low-rank adapter's; None for none.
     """
 
-    def __init__(
-        self, path: str, device: torch.device, parts: Sequence[Part], shard: Shard | Heads, scheme: Scheme
-    ) -> None:
+    scheme: Scheme
+    has_bias = False
+    gates = False
+    """Whether the outputs are a gate and what it gates, side by side."""
+
+    def __init__(self, path: str, device: torch.device, scheme: Scheme, mesh: Mesh = ALONE) -> None:
         super().__init__(path, device)
-        self.parts = tuple(parts)
-        self.shard = shard
         self.scheme = scheme
-        self.sizes = [part.out_features for part in self.parts]
+        self.mesh = mesh
+        self.delta: Delta | None = None
+        self._scheme_fuses = isinstance(scheme, Fusing)
+        self._matrix: Matrix | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., sum(sizes)], the parts side by side."""
-        return self.scheme.apply(x)
+        """[..., in] to [..., out]."""
+        return self._finished(x, self.scheme.apply(x))
 
     def wide(self, x: Tensor) -> Tensor:
         """`forward`, in float32 where that costs little."""
-        return self.scheme.wide(x)
+        return self._finished(x, self.scheme.wide(x))
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(first half) * second half of the outputs: [T, in] to [T, out / 2]."""
+        fusing = self._fusing
+        return silu_mul(self(x)) if fusing is None else fusing.gated(x)
+
+    def after_norm(self, stream: Stream, norm: RMSNorm, *, gated: bool = False, wide: bool = False) -> Tensor:
+        """`forward` of norm(stream); `gated` or `wide` as the methods of these names."""
+        fusing = self._fusing
+        if (
+            fusing is not None
+            and stream.settled
+            and 0 < stream.rows <= fusing.fused_rows
+            and not (gated and self.has_bias)
+        ):
+            dtype = torch.float32 if wide else None
+            return fusing.fused(stream.value, norm=(norm.weight, norm.eps), gated=gated, dtype=dtype)
+        x = stream.normed(norm)
+        return self.gated(x) if gated else self.wide(x) if wide else self(x)
+
+    def into(self, stream: Stream, x: Tensor) -> None:
+        """Add `forward` of x [T, in] to the stream."""
+        fusing = self._fusing
+        if fusing is not None and stream.settled:
+            if 0 < stream.rows <= fusing.fused_rows:
+                fusing.fused(x, add_to=stream.writable())
+                return
+            if self.leaves(stream.dtype):
+                stream.add_parts_later(fusing.leave(stream.writable(), x))
+                return
+        stream.add_later(self(x))
+
+    def leaves(self, dtype: torch.dtype) -> bool:
+        """Whether the product can be added in its own launch to a stream of this dtype, for any number of rows."""
+        fusing = self._fusing
+        return fusing is not None and fusing.dtype == dtype and not self.has_bias
+
+    def pack(self) -> None:
+        """Keep the weights as the CPU kernels read them, for `emit`; the layer no longer computes by itself."""
+        self._matrix = packed(self.scheme, paired=self.gates)
 
     @property
-    def fusing(self) -> Fusing | None:
-        """The scheme, if it takes the neighbours of this layer into its launch."""
-        return self.scheme if isinstance(self.scheme, Fusing) else None
+    def matrix(self) -> Matrix:
+        assert self._matrix is not None, "the layer is not packed"
+        return self._matrix
+
+    def emit(
+        self,
+        b: ProgramBuilder,
+        source: int,
+        given: Dtype,
+        output: int,
+        epilogue: Epilogue = Epilogue.STORE,
+        gated: Dtype = Dtype.FLOAT,
+    ) -> None:
+        """Add the product of a buffer with rows stored as `given` to a native program; see `ProgramBuilder.linear`."""
+        matrix = self.matrix
+        meets = b.meets(matrix.dtype)
+        if matrix.is_integers and meets is not given:
+            rounded = b.scratch("rounded", row_bytes(meets, matrix.columns, b.planes))
+            b.quantize(source, rounded, given, matrix.columns, zero_point=matrix.zero_point)
+            source = rounded
+        self._emit(b, source, output, epilogue, gated)
+
+    def emit_after_norm(
+        self,
+        b: ProgramBuilder,
+        norm: RMSNorm,
+        output: int,
+        epilogue: Epilogue = Epilogue.STORE,
+        gated: Dtype = Dtype.FLOAT,
+    ) -> None:
+        """Add the product of the residual stream, normalized, to a native program."""
+        matrix = self.matrix
+        normed = b.scratch("normed", norm.size * 4)
+        norm.emit(b, RESIDUAL, normed, b.meets(matrix.dtype), matrix.zero_point)
+        self._emit(b, normed, output, epilogue, gated)
+
+    def emit_lookup(self, b: ProgramBuilder) -> None:
+        """Add the look-up of rows of the weights, to the residual stream, to a native program."""
+        emit_lookup(b, self.matrix, in_panels=True)
+
+    def _emit(self, b: ProgramBuilder, source: int, output: int, epilogue: Epilogue, gated: Dtype) -> None:
+        matrix = self.matrix
+        b.linear(
+            source,
+            output,
+            matrix.dtype,
+            matrix.rows,
+            matrix.columns,
+            matrix.weight.data_ptr(),
+            epilogue=epilogue,
+            bias=0 if matrix.bias is None else matrix.bias.data_ptr(),
+            zero_point=matrix.zero_point,
+            minima=matrix.minima,
+            gated=gated,
+        )
+
+    @property
+    def _fusing(self) -> Fusing | None:
+        return self.scheme if self._scheme_fuses and self.delta is None and self._whole else None  # type: ignore[return-value]
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the product needs nothing from other ranks."""
+        return True
+
+    def _finished(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.delta is not None:
+            self.delta(x, y)
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        return self.scheme.nbytes if self._matrix is None else self._matrix.nbytes
+
+
+class Linear(Projection):
+    """One or several projections of the same input, computed in one multiplication.
+
+    Attributes:
+        parts: the projections in output order; a checkpoint stores each as `path.part.suffix`.
+        shard: how the layer divides over ranks.
+        sizes: output features of each part on this rank.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        device: torch.device,
+        parts: Sequence[Part],
+        shard: Shard | Heads,
+        scheme: Scheme,
+        mesh: Mesh = ALONE,
+        *,
+        gates: bool = False,
+        gather: bool = False,
+    ) -> None:
+        """`gather` gives every rank all outputs of a COL layer."""
+        super().__init__(path, device, scheme, mesh)
+        self.parts = tuple(parts)
+        self.shard = shard
+        self.gates = gates
+        self.has_bias = any(part.bias for part in parts)
+        self._gather = gather and shard is COL
+        self._cuts = [cut(shard, i, part.out_features, part.in_features, mesh) for i, part in enumerate(parts)]
+        stored = zip(self.parts, self._stored_parts, strict=True)
+        self.superseded = tuple(self._name(part, "bias") for part, own in stored if part.bias and not own.bias)
+        kept = [one.outputs for one in self._cuts]
+        self.sizes = [part.out_features if own is None else len(own) for part, own in zip(parts, kept, strict=True)]
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The output's parts, as views."""
@@ -49,21 +211,41 @@ class Linear(WeightLayer):
 
     def wanted(self) -> list[Wanted]:
         return [
-            Wanted(self._name(part, suffix), spec, blocks=self.scheme.takes_blocks and suffix == "weight")
-            for part in self.parts
+            Wanted(
+                self._name(part, suffix),
+                spec,
+                blocks=self.scheme.takes_blocks and suffix == "weight",
+                index=own.index(spec, part.out_features, part.in_features),
+            )
+            for part, own in zip(self._stored_parts, self._cuts, strict=True)
             for suffix, spec in self.scheme.stored(part).items()
         ]
 
-    def _name(self, part: Part, suffix: str) -> str:
-        return f"{self.path}.{part.name}.{suffix}" if self.path else f"{part.name}.{suffix}"
-
     def place(self, tensors: Sequence[Tensor | None]) -> None:
         source = iter(tensors)
-        self.scheme.prepare([{suffix: next(source) for suffix in self.scheme.stored(part)} for part in self.parts])
+        parts = self._stored_parts
+        self.scheme.prepare([{suffix: next(source) for suffix in self.scheme.stored(part)} for part in parts])
 
     @property
-    def nbytes(self) -> int:
-        return self.scheme.nbytes
+    def _stored_parts(self) -> tuple[Part, ...]:
+        """What this rank has: of a bias that follows a sum over ranks, the first alone."""
+        if self.shard is ROW and self.mesh.rank:
+            return tuple(replace(part, bias=False) for part in self.parts)
+        return self.parts
+
+    @property
+    def _whole(self) -> bool:
+        return self.mesh.size == 1 or (self.shard is not ROW and not self._gather)
+
+    def _finished(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.delta is not None:
+            self.delta(x, y)
+        if self.mesh.size > 1 and self.shard is ROW:
+            return self.mesh.all_reduce(y)
+        return self.mesh.all_gather(y) if self._gather else y
+
+    def _name(self, part: Part, suffix: str) -> str:
+        return f"{self.path}.{part.name}.{suffix}" if self.path else f"{part.name}.{suffix}"
 
     def extra_repr(self) -> str:
         names = ", ".join(f"{part.name}: {part.in_features} -> {part.out_features}" for part in self.parts)

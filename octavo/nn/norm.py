@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.native.bindings import Dtype
+from octavo.native.program import ProgramBuilder
 from octavo.nn.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
 from octavo.nn.weights import TensorSpec, Wanted, WeightLayer, owned, tensor_bytes
 
@@ -23,6 +25,14 @@ class RMSNorm(WeightLayer):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same, as a new tensor."""
         return rms_norm(x, self.weight, self.eps)
+
+    def pack(self) -> None:
+        """Keep the weights in float32, as the CPU kernels read them."""
+        self.weight = self.weight.float().contiguous()
+
+    def emit(self, b: ProgramBuilder, source: int, output: int, dtype: Dtype, zero_point: int = 0) -> None:
+        """Add the norm of float32 rows to a native program; see `ProgramBuilder.norm`. The layer is packed."""
+        b.norm(source, output, dtype, self.size, self.weight.data_ptr(), self.eps, zero_point=zero_point)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual). x is consumed: its memory may hold the sum afterwards."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Index = tuple[slice, ...]
+"""A part of a tensor: a slice of each dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,17 @@ class Blocks:
     zero_point: int
     bits: int
 
+    def part(self, index: Index) -> Blocks:
+        """The outputs and inputs that an index cuts out. Inputs divide between blocks."""
+        outputs, inputs = index
+        size = self.values.shape[1] // self.scales.shape[1]
+        begin, end, _ = inputs.indices(self.values.shape[1])
+        if begin % size or end % size:
+            raise ValueError(f"inputs {begin} to {end} don't begin and end with blocks of {size}")
+        groups = slice(begin // size, end // size)
+        minima = None if self.minima is None else self.minima[outputs, groups]
+        return replace(self, values=self.values[outputs, begin:end], scales=self.scales[outputs, groups], minima=minima)
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -54,12 +68,14 @@ class Wanted:
     Attributes:
         optional: it may be absent.
         blocks: quantized weights may come as `Blocks`.
+        index: the part of the stored tensor that this rank has; None for all.
     """
 
     name: str
     spec: TensorSpec
     optional: bool = False
     blocks: bool = False
+    index: Index | None = None
 
 
 class WeightLayer(nn.Module, ABC):

@@ -17,6 +17,7 @@ from octavo.models.load.weights import load_weights
 from octavo.models.registry import build_model, spec_of
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.quant.none import Unquantized
+from octavo.parallel.mesh import ALONE, Mesh
 
 _COMMON = {
     "vocab_size": 199,
@@ -96,10 +97,11 @@ def load_model(
     attention: AttentionBackend,
     dtype: torch.dtype = torch.float32,
     scheme: type[Unquantized] = Unquantized,
+    mesh: Mesh = ALONE,
 ) -> CausalLM:
     """Built and filled; every tensor of the checkpoint must have been used."""
     model = build_model(
-        spec_of(files.config), dtype=dtype, device=torch.device("cpu"), attention=attention, scheme=scheme
+        spec_of(files.config), dtype=dtype, device=torch.device("cpu"), attention=attention, scheme=scheme, mesh=mesh
     )
     report = load_weights(model, open_checkpoint(files))
     assert report.unread == ()

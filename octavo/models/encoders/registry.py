@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from octavo.models.encoders.modernbert import ModernEncoder, ModernSpec, modernb
 from octavo.models.encoders.spec import EncoderSpec
 from octavo.models.hf_config import Config
 from octavo.nn.build import Build
+from octavo.nn.quant.base import Everywhere
 from octavo.nn.quant.none import Unquantized
 
 Spec = EncoderSpec | ModernSpec
@@ -59,7 +61,7 @@ def build_encoder(
         ConfigError, ModelFileError: as `encoder_spec`.
     """
     spec = encoder_spec(config)
-    build = Build(dtype, device, None, scheme)
+    build = Build(dtype, device, None, Everywhere(partial(scheme, dtype, device)))
     root = MODERN_ROOT if isinstance(spec, ModernSpec) else spec.names.root
     found = root if any(name.startswith(f"{root}.") for name in stored) else ""
     return ModernEncoder(build, spec, found) if isinstance(spec, ModernSpec) else Encoder(build, spec, found)

@@ -7,9 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from octavo.nn.weights import Blocks, TensorSpec
-
-Index = tuple[slice, ...]
+from octavo.nn.weights import Blocks, Index, TensorSpec
 
 
 class Checkpoint(Protocol):

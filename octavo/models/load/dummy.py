@@ -8,8 +8,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from octavo.models.load.checkpoint import Index
-from octavo.nn.weights import Blocks, TensorSpec
+from octavo.nn.weights import Blocks, Index, TensorSpec
 
 # A prime, so that a matrix's rows, which have round lengths, start at different places of the pool.
 _POOL = 1_048_573

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
-from octavo.models.load.checkpoint import Index
 from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks, dequantize
-from octavo.nn.weights import Blocks, TensorSpec
+from octavo.nn.weights import Blocks, Index, TensorSpec
 
 _ROOT = {
     "token_embd": "model.embed_tokens",

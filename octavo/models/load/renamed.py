@@ -6,8 +6,8 @@ from collections.abc import Callable, Set
 
 from torch import Tensor
 
-from octavo.models.load.checkpoint import Checkpoint, Index
-from octavo.nn.weights import Blocks, TensorSpec
+from octavo.models.load.checkpoint import Checkpoint
+from octavo.nn.weights import Blocks, Index, TensorSpec
 
 
 class RenamedCheckpoint:

@@ -10,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
-from octavo.models.load.checkpoint import Index
-from octavo.nn.weights import Blocks, TensorSpec
+from octavo.nn.weights import Blocks, Index, TensorSpec
 
 
 class SafetensorsCheckpoint:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ModelFileError
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.nn.shard import local_shape
 from octavo.nn.weights import Blocks, Wanted, WeightLayer
 
 logger = logging.getLogger(__name__)
@@ -125,8 +126,8 @@ def _replace(mine: object, its: object, *, in_place: bool) -> None:
 
 def wanted_bytes(model: nn.Module) -> int:
     """Bytes of all tensors that the model will ask for, before any is loaded."""
-    specs = (want.spec for layer in weight_layers(model) for want in layer.wanted() if not want.optional)
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+    wanted = (want for layer in weight_layers(model) for want in layer.wanted() if not want.optional)
+    return sum(math.prod(local_shape(want.spec.shape, want.index)) * want.spec.dtype.itemsize for want in wanted)
 
 
 def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | Blocks | None:
@@ -141,8 +142,8 @@ def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | 
             f"but the model's config makes it {list(want.spec.shape)}."
         )
     if want.blocks and (blocks := checkpoint.blocks(want.name)) is not None:
-        return blocks
-    tensor = checkpoint.tensor(want.name, want.spec)
+        return blocks if want.index is None else blocks.part(want.index)
+    tensor = checkpoint.tensor(want.name, want.spec, want.index)
     if tensor.dtype.is_floating_point != want.spec.dtype.is_floating_point:
         raise ModelFileError(
             f"Tensor {want.name} in {checkpoint.origin} is {tensor.dtype}, but the model needs {want.spec.dtype}."

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from octavo.native.program import ProgramBuilder
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend, Norms
+from octavo.nn.attention.native import NativeAttention
 from octavo.nn.step import StepInput
 
 
@@ -31,6 +33,13 @@ class PagedAttention(nn.Module):
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], to [T, num_heads, head_dim]."""
         self.backend.write(k, v, self.cache, step)
         return self.backend.attend(q, self.cache, step, self.spec)
+
+    def emit(
+        self, b: ProgramBuilder, source: int, output: int, dtype: torch.dtype, norms: Norms | None, cos_sin: Tensor
+    ) -> None:
+        """Add the layer to a native program; see `NativeAttention.emit`."""
+        assert isinstance(self.backend, NativeAttention)
+        self.backend.emit(b, source, output, dtype, self.cache, self.spec, norms, cos_sin)
 
     @property
     def fused(self) -> bool:

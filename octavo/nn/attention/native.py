@@ -12,12 +12,12 @@ from torch import Tensor
 
 from octavo.native.bindings import Dtype, Step
 from octavo.native.program import Pool, Program, ProgramBuilder
-from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.kv_int8 import SCALE_BYTES
+from octavo.nn.quant.packed import DTYPES
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.step import StepInput
 
-DTYPES = {torch.float32: Dtype.FLOAT, torch.bfloat16: Dtype.BFLOAT}
 CACHE_DTYPES = {**DTYPES, torch.int8: Dtype.INT8}
 
 
@@ -71,6 +71,54 @@ class NativeAttention:
         )
         self._run(builder, step, q, out)
         return out
+
+    def emit(
+        self,
+        b: ProgramBuilder,
+        source: int,
+        output: int,
+        dtype: torch.dtype,
+        cache: Tensor,
+        spec: AttentionSpec,
+        norms: Norms | None,
+        cos_sin: Tensor,
+    ) -> None:
+        """Add one layer's operations to a program: norms of heads, rotation, the write to the cache, attention.
+
+        Args:
+            source: the buffer with q, k and v side by side, float32; see `ProgramBuilder.rope`.
+            norms: float32 weights.
+            cos_sin: [max_position, rotary_dim] float32.
+        """
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        queries = b.scratch("queries", spec.num_heads * spec.head_dim * 4)
+        q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr(), norms[2])
+        place, cache_dtype = cache.data_ptr(), CACHE_DTYPES[cache.dtype]
+        kind, table = DTYPES[dtype], cos_sin.data_ptr()
+        rotary = cos_sin.shape[1]
+        b.rope(
+            source,
+            queries,
+            kind,
+            heads,
+            rotary,
+            table,
+            place,
+            cache_dtype=cache_dtype,
+            norms=(q_norm, k_norm),
+            eps=eps,
+        )
+        b.attend(
+            queries,
+            output,
+            kind,
+            heads,
+            place,
+            spec.scale,
+            cache_dtype=cache_dtype,
+            window=spec.window or 0,
+            soft_cap=spec.soft_cap or 0.0,
+        )
 
     def _run(self, builder: ProgramBuilder, step: StepInput, source: Tensor, result: Tensor | None) -> None:
         batch: Step = step.attn

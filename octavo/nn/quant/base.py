@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -48,9 +48,27 @@ class Scheme(Protocol):
     def nbytes(self) -> int: ...
 
 
+class Schemes(Protocol):
+    """Chooses a scheme for each linear layer, from what the checkpoint says of it."""
+
+    def at(self, path: str, parts: Sequence[Part]) -> Scheme:
+        """A new scheme for the layer at `path`, in the checkpoint's vocabulary."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Everywhere:
+    """`Schemes` of one kind for all layers."""
+
+    make: Callable[[], Scheme]
+
+    def at(self, path: str, parts: Sequence[Part]) -> Scheme:
+        return self.make()
+
+
 @runtime_checkable
 class Fusing(Protocol):
-    """A scheme that takes what stands around a product into the same launch, more of it with a few rows."""
+    """A scheme that can fuse norm, gate or residual add into the product's launch; more of it with few rows."""
 
     dtype: torch.dtype
     fused_rows: int
@@ -75,7 +93,7 @@ class Fusing(Protocol):
     def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
         """stream [T, out] += x [T, in] @ W^T, in place, in the product's own launch and rounded once.
 
-        Where that is faster, the stream is left as it is, and the product comes in parts [P, T, out] for whoever reads
-        the stream next to add. For layers without a bias and a stream of their dtype.
+        Where that is faster, leave the stream as it is and return the product in parts [P, T, out], for the next norm
+        to add. For layers without a bias and a stream of their dtype.
         """
         ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear
+from octavo.nn.quant.base import Everywhere
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.shard import COL, Heads
@@ -28,7 +31,7 @@ def form(request: pytest.FixtureRequest) -> str:
 
 
 def build(dtype: torch.dtype = torch.float32, form: str = "plain") -> Build:
-    return Build(dtype, CPU, ReferenceAttention(), FORMS[form])
+    return Build(dtype, CPU, ReferenceAttention(), Everywhere(partial(FORMS[form], dtype, CPU)))
 
 
 def qkv(bias: bool, form: str = "plain") -> tuple[Linear, list[Tensor]]:
@@ -108,7 +111,7 @@ def test_a_tied_head_counts_its_memory_honestly(form: str) -> None:
     embedding = Embedding("model.embed_tokens", CPU, torch.float32, 10, 4)
     table = torch.randn(10, 4)
     embedding.place([table])
-    head = TiedHead("lm_head", embedding, FORMS[form])
+    head = TiedHead("lm_head", embedding, FORMS[form](torch.float32, CPU))
     head.place([])
     x = torch.randn(3, 4)
     torch.testing.assert_close(head(x), x @ table.T)

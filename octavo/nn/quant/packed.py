@@ -1,0 +1,97 @@
+"""`Matrix`: weights in the form that the CPU kernels read, taken from a layer's scheme."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.native.bindings import Dtype
+from octavo.native.program import RESIDUAL, ProgramBuilder
+from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.quant.panels import interleave, pack_, pack_blocks, pad_bias
+from octavo.nn.weights import Blocks, tensor_bytes
+
+DTYPES = {torch.float32: Dtype.FLOAT, torch.bfloat16: Dtype.BFLOAT}
+NAMES = {
+    Dtype.FLOAT: "float32",
+    Dtype.BFLOAT: "bfloat16",
+    Dtype.INT8: "8-bit integers",
+    Dtype.INT4: "4-bit integers",
+}
+
+
+@dataclass(slots=True)
+class Matrix:
+    """A matrix in panels of 16 outputs, or a plain table of rows.
+
+    Attributes:
+        rows, columns: outputs and inputs.
+        bias: float32, padded to whole panels.
+        zero_point, minima: of integers; see `Blocks`.
+    """
+
+    dtype: Dtype
+    rows: int
+    columns: int
+    weight: Tensor
+    bias: Tensor | None = None
+    zero_point: int = 0
+    minima: bool = False
+
+    @property
+    def is_integers(self) -> bool:
+        """Whether the weights stay the integers that the checkpoint has."""
+        return self.dtype in (Dtype.INT4, Dtype.INT8)
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.weight, self.bias)
+
+
+def packed(scheme: object, *, paired: bool = False) -> Matrix:
+    """A scheme's weights in panels; the scheme loses them.
+
+    Args:
+        paired: alternate the panels of the two halves, for the GATE epilogue.
+    """
+    assert isinstance(scheme, Unquantized)
+    bias = None if scheme.bias is None else pad_bias(scheme.bias)
+    if bias is not None and paired:
+        bias = interleave(*bias.chunk(2))
+    scheme.bias = None
+    if isinstance(scheme, BlockQuantized) and scheme.packed is not None:
+        panels = scheme.packed
+        matrix = Matrix(_integers(scheme.bits), *scheme.shape, panels, bias, scheme.zero_point, scheme.has_minima)
+        scheme.packed = None
+    else:
+        weight = scheme.weight
+        assert weight is not None, "weights are not loaded"
+        panels = pack_(weight)
+        matrix = Matrix(DTYPES[weight.dtype], *weight.shape, panels, bias)
+        scheme.weight = None
+    if paired:
+        panels.copy_(interleave(*panels.chunk(2)))
+    return matrix
+
+
+def table_of(weight: Tensor | Blocks) -> Matrix:
+    """An embedding table: plain rows, or integers in panels."""
+    if isinstance(weight, Tensor):
+        return Matrix(DTYPES[weight.dtype], *weight.shape, weight)
+    has_minima = weight.minima is not None
+    panels = pack_blocks(weight)
+    return Matrix(_integers(weight.bits), *weight.values.shape, panels, zero_point=weight.zero_point, minima=has_minima)
+
+
+def emit_lookup(b: ProgramBuilder, matrix: Matrix, *, in_panels: bool) -> None:
+    """Add the look-up of a matrix's rows, into the residual stream, to a native program."""
+    address, place = matrix.weight.data_ptr(), RESIDUAL
+    zero_point, minima = matrix.zero_point, matrix.minima
+    b.embed(address, matrix.dtype, matrix.columns, place, packed=in_panels, zero_point=zero_point, minima=minima)
+
+
+def _integers(bits: int) -> Dtype:
+    return Dtype.INT4 if bits == 4 else Dtype.INT8

@@ -1,0 +1,90 @@
+"""`Stream`: the residual stream of a pre-norm decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.nn.norm import RMSNorm
+
+
+class Stream:
+    """The residual stream [T, hidden_size], and what is still to be added to it.
+
+    The sum is put off until the next norm, whose launch it shares.
+
+    Attributes:
+        value: the sum so far, in the residual dtype.
+    """
+
+    __slots__ = ("_output", "_own", "_parts", "value")
+
+    def __init__(self, value: Tensor) -> None:
+        """`value` is left as it is."""
+        self.value = value
+        self._own = False
+        self._output: Tensor | None = None
+        self._parts: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.value.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is still to be added."""
+        return self._output is None and self._parts is None
+
+    def writable(self) -> Tensor:
+        """`value` in memory that may be changed in place."""
+        if not self._own:
+            self.value = self.value.clone(memory_format=torch.contiguous_format)
+            self._own = True
+        return self.value
+
+    def add_later(self, output: Tensor) -> None:
+        """Add a block's output [T, hidden_size] with the next norm; its memory may then hold the sum."""
+        self._settle()
+        self._output = output
+
+    def add_parts_later(self, parts: Tensor | None) -> None:
+        """Add a product that came in parts [P, T, hidden_size] with the next norm. None adds nothing."""
+        self._settle()
+        self._parts = parts
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """norm(stream), once all is added: [T, hidden_size] in the norm's dtype."""
+        if self._output is not None:
+            normed, self.value = norm.add(self._output, self.value)
+            self._output, self._own = None, True
+            return normed
+        if self._parts is not None:
+            parts, self._parts = self._parts, None
+            return norm.after(parts, self.writable())
+        return norm(self.value)
+
+    def choose(self, rows: Tensor | None) -> None:
+        """Go on with these rows [S] only; None keeps all."""
+        if rows is None:
+            return
+        self.value, self._own = self.value.index_select(0, rows), True
+        if self._output is not None:
+            self._output = self._output.index_select(0, rows)
+        if self._parts is not None:
+            self._parts = self._parts.index_select(1, rows)
+
+    def total(self) -> Tensor:
+        """The stream with all that was added to it."""
+        self._settle()
+        return self.value
+
+    def _settle(self) -> None:
+        if self._output is not None:
+            self.value, self._output, self._own = self.value + self._output, None, True
+        if self._parts is not None:
+            self.writable().add_(self._parts.sum(0, dtype=torch.float32))
+            self._parts = None

@@ -1,0 +1,128 @@
+"""A model divided over two processes computes what it computes alone, and each process reads its own part only."""
+
+from __future__ import annotations
+
+import datetime
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+from paged import PagedRunner
+from tiny import load_model, make_checkpoint, model_files
+
+from octavo.core.errors import ConfigError
+from octavo.models.registry import build_model, spec_of
+from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.quant.base import Part
+from octavo.nn.shard import COL, NONE, ROW, Cut, Heads, cut
+from octavo.nn.weights import TensorSpec
+from octavo.parallel.mesh import Mesh
+
+FAMILIES = ("llama", "llama-biases", "qwen2", "qwen3-biases", "mistral")
+"""An untied head, biases on both sides of a sum, a tied head, one kv head for two ranks, a window."""
+PROMPTS = [[5, 9, 33, 7, 120], [64, 2]]
+
+
+def logits_of(folder: Path, mesh: Mesh) -> torch.Tensor:
+    """Of two prompts and the next token of each, computed together."""
+    runner = PagedRunner(load_model(model_files(folder), ReferenceAttention(), mesh=mesh), 20, 4)
+    rows = [runner.row(prompt, len(prompt) + 1) for prompt in PROMPTS]
+    first = runner.step(rows, [len(prompt) for prompt in PROMPTS])
+    for row in rows:
+        row.tokens.append(11)
+    return torch.cat([first, runner.step(rows, [1, 1])])
+
+
+def run_rank(rank: int, folder: str) -> None:
+    root = Path(folder)
+    try:
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{root / 'rendezvous'}",
+            rank=rank,
+            world_size=2,
+            timeout=datetime.timedelta(seconds=120),
+        )
+        for family in FAMILIES:
+            torch.save(logits_of(root / family, Mesh(rank, 2)), root / f"{family}.{rank}.pt")
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        (root / f"error.{rank}").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.mark.slow
+def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        make_checkpoint(family, tmp_path / family)
+    torch.multiprocessing.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    for family in FAMILIES:
+        alone = logits_of(tmp_path / family, Mesh())
+        for rank in range(2):
+            torch.testing.assert_close(torch.load(tmp_path / f"{family}.{rank}.pt"), alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_asks_for_its_part_only(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    files = model_files(tmp_path)
+    whole = load_model(files, ReferenceAttention())
+    parts = [load_model(files, ReferenceAttention(), mesh=Mesh(rank, 2)) for rank in range(2)]
+    for name, layer in whole.named_modules():
+        if name.endswith("mlp.gate_up"):
+            halves = [dict(part.named_modules())[name].scheme.weight for part in parts]
+            gates, ups = zip(*(half.chunk(2) for half in halves), strict=True)
+            assert torch.equal(torch.cat([*gates, *ups]), layer.scheme.weight)
+        if name.endswith(("mlp.down", "attention.out")):
+            halves = [dict(part.named_modules())[name].scheme.weight for part in parts]
+            assert torch.equal(torch.cat(halves, dim=1), layer.scheme.weight)
+
+
+def test_heads_go_to_ranks_whole_and_few_kv_heads_to_several() -> None:
+    heads = Heads(8, 2, 16)
+    assert [cut(heads, 0, 128, 64, Mesh(rank, 4)).outputs for rank in range(4)] == [
+        range(32),
+        range(32, 64),
+        range(64, 96),
+        range(96, 128),
+    ]
+    assert [cut(heads, 1, 32, 64, Mesh(rank, 4)).outputs for rank in range(4)] == [
+        range(16),
+        range(16),
+        range(16, 32),
+        range(16, 32),
+    ]
+
+
+def test_packed_tensors_are_cut_where_elements_end() -> None:
+    packed = TensorSpec((8, 96), torch.int32, out_dim=1, in_dim=0)  # 8 inputs in one element, as GPTQ stores them
+    assert Cut(inputs=range(32, 64)).index(packed, 96, 64) == (slice(4, 8), slice(None))
+    assert Cut(outputs=range(48, 96)).index(packed, 96, 64) == (slice(None), slice(48, 96))
+    with pytest.raises(ConfigError, match="packed in 8 elements can't be cut at feature 36"):
+        Cut(inputs=range(36, 64)).index(packed, 96, 64)
+
+
+@pytest.mark.parametrize(("shard", "size"), [(COL, 3), (ROW, 5)])
+def test_features_that_do_not_divide_are_refused(shard: Any, size: int) -> None:
+    part = Part("up_proj", 64, 112)
+    with pytest.raises(ConfigError, match=f"can't be divided over {size} devices"):
+        cut(shard, 0, part.out_features, part.in_features, Mesh(0, size))
+    assert cut(NONE, 0, part.out_features, part.in_features, Mesh(1, size)) == Cut()
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("smollm", tmp_path)
+    spec = spec_of(model_files(tmp_path).config)
+    with pytest.raises(ConfigError, match="9 attention heads on 3 kv heads can't be divided over 2 devices"):
+        build_model(
+            spec,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            attention=ReferenceAttention(),
+            mesh=Mesh(0, 2),
+        )
