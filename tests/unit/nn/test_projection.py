@@ -1,0 +1,157 @@
+"""What a projection does around its product, and when it leaves that to the scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.build import Build
+from octavo.nn.linear import Linear
+from octavo.nn.norm import RMSNorm
+from octavo.nn.quant.base import Everywhere, Part, Scheme
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.shard import COL, ROW
+from octavo.nn.stream import Stream
+from octavo.parallel.mesh import Mesh
+
+CPU = torch.device("cpu")
+SIZE = 16
+
+
+class FusingScheme(Unquantized):
+    """Does in plain torch what a GPU's scheme does in one launch, and notes what it was asked for."""
+
+    fused_rows = 1
+
+    def __init__(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> None:
+        super().__init__(dtype, device)
+        self.calls: list[str] = []
+        self.in_parts = False
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        self.calls.append("fused")
+        y = self.apply(x if norm is None else torch.nn.functional.rms_norm(x, (x.shape[1],), *norm))
+        if gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = torch.nn.functional.silu(gate) * up
+        return y if add_to is None else add_to.add_(y)
+
+    def gated(self, x: Tensor) -> Tensor:
+        self.calls.append("gated")
+        gate, up = self.apply(x).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
+        self.calls.append("leave")
+        if self.in_parts:
+            half = x.shape[1] // 2
+            assert self.weight is not None
+            return torch.stack([x[:, :half] @ self.weight[:, :half].T, x[:, half:] @ self.weight[:, half:].T])
+        stream.add_(self.apply(x))
+        return None
+
+
+def layer(scheme: Scheme, *, outputs: int = SIZE, bias: bool = False, gates: bool = False) -> Linear:
+    names = ("gate", "up") if gates else ("out",)
+    build = Build(torch.float32, CPU, ReferenceAttention(), Everywhere(lambda: scheme))
+    made = build.linear(*names, inputs=SIZE, outputs=outputs, shard=COL if gates else ROW, bias=bias, gates=gates)
+    made.place([torch.randn(want.spec.shape) for want in made.wanted()])
+    return made
+
+
+def norm() -> RMSNorm:
+    made = RMSNorm("norm", CPU, torch.float32, SIZE, 1e-5)
+    made.place([torch.randn(SIZE)])
+    return made
+
+
+def block(scheme_of: type[Unquantized], x: Tensor, *, bias: bool, in_parts: bool = False) -> tuple[Tensor, list[str]]:
+    """x plus a gated feed-forward of norm(x), twice; and what the schemes were asked for."""
+    torch.manual_seed(5)
+    up, down, before = scheme_of(torch.float32, CPU), scheme_of(torch.float32, CPU), norm()
+    gate_up, out = layer(up, bias=bias, gates=True), layer(down, bias=bias)
+    for scheme in (up, down):
+        if isinstance(scheme, FusingScheme):
+            scheme.in_parts = in_parts
+    stream = Stream(x)
+    for _ in range(2):
+        out.into(stream, gate_up.after_norm(stream, before, gated=True))
+    calls = [call for scheme in (up, down) for call in getattr(scheme, "calls", [])]
+    return stream.total(), calls
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_blocks_add_what_plain_ones_add(
+    rows: int, bias: bool, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def after(self: RMSNorm, parts: Tensor | None, stream: Tensor) -> Tensor:
+        return self(stream if parts is None else stream.add_(parts.sum(0)))
+
+    monkeypatch.setattr(RMSNorm, "after", after)  # a Triton kernel otherwise
+    x = torch.randn(rows, SIZE)
+    kept = x.clone()
+    expected, _ = block(Unquantized, x, bias=bias)
+    result, calls = block(FusingScheme, x, bias=bias, in_parts=in_parts)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(x, kept), "the caller's stream was changed"
+    assert ("fused" in calls) == (rows == 1)
+    assert ("leave" in calls) == (rows != 1 and not bias)
+
+
+def test_the_stream_goes_on_with_chosen_rows_whatever_is_still_to_be_added() -> None:
+    x, output, rows = torch.randn(4, SIZE), torch.randn(4, SIZE), torch.tensor([2, 0])
+    stream = Stream(x)
+    stream.add_later(output.clone())
+    stream.choose(rows)
+    torch.testing.assert_close(stream.total(), (x + output)[rows])
+    stream = Stream(x)
+    stream.add_parts_later(output.clone()[None].expand(2, -1, -1))
+    stream.choose(rows)
+    torch.testing.assert_close(stream.total(), (x + 2 * output)[rows])
+
+
+def test_a_delta_is_added_to_every_product_and_stops_fusion() -> None:
+    scheme = FusingScheme()
+    out, x = layer(scheme), torch.randn(1, SIZE)
+    plain, wide, stream = out(x), out.wide(x), Stream(torch.zeros(1, SIZE))
+    addition = torch.randn(SIZE, SIZE)
+    out.delta = lambda inputs, y: y.add_(inputs @ addition)
+    torch.testing.assert_close(out(x), plain + x @ addition)
+    torch.testing.assert_close(out.wide(x), wide + x @ addition)
+    out.into(stream, x)
+    torch.testing.assert_close(stream.total(), plain + x @ addition)
+    assert scheme.calls == []
+
+
+def test_nothing_is_fused_where_ranks_must_add_up() -> None:
+    scheme = FusingScheme()
+    row = Linear("mlp", CPU, [Part("down_proj", SIZE, SIZE)], ROW, scheme, Mesh(0, 2))
+    column = Linear("mlp", CPU, [Part("up_proj", SIZE, SIZE)], COL, scheme, Mesh(0, 2))
+    assert not row.leaves(torch.float32)
+    assert column.leaves(torch.float32)
+
+
+def test_a_scheme_is_chosen_for_each_layer() -> None:
+    class ByPath:
+        def at(self, path: str, parts: Sequence[Part]) -> Scheme:
+            return FusingScheme() if path.endswith("mlp") and parts[0].name == "up" else Unquantized(torch.float32, CPU)
+
+    build = Build(torch.float32, CPU, ReferenceAttention(), ByPath()).at("layers", 0)
+    sizes = {"inputs": SIZE, "outputs": SIZE, "shard": COL}
+    assert isinstance(build.at("mlp").linear("up", **sizes).scheme, FusingScheme)
+    assert type(build.at("mlp").linear("down", **sizes).scheme) is Unquantized
+    assert type(build.at("self_attn").linear("up", **sizes).scheme) is Unquantized
