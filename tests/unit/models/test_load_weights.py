@@ -22,6 +22,7 @@ from octavo.models.load.safetensors import SafetensorsCheckpoint
 from octavo.models.load.weights import LoadReport, load_weights, weight_layers
 from octavo.models.registry import build_model, spec_of
 from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.stream import Stream
 from octavo.nn.weights import TensorSpec
 
 CONFIG = {
@@ -73,7 +74,9 @@ def hidden_after(model: CausalLM) -> Tensor:
     """Something that depends on the first layer's feed-forward weights."""
     torch.manual_seed(0)
     with torch.inference_mode():
-        return model.logits(model.layers[0].mlp(torch.randn(5, 32)))
+        stream, layer = Stream(torch.randn(5, 32)), model.layers[0]
+        layer.mlp(stream, layer.post_norm)
+        return model.logits(stream.total())
 
 
 def test_the_names_asked_for_are_those_of_hugging_face() -> None:
