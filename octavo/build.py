@@ -98,7 +98,9 @@ def _build_decoder(
     sleeper = WorkerSleep(worker, make_runner) if config.model.enable_sleep_mode else None
     profiler = _profiler(worker, profile)
     depth = _depth(config, worker.device)
-    loop = EngineLoop(scheduler, make_runner(), depth, sleeper, profiler, WorkerWeights(worker), worker)
+    loop = EngineLoop(
+        scheduler, make_runner(), depth, sleeper, profiler, WorkerWeights(worker), worker, worker.device.loss
+    )
     _warm_up(loop, timer, prompt_only="generate" not in tasks)
     kv_bytes = worker.kv_bytes_per_token
     info = msgspec.structs.replace(
@@ -143,7 +145,8 @@ def _build_encoder(
     scheduler = Scheduler(KVCache(0, 1, groups=()), limits, policy, hooks=[feature.engine for feature in features])
     runner = worker.make_runner([feature.worker for feature in features])
     profiler = _profiler(worker, profile)
-    loop = EngineLoop(scheduler, runner, _depth(config, worker.device), profiler=profiler, worker=worker)
+    device = worker.device
+    loop = EngineLoop(scheduler, runner, _depth(config, device), profiler=profiler, worker=worker, diagnose=device.loss)
     _warm_up(loop, timer, prompt_only=True)
     info = msgspec.structs.replace(
         _common_info(config, files, worker, limits, timer, names),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from functools import partial
 from pathlib import Path
 
 from octavo.config import DeviceConfig
 from octavo.core.info import ModelInfo
-from octavo.engine.core_server import CoreServer
+from octavo.engine.core_server import LOST, CoreServer
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase
 from octavo.engine.process import keep_freed_memory, receive_payload
@@ -31,7 +33,18 @@ def main() -> int:
         keep_freed_memory()
         return core
 
-    return server.run(start)
+    code = server.run(start)
+    if code == LOST:
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End the process now: destructors of tensors and graphs fail, or wait for ever, on a device that is lost."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _on_cpu(device: DeviceConfig) -> bool:

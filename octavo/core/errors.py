@@ -49,6 +49,21 @@ class EngineDeadError(OctavoError):
     """The engine core has stopped; nothing further can be generated (HTTP 503)."""
 
 
+class DeviceLostError(EngineDeadError):
+    """The device, or a process that drives one, can compute nothing more; only a new engine can use it (HTTP 503)."""
+
+    def __init__(self, device: str, reason: str) -> None:
+        """
+        Args:
+            device: its name, as in "NVIDIA H200 (cuda:0)".
+            reason: what happened to it, without a final full stop.
+        """
+        super().__init__(
+            f"The device was lost: {device}: {reason}. Every request ends with this error and the engine stops; start "
+            "it again. If it happens again, its log shows the step that failed."
+        )
+
+
 class EngineStateError(OctavoError):
     """The engine is not in the state that this takes, such as awake (HTTP 409)."""
 

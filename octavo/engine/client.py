@@ -276,6 +276,9 @@ class CoreClient:
                 self._on_phase(name, seconds)
             case wire.Ready(info):
                 self._ready.set_result(info)
+            case wire.Lost(text):
+                log.critical("%s", text)
+                self._die(text)
             case wire.Failed(kind, text):
                 self._ready.set_exception(_error_of(kind, text))
 
@@ -326,9 +329,10 @@ class CoreClient:
                 was_well = self._report(was_well)
         finally:
             exited.cancel()
-        reason = self._process.obituary()
-        log.error("%s", reason)
-        self._die(reason)
+        if self._dead is None:
+            reason = self._process.obituary()
+            log.error("%s", reason)
+            self._die(reason)
 
     def _look(self) -> None:
         now = time.monotonic()

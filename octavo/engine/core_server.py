@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.core.errors import EngineStateError, InvalidRequestError, OctavoError
+from octavo.core.errors import DeviceLostError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.info import ModelInfo
 from octavo.core.output import TokenDelta
 from octavo.core.pausing import Part, PauseMode
@@ -42,6 +42,9 @@ class Loop(Protocol):
     def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]: ...
 
     def step(self) -> list[TokenDelta]: ...
+
+    @property
+    def lost(self) -> DeviceLostError | None: ...
 
     @property
     def settled(self) -> bool: ...
@@ -77,6 +80,8 @@ class Loop(Protocol):
 
 MakeCore = Callable[[OnPhase], tuple[Loop, ModelInfo]]
 
+LOST = 70
+"""Exit code of a core whose device was lost (EX_SOFTWARE of sysexits.h)."""
 _IDLE_POLL_MS = 1000
 _STARVED_POLL_MS = 2
 _UPDATE_POLL_MS = 20
@@ -105,7 +110,7 @@ class CoreServer:
         self._parent = os.getppid()
 
     def run(self, make_core: MakeCore) -> int:
-        """Start the core, serve until told to stop; returns the process's exit code."""
+        """Start the core and serve until it is stopped or its device is lost; return the process's exit code."""
         self._wait_for_hello()
         try:
             self._loop, self._info = make_core(self._on_phase)
@@ -119,7 +124,10 @@ class CoreServer:
         self._broadcast(wire.Ready(self._info))
         gc.collect()
         gc.freeze()
-        self._serve(self._loop)
+        lost = self._serve(self._loop)
+        if lost is not None:
+            self._broadcast(wire.Lost(str(lost)))
+            return self._close(LOST)
         self._loop.close()
         return self._close(0)
 
@@ -129,22 +137,31 @@ class CoreServer:
         while not self._clients and (left := until - time.monotonic()) > 0:
             self._receive(int(left * 1000) + 1)
 
-    def _serve(self, loop: Loop) -> None:
-        while self._alive and os.getppid() == self._parent:
-            self._receive(self._patience_ms(loop))
-            if not loop.busy:
-                loop.idle()
-                self._send_news([])  # a sign of life
-            else:
-                deltas = loop.step()
-                if deltas or not loop.starved or not loop.busy:  # the last gauges told shall be those of an idle engine
-                    self._send_news(deltas)
-                if not loop.busy:
-                    loop.check_idle()
-            for job in self._updates.done():
-                self._end_job(loop, job)
-            if self._settling and loop.settled:
-                self._settle(loop)
+    def _serve(self, loop: Loop) -> DeviceLostError | None:
+        """Serve until it is to end; return why, if that is the loss of the device."""
+        try:
+            while self._alive and os.getppid() == self._parent and loop.lost is None:
+                self._receive(self._patience_ms(loop))
+                self._turn(loop)
+        except DeviceLostError as error:
+            return error
+        return loop.lost
+
+    def _turn(self, loop: Loop) -> None:
+        """Take one step, or show a sign of life, and do what waited for it."""
+        if not loop.busy:
+            loop.idle()
+            self._send_news([])
+        else:
+            deltas = loop.step()
+            if deltas or not loop.starved or not loop.busy:  # the last gauges sent are those of an idle engine
+                self._send_news(deltas)
+            if not loop.busy and loop.lost is None:
+                loop.check_idle()
+        for job in self._updates.done():
+            self._end_job(loop, job)
+        if self._settling and loop.settled:
+            self._settle(loop)
 
     def _patience_ms(self, loop: Loop) -> int:
         """How long to wait for a message before the next look at everything else."""

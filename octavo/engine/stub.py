@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from octavo.core.errors import UnsupportedError
+from octavo.core.errors import DeviceLostError, UnsupportedError
 from octavo.core.info import ModelInfo
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta
 from octavo.core.pausing import Part, PauseMode
@@ -68,6 +68,10 @@ class StubLoop:
     @property
     def starved(self) -> bool:
         return self._waits
+
+    @property
+    def lost(self) -> DeviceLostError | None:
+        return None
 
     def add(self, request: GenerateRequest) -> None:
         self._rows[request.id] = _Row(request, set(range(request.params.n)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.cache.groups import FULL, CacheGroup
+from octavo.core.errors import DeviceLostError
 from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans
@@ -67,8 +68,9 @@ class ToyDevice:
     """A FIFO of launched work. `lazy` runs it only when a result is asked for; otherwise at random moments.
 
     `num_drafts` tokens are drafted after each sampled one, right three times out of five. `groups` are those of its
-    layers, one layer each. To test what a fault costs, `fail_at` names plans whose forward pass raises, and `poison` a
-    token that no step can compute.
+    layers, one layer each. To test what a fault costs, `fail_at` names plans whose forward pass raises, `poison` a
+    token that no step can compute, and `lost_at` the plan whose result, and everything after it, raises
+    DeviceLostError.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class ToyDevice:
         fail_at: Sequence[int] = (),
         poison: int | None = None,
         groups: Sequence[CacheGroup] = FULL,
+        lost_at: int | None = None,
     ) -> None:
         self._cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
@@ -91,6 +94,8 @@ class ToyDevice:
         self._random = random.Random(seed)
         self._fail_at = frozenset(fail_at)
         self._poison = poison
+        self._lost_at = lost_at
+        self._lost = False
         self._queue: deque[Callable[[], None]] = deque()
         self._slots: dict[int, _Slot] = {}
         self.cells_computed = 0
@@ -113,6 +118,8 @@ class ToyDevice:
         self._queue.clear()
 
     def drain(self) -> None:
+        if self._lost:
+            raise DeviceLostError("toy device", "it was told to break")
         while self._queue:
             self._queue.popleft()()
 
@@ -123,6 +130,9 @@ class ToyDevice:
 
     def _forward(self, step: ToyStep) -> None:
         plan = step.plan
+        if plan.id == self._lost_at:
+            self._lost = True
+            raise DeviceLostError("toy device", "it was told to break")
         self._apply(plan)
         spans = []
         for slot, count, drafts in zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True):

@@ -114,7 +114,12 @@ class SharedLoop:
         self.loop.close()
 
     def _step(self) -> None:
-        """Raises EngineStateError if the engine sleeps, so that there is nothing to wait for."""
+        """
+        Raises:
+            EngineStateError: the engine sleeps, so that there is nothing to wait for.
+            DeviceLostError: nothing can be computed any more.
+        """
+        self.loop.check_alive()
         if self.loop.settled:
             raise EngineStateError("The engine sleeps; call wake_up() first.")
         if self.loop.starved and self.loop.busy:
