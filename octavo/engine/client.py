@@ -279,6 +279,8 @@ class CoreClient:
             case wire.Lost(text):
                 log.critical("%s", text)
                 self._die(text)
+                if self._transport is not None:
+                    self._transport.close()
             case wire.Failed(kind, text):
                 self._ready.set_exception(_error_of(kind, text))
 

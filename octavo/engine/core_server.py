@@ -86,6 +86,7 @@ _IDLE_POLL_MS = 1000
 _STARVED_POLL_MS = 2
 _UPDATE_POLL_MS = 20
 _HELLO_S = 1.0
+_LEAVE_S = 1.0
 _STATS_S = 0.05
 
 
@@ -105,6 +106,7 @@ class CoreServer:
         self._updates: Updates[Connection] = Updates()
         self._info: ModelInfo | None = None
         self._loop: Loop | None = None
+        self._lost: wire.Lost | None = None
         self._stats_due = 0.0
         self._alive = True
         self._parent = os.getppid()
@@ -126,7 +128,7 @@ class CoreServer:
         gc.freeze()
         lost = self._serve(self._loop)
         if lost is not None:
-            self._broadcast(wire.Lost(str(lost)))
+            self._take_leave(lost)
             return self._close(LOST)
         self._loop.close()
         return self._close(0)
@@ -135,6 +137,18 @@ class CoreServer:
         """So that somebody hears of the phases, and of what may go wrong in them; but not for ever."""
         until = time.monotonic() + _HELLO_S
         while not self._clients and (left := until - time.monotonic()) > 0:
+            self._receive(int(left * 1000) + 1)
+
+    def _take_leave(self, lost: DeviceLostError) -> None:
+        """Tell all front ends that the engine ends, and wait a little until they have read it and closed.
+
+        What they have sent meanwhile is read and dropped: a socket that is closed over unread messages may break off
+        before its last one is read.
+        """
+        self._loop, self._lost = None, wire.Lost(str(lost))
+        self._broadcast(self._lost)
+        until = time.monotonic() + _LEAVE_S
+        while self._clients and (left := until - time.monotonic()) > 0:
             self._receive(int(left * 1000) + 1)
 
     def _serve(self, loop: Loop) -> DeviceLostError | None:
@@ -186,6 +200,8 @@ class CoreServer:
                 self._clients.append(client)
                 if self._info is not None:
                     self._send(client, wire.Ready(self._info))
+                if self._lost is not None:
+                    self._send(client, self._lost)
             case wire.Add(request) if self._loop is not None:
                 self._add(self._loop, client, request)
             case wire.Abort(request_id, index) if self._loop is not None:
