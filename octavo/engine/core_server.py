@@ -21,7 +21,7 @@ from octavo.core.request import GenerateRequest, answers_to
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
 from octavo.engine.connections import Connection, Connections
-from octavo.engine.executor import Staged, Weights
+from octavo.engine.executor import Staged, WorkerPort
 from octavo.engine.phases import OnPhase
 from octavo.engine.updates import Job, Update, Updates
 
@@ -61,7 +61,7 @@ class Loop(Protocol):
 
     def reset_prefix_cache(self) -> None: ...
 
-    def check_weights(self) -> Weights: ...
+    def check_weights(self) -> WorkerPort: ...
 
     def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None: ...
 
@@ -367,16 +367,16 @@ class CoreServer:
         return code
 
 
-def _do(weights: Weights, command: wire.WeightCommand) -> Any:
+def _do(worker: WorkerPort, command: wire.WeightCommand) -> Any:
     match command:
         case wire.BeginWeights():
-            return weights.begin()
+            return worker.begin_weights()
         case wire.ReceiveWeights(_, update_info):
-            return weights.receive(update_info)
+            return worker.receive_weights(update_info)
         case wire.UpdateWeights(received=True):
-            return weights.stage_received()
+            return worker.stage_received()
         case wire.UpdateWeights(path=path, load_format=load_format):
-            return weights.stage(path, load_format)
+            return worker.stage_weights(path, load_format)
 
 
 def _failed(call: int, error: Exception) -> wire.Done:

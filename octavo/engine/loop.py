@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from octavo.core.errors import DeviceLostError, EngineStateError, UnsupportedError, internal_error
+from octavo.core.errors import DeviceLostError, EngineStateError, internal_error
 from octavo.core.output import TokenDelta
 from octavo.core.pausing import AWAKE, Part, PauseMode
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.spans import Watched
 from octavo.core.stats import EngineStats
-from octavo.engine.executor import Executor, Sleeper, Staged, Step, Weights
+from octavo.engine.executor import Executor, FixedWorker, Staged, Step, WorkerPort
 from octavo.engine.pause import Bed, Gate, NoExecutor
 from octavo.engine.profile import Profiler
 from octavo.schedule.scheduler import Scheduler
@@ -32,24 +31,22 @@ class EngineLoop:
         scheduler: Scheduler,
         executor: Executor,
         depth: int = 0,
-        sleeper: Sleeper | None = None,
+        *,
+        worker: WorkerPort | None = None,
         profiler: Profiler | None = None,
-        weights: Weights | None = None,
-        worker: Any = None,
-        diagnose: Callable[[Exception], DeviceLostError | None] | None = None,
     ) -> None:
-        """`sleeper` gives the executor's memory back while the engine sleeps, where it was started for that; so does
-        `profiler` make profiles. `weights` gives the model others; None where it can't have others.
-        `worker` is what the executor runs on, for programs that want to reach into it.
-        `diagnose` is asked after a failed step whether the device is lost."""
+        """
+        Args:
+            depth: steps launched ahead of the oldest one whose tokens are not known.
+            worker: where the executor comes from; None for an executor that stays as it is.
+            profiler: makes profiles; None where the engine was not started for them.
+        """
         self._scheduler = scheduler
         self._executor = executor
+        self._worker = worker or FixedWorker()
         self._gate = Gate(scheduler)
-        self._bed = Bed(sleeper)
+        self._bed = Bed(self._worker)
         self._profiler = profiler
-        self._weights = weights
-        self.worker = worker
-        self._diagnose = diagnose
         self._lost: DeviceLostError | None = None
         self._depth = depth
         self._flight: deque[Step] = deque()
@@ -144,7 +141,6 @@ class EngineLoop:
         with self._guarded():
             if level and not self._bed.empty:
                 self._scheduler.park()
-                self._executor.close()
                 self._executor = NoExecutor()  # for the last one's memory goes when nobody holds it
             self._bed.sleep(level)
 
@@ -158,18 +154,22 @@ class EngineLoop:
         self._executor = executor or self._executor
         return self._gate.open() if self._bed.level == AWAKE else []
 
-    def check_weights(self) -> Weights:
-        """What stages weights.
+    def check_weights(self) -> WorkerPort:
+        """Return what stages weights.
 
         Raises:
             UnsupportedError: the model can't have others.
             EngineStateError: those that it has are asleep.
         """
         self.check_alive()
-        if self._weights is None:
-            raise UnsupportedError("The weights of this model can't be replaced while it is served; start it anew.")
+        self._worker.check_weights()
         self._bed.check_has(Part.WEIGHTS)
-        return self._weights
+        return self._worker
+
+    @property
+    def worker(self) -> WorkerPort:
+        """For programs that call functions with the worker."""
+        return self._worker
 
     def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None:
         """Compute with other weights from now on. A pause has settled.
@@ -225,7 +225,8 @@ class EngineLoop:
 
     def idle(self) -> None:
         """Call periodically while the engine is idle. Raises DeviceLostError if the device is lost."""
-        self.check_alive()
+        with self._guarded():
+            self._worker.check()
         if self._profiler is not None:
             self._profiler.end_if_due()
 
@@ -233,8 +234,7 @@ class EngineLoop:
         stats = self._scheduler.stats()
         stats.num_waiting += self._gate.num_held
         stats.paused, stats.sleep_level = self._gate.closed, self._bed.level
-        if self._weights is not None:
-            stats.weight_version = self._weights.version
+        stats.weight_version = self._worker.weight_version
         return stats
 
     def check_idle(self) -> None:
@@ -255,7 +255,7 @@ class EngineLoop:
         if self._lost is not None:
             return
         self._end_profile()
-        self._executor.close()
+        self._worker.close()
 
     def step(self) -> list[TokenDelta]:
         """Launch one step if there is something to compute, and retire those that the depth asks for.
@@ -287,7 +287,7 @@ class EngineLoop:
         """Return the loss of the device that `error` is or shows, or None if steps can go on."""
         if isinstance(error, DeviceLostError):
             return error
-        return None if self._diagnose is None else self._diagnose(error)
+        return self._worker.loss(error)
 
     def _step(self, news: list[TokenDelta]) -> None:
         """Plan step n + 1 from bounds while the device runs n, launch it, and only then look at the tokens of n.

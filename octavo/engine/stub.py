@@ -19,7 +19,7 @@ from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.core_server import CoreServer
-from octavo.engine.executor import Staged, Weights
+from octavo.engine.executor import Staged, WorkerPort
 from octavo.engine.process import receive_payload
 
 
@@ -134,7 +134,7 @@ class StubLoop:
         """Nothing sleeps."""
         return []
 
-    def check_weights(self) -> Weights:
+    def check_weights(self) -> WorkerPort:
         raise UnsupportedError("A stub has no weights.")
 
     def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None:

@@ -41,6 +41,10 @@ def toy_generate(
     return tokens[len(prompt) :]
 
 
+def _rows(plan: StepPlan) -> tuple[list[int], list[int], list[int], list[bool]]:
+    return plan.slots, plan.num_tokens, plan.num_drafts, plan.samples
+
+
 @dataclass(slots=True)
 class _Slot:
     tokens: list[int]
@@ -98,24 +102,34 @@ class ToyDevice:
         self._lost = False
         self._queue: deque[Callable[[], None]] = deque()
         self._slots: dict[int, _Slot] = {}
+        self._before: StepPlan | None = None
+        """The last plan that was launched; None after one that failed."""
         self.cells_computed = 0
 
     def forward(self, plan: StepPlan) -> ToyStep:
         step = ToyStep(plan, self)
+        self._check_repeats(plan)
         if plan.id in self._fail_at:
-            self._queue.clear()
-            raise RuntimeError(f"the toy device was told to fail at step {plan.id}")
+            raise self._failed(f"the toy device was told to fail at step {plan.id}")
         self._enqueue(lambda: self._forward(step))
         return step
+
+    def _check_repeats(self, plan: StepPlan) -> None:
+        """A plan that says so has the rows of the one before, which has not failed."""
+        before, self._before = self._before, plan
+        if plan.repeats and (plan.new or before is None or _rows(plan) != _rows(before) or before.id != plan.id - 1):
+            raise AssertionError(f"plan {plan.id} does not repeat the one before")
+
+    def _failed(self, text: str) -> RuntimeError:
+        self._queue.clear()
+        self._before = None
+        return RuntimeError(text)
 
     def sample(self, step: ToyStep, payload: dict[str, Any]) -> None:
         self._enqueue(lambda: self._sample(step))
 
     def watch(self, spans: Spans) -> None:
         """A toy has no parts."""
-
-    def close(self) -> None:
-        self._queue.clear()
 
     def drain(self) -> None:
         if self._lost:
@@ -142,8 +156,7 @@ class ToyDevice:
             if len(inputs) != count:
                 raise AssertionError(f"slot {slot}: the plan computes {count} tokens but the device has {len(inputs)}")
             if self._poison in inputs:
-                self._queue.clear()
-                raise RuntimeError(f"the toy device can't compute token {self._poison} (slot {slot})")
+                raise self._failed(f"the toy device can't compute token {self._poison} (slot {slot})")
             step.inputs.append(inputs)
             spans.append((state, start, state.tokens[:start] + inputs))
         for index, group in enumerate(self._groups):

@@ -11,7 +11,7 @@ from octavo.core.output import TokenDelta
 from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
-from octavo.engine.executor import Staged, Weights
+from octavo.engine.executor import Staged, WorkerPort
 from octavo.engine.loop import EngineLoop
 
 _STARVED_PAUSE_S = 0.001
@@ -83,7 +83,7 @@ class SharedLoop:
 
     def update_weights(
         self,
-        stage: Callable[[Weights], Staged],
+        stage: Callable[[WorkerPort], Staged],
         mode: PauseMode = PauseMode.KEEP,
         version: str | None = None,
         *,

@@ -85,6 +85,7 @@ class Steady:
             num_tokens=self._draft.num_tokens,
             num_drafts=self._draft.num_drafts,
             samples=self._draft.samples,
+            repeats=True,
         )
         for request in self.rows:
             request.num_computed += 1
@@ -134,8 +135,3 @@ class Steady:
                     news.append(TokenDelta(name, index, sampled, None, num_cached))
             except Exception as error:
                 fail(request, error)
-
-
-def concerned(hooks: Sequence[EngineHook], steady: Steady | None, rows: list[Request]) -> Sequence[EngineHook]:
-    """The features to which a step of these rows may mean something."""
-    return steady.hooks if steady is not None and rows is steady.rows else hooks

@@ -1,7 +1,7 @@
 """A real server process over an engine core without a model.
 
-`python stub_server.py STEP_SECONDS [server flags]` plays a fixed text; `python stub_server.py toy:STEP [server flags]`
-runs the real loop on the toy device, which is lost at that step.
+`python stub_server.py STEP_SECONDS [server flags]` plays a fixed text; `python stub_server.py toy:CROWD [server flags]`
+runs the real loop on the toy device, which is lost once so many requests are there.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def main(core: str, flags: list[str]) -> int:
     parser = OctavoParser("stub", words="", description="A server over a stub.")
     add_settings(parser, SERVER_GROUPS)
     config = server_from(values(parser, parser.parse_args(flags)))
-    kind, _, step = core.partition(":")
+    kind, _, crowd = core.partition(":")
 
     @contextlib.asynccontextmanager
     async def open_frontend() -> AsyncIterator[Frontend]:
-        process = CoreProcess("toy_core", int(step)) if kind == "toy" else stub_core(float(core))
+        process = CoreProcess("toy_core", int(crowd)) if kind == "toy" else stub_core(float(core))
         client = await CoreClient.start(process, max_unread_tokens=config.max_unread_tokens)
         try:
             yield frontend_of(client)

@@ -11,6 +11,7 @@ from octavo.cache.cache import KVCache
 from octavo.core.errors import DeviceLostError, EngineDeadError
 from octavo.core.output import FinishReason
 from octavo.core.pausing import PauseMode
+from octavo.engine.executor import FixedWorker
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice
 from octavo.python.loop import SharedLoop
@@ -20,9 +21,16 @@ from octavo.schedule.scheduler import Limits, Scheduler
 SAID = "The device was lost: toy device: it was told to break."
 
 
-def make_loop(device, *, depth=0, diagnose=None):
+class Diagnosing(FixedWorker):
+    def __init__(self, diagnose):
+        self.loss = diagnose
+
+
+def make_loop(device, *, depth=0, diagnose=lambda error: None):
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, max_ahead=depth + 1)
-    return EngineLoop(Scheduler(KVCache(32, 4), limits, make_policy("fcfs")), device, depth, diagnose=diagnose)
+    return EngineLoop(
+        Scheduler(KVCache(32, 4), limits, make_policy("fcfs")), device, depth, worker=Diagnosing(diagnose)
+    )
 
 
 async def end_of(client, request):
@@ -96,7 +104,7 @@ def test_an_engine_in_the_callers_process_raises_and_refuses_from_then_on(depth)
 
 
 def test_tokens_that_were_taken_in_before_the_loss_are_told_first():
-    loop = make_loop(ToyDevice(32, 4, lost_at=1), depth=1)
+    loop = make_loop(ToyDevice(32, 4, lost_at=2), depth=1)
     loop.add(ask("a", max_tokens=9))
     news = []
     with pytest.raises(DeviceLostError):
