@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import cast
 
 import msgspec
 
-from octavo.build_worker import WorkerBuild, build_worker
+from octavo.build_worker import build_worker
 from octavo.cache.cache import KVCache
 from octavo.config import EngineConfig
 from octavo.core.embeds import OPTION as PROMPT_EMBEDS
@@ -18,20 +17,21 @@ from octavo.core.info import ModelInfo
 from octavo.core.params import PROCESSORS, SamplingParams
 from octavo.core.pooling import OPTION as POOLING
 from octavo.core.pooling import PoolerInfo, Pooling
-from octavo.core.profiling import from_environment, profile_settings
+from octavo.core.profiling import ProfileSettings, from_environment, profile_settings
 from octavo.core.request import GenerateRequest
 from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
+from octavo.engine.executor import WorkerBuild
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase, PhaseTimer
 from octavo.engine.profile import Profiler
-from octavo.features import build_engine_halves
+from octavo.features import FeatureContext, build_engine_halves
 from octavo.hub.files import ModelFiles
 from octavo.hub.pooler import is_sentence_transformer, max_sequence_length, pooler_of
 from octavo.hub.resolve import eos_token_ids
 from octavo.models.encoders.registry import is_encoder
 from octavo.models.overrides import check_overrides
 from octavo.schedule.limits import Limits
-from octavo.schedule.policy import make_policy
+from octavo.schedule.policy import Policy, make_policy
 from octavo.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,8 @@ def build_core(
     config: EngineConfig,
     files: ModelFiles,
     on_phase: OnPhase | None = None,
-    make_worker: Callable[[EngineConfig, ModelFiles], WorkerBuild] = build_worker,
 ) -> tuple[EngineLoop, ModelInfo]:
     """An engine core that is ready to run: weights loaded, KV cache allocated, one request computed.
-
-    Args:
-        make_worker: begins what computes, in this process or in others.
 
     Raises:
         ConfigError: settings that can't work together or on this machine.
@@ -55,13 +51,30 @@ def build_core(
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
     check_overrides(files, config.model.config_overrides)
-    encodes = is_encoder(files.config)
-    if encodes:
+    if is_encoder(files.config):
         _check_encoder_settings(config, files)
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
-    worker = make_worker(config, files)
-    hooks = build_engine_halves(worker.context)
+    worker, context = build_worker(config, files)
+    try:
+        return _with_worker(config, files, timer, profile, policy, worker, context)
+    except BaseException:
+        worker.abandon()
+        raise
+
+
+def _with_worker(
+    config: EngineConfig,
+    files: ModelFiles,
+    timer: PhaseTimer,
+    profile: ProfileSettings | None,
+    policy: Policy,
+    worker: WorkerBuild,
+    context: FeatureContext,
+) -> tuple[EngineLoop, ModelInfo]:
+    """The rest of it, once what computes is begun."""
+    encodes = is_encoder(files.config)
+    hooks = build_engine_halves(context)
     features = [hook.name for hook in hooks]
     tasks = _tasks(config, files, worker.facts, features)
     loaded = worker.load(timer)

@@ -5,15 +5,18 @@ Everything is made of settings, so that it can be done in another process than t
 
 from __future__ import annotations
 
+import logging
 from functools import partial
-from typing import Protocol
 
 from octavo.config import EngineConfig
+from octavo.core.errors import ConfigError
 from octavo.core.structured import StructuredDefaults
 from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
-from octavo.engine.executor import WorkerPort
+from octavo.engine.executor import WorkerBuild
+from octavo.engine.multiproc import RankBuild, RankProcess
 from octavo.engine.phases import PhaseTimer
-from octavo.features import FeatureContext, build_worker_halves
+from octavo.engine.plan_codec import PlanCodec
+from octavo.features import FeatureContext, build_worker_halves, payload_types
 from octavo.hub.files import ModelFiles
 from octavo.hub.pooler import dense_layers
 from octavo.hub.resolve import eos_token_ids
@@ -26,34 +29,38 @@ from octavo.worker.port import LocalWorker
 from octavo.worker.worker import Worker
 
 
-class WorkerBuild(Protocol):
-    """What computes, in the making; the methods are called once, in their order. All may raise ConfigError or
-    ModelFileError.
-
-    Attributes:
-        facts: what is known before weights are read.
-        context: for the engine halves of the features.
-    """
-
-    facts: WorkerFacts
-    context: FeatureContext
-
-    def load(self, timer: PhaseTimer) -> LoadedFacts:
-        """Choose kernels and read the weights; `timer` gets the phases."""
-        ...
-
-    def allocate(self, sizes: CacheSizes) -> WorkerPort:
-        """Allocate what steps need, at the latest with the first `WorkerPort.executor`."""
-        ...
-
-
-def build_worker(config: EngineConfig, files: ModelFiles) -> WorkerBuild:
-    """Begin a worker in this process.
+def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, FeatureContext]:
+    """Begin a worker where the settings want it; also return what its features are built of.
 
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
     """
+    if config.device.distributed_executor_backend == "mp":
+        return begin_rank(config, files)
+    local = build_local(config, files)
+    return local, local.context
+
+
+def build_local(config: EngineConfig, files: ModelFiles) -> DecoderBuild | EncoderBuild:
+    """Begin a worker in this process."""
     return EncoderBuild(config, files) if is_encoder(files.config) else DecoderBuild(config, files)
+
+
+def begin_rank(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, FeatureContext]:
+    """Begin a worker in a process of its own."""
+    odd = next((one for one in config.model.logits_processors if not isinstance(one, str)), None)
+    if odd is not None:
+        raise ConfigError(
+            f"logits_processors={odd!r}: with distributed_executor_backend='mp' the model runs in a process of its "
+            "own, so name it as 'module:Class'."
+        )
+    rank = RankProcess("octavo.rank_main", (config, files, logging.getLogger().getEffectiveLevel()))
+    try:
+        build = RankBuild(rank, PlanCodec(payload_types()))
+    except BaseException:
+        rank.kill()
+        raise
+    return build, feature_context(config, files, build.facts)
 
 
 def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts) -> FeatureContext:
@@ -136,6 +143,9 @@ class DecoderBuild:
         )
         return LocalWorker(worker, make_runner, can_sleep=self._config.model.enable_sleep_mode)
 
+    def abandon(self) -> None:
+        """It has no processes."""
+
 
 class EncoderBuild:
     """A `WorkerBuild` of a model that keeps nothing between steps."""
@@ -154,3 +164,6 @@ class EncoderBuild:
 
     def allocate(self, sizes: CacheSizes) -> LocalWorker:
         return LocalWorker(self._worker, partial(self._worker.make_runner, build_worker_halves(self.context)))
+
+    def abandon(self) -> None:
+        """It has no processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -52,12 +53,16 @@ class EngineDeadError(OctavoError):
 class DeviceLostError(EngineDeadError):
     """The device, or a process that drives one, can compute nothing more; only a new engine can use it (HTTP 503)."""
 
-    def __init__(self, device: str, reason: str) -> None:
+    def __init__(self, device: str, reason: str, log_lines: Sequence[str] = ()) -> None:
         """
         Args:
             device: its name, as in "NVIDIA H200 (cuda:0)".
             reason: what happened to it, without a final full stop.
+            log_lines: the last ones of the process that is gone; a traceback shows them, the message does not.
         """
+        self.reason = reason
+        if log_lines:
+            self.add_note("\n".join(["It last logged:", *log_lines]))
         super().__init__(
             f"The device was lost: {device}: {reason}. Every request ends with this error and the engine stops; start "
             "it again. If it happens again, its log shows the step that failed."

@@ -22,6 +22,7 @@ from octavo.core.stats import EngineStats
 from octavo.engine import wire
 from octavo.engine.connections import Connection, Connections
 from octavo.engine.executor import Staged, WorkerPort
+from octavo.engine.failure import Failure
 from octavo.engine.phases import OnPhase
 from octavo.engine.updates import Job, Update, Updates
 
@@ -121,7 +122,8 @@ class CoreServer:
             return self._close(1)
         except Exception as error:
             log.exception("the engine core could not start")
-            self._broadcast(wire.Failed(type(error).__name__, f"{type(error).__name__}: {error}"))
+            failure = Failure.of(error)
+            self._broadcast(wire.Failed(failure.kind, failure.message))
             return self._close(1)
         self._broadcast(wire.Ready(self._info))
         gc.collect()
@@ -380,9 +382,7 @@ def _do(worker: WorkerPort, command: wire.WeightCommand) -> Any:
 
 
 def _failed(call: int, error: Exception) -> wire.Done:
-    if isinstance(error, InvalidRequestError):
-        return wire.Done(call, kind=type(error).__name__, message=error.message, param=error.param)
-    if isinstance(error, OctavoError):
-        return wire.Done(call, kind=type(error).__name__, message=str(error))
-    log.exception("a command failed", exc_info=error)
-    return wire.Done(call, kind=type(error).__name__, message=f"{type(error).__name__}: {error}")
+    if not isinstance(error, OctavoError):
+        log.exception("a command failed", exc_info=error)
+    failure = Failure.of(error)
+    return wire.Done(call, kind=failure.kind, message=failure.message, param=failure.param)

@@ -15,6 +15,8 @@ from octavo.core.pausing import Part
 from octavo.core.plan import StepPlan
 from octavo.core.profiling import ProfileSettings
 from octavo.core.spans import Spans
+from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
+from octavo.engine.phases import PhaseTimer
 
 
 class Step(Protocol):
@@ -167,6 +169,33 @@ class WorkerPort(Protocol):
         """Free the device; no step may follow."""
         ...
 
+    def abandon(self) -> None:
+        """End what is left where the device is lost: its processes. Nothing that is called on the device."""
+        ...
+
+
+class WorkerBuild(Protocol):
+    """What computes, in the making; the methods are called once, in their order. All may raise ConfigError or
+    ModelFileError.
+
+    Attributes:
+        facts: what is known before weights are read.
+    """
+
+    facts: WorkerFacts
+
+    def load(self, timer: PhaseTimer) -> LoadedFacts:
+        """Choose kernels and read the weights; `timer` gets the phases."""
+        ...
+
+    def allocate(self, sizes: CacheSizes) -> WorkerPort:
+        """Allocate what steps need, at the latest with the first `WorkerPort.executor`."""
+        ...
+
+    def abandon(self) -> None:
+        """End the processes that were started, if any."""
+        ...
+
 
 class FixedWorker:
     """A `WorkerPort` beside an executor that needs none: it neither sleeps nor takes other weights."""
@@ -216,3 +245,6 @@ class FixedWorker:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def abandon(self) -> None:
+        """It has no processes."""

@@ -71,9 +71,9 @@ class EngineLoop:
         try:
             yield
         except Exception as error:
-            self._lost = self._loss(error)
-            if self._lost is not None and self._lost is not error:
-                raise self._lost from error
+            lost = self._loss(error)
+            if lost is not None and lost is not error:
+                raise lost from error
             raise
 
     @property
@@ -273,21 +273,21 @@ class EngineLoop:
         except Exception as error:
             self._flight.clear()
             self._ahead = None
-            self._lost = self._loss(error)
-            if self._lost is None:
+            lost = self._loss(error)
+            if lost is None:
                 log.exception("a step failed; if several requests were in it, they run again one by one")
                 news += self._scheduler.recover(internal_error(error))
-            else:
-                log.critical("a step failed for good; %s", self._lost, exc_info=error)
-                if not news:
-                    raise self._lost from error
+            elif not news:
+                raise lost from error
         return news
 
     def _loss(self, error: Exception) -> DeviceLostError | None:
-        """Return the loss of the device that `error` is or shows, or None if steps can go on."""
-        if isinstance(error, DeviceLostError):
-            return error
-        return self._worker.loss(error)
+        """Note the loss of the device if `error` is one or comes of one, and return it; None if steps can go on."""
+        self._lost = error if isinstance(error, DeviceLostError) else self._worker.loss(error)
+        if self._lost is not None:
+            log.critical("the engine stops. %s", self._lost, exc_info=error)
+            self._worker.abandon()
+        return self._lost
 
     def _step(self, news: list[TokenDelta]) -> None:
         """Plan step n + 1 from bounds while the device runs n, launch it, and only then look at the tokens of n.

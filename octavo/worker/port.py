@@ -107,3 +107,6 @@ class LocalWorker:
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.close()
+
+    def abandon(self) -> None:
+        """Its memory goes with this process."""

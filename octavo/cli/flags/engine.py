@@ -301,6 +301,13 @@ DEVICE = (
         switch=True,
     ),
     Flag(
+        "distributed-executor-backend",
+        "device.distributed_executor_backend",
+        "where the model runs: uni has it in the engine's process, mp in one of its own",
+        "uni",
+        choices=("uni", "mp"),
+    ),
+    Flag(
         "profiler-config",
         "device.profiler_config",
         "allow requests to make profiles of the engine (/start_profile), as JSON: "

@@ -39,6 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small batches": {"max_num_seqs": 3},
     "torch attention": {"attention_backend": "torch", "device": "cpu"},
     "plain attention": {"attention_backend": "reference"},
+    "a process of its own": {"distributed_executor_backend": "mp"},
     "torch attention + overlap + preemption": {
         "attention_backend": "torch",
         "device": "cpu",
