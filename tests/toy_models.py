@@ -60,9 +60,8 @@ def save_decoder(folder: Path, seed: int, **changes: Any) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=128,
         initializer_range=0.15,
-        **changes,
+        **{"max_position_embeddings": 128} | changes,
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     toy_tokenizers.byte_level().save(str(folder / "tokenizer.json"))

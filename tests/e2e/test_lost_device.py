@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,6 +41,13 @@ class Wild(LogitsProcessor):
 """
 
 
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 def ended(pid: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
@@ -70,19 +79,25 @@ def last_health(server: Server) -> str:
         time.sleep(POLL_S)
 
 
-def check_end(server: Server, said: str, folder: Path, max_tokens: int) -> None:
+def no_blow() -> None:
+    """The device is lost by itself."""
+
+
+def check_end(server: Server, said: str, folder: Path, max_tokens: int, *, blow: Callable[[], None] = no_blow) -> None:
     """Put the server under a load under which its device is lost, and check what becomes of requests and processes.
 
     Args:
         said: part of every error.
         folder: where the server's sockets are.
         max_tokens: more than it has time for.
+        blow: brings the device's end about; called while requests run.
     """
-    server.wait_ready()
     family = descendants(server.process.pid)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         health = pool.submit(last_health, server)
+        struck = pool.submit(blow)
         asked = together(lambda number: errors_of(server, number, max_tokens), range(REQUESTS))
+        struck.result()
         assert said in health.result()
     assert all(len(errors) == 1 for errors in asked), asked
     assert [error for (error,) in asked if error[0] != 503 or said not in error[1]] == [], server.output()
@@ -101,8 +116,30 @@ def test_everybody_is_told_and_the_server_ends(
     command = [sys.executable, str(HERE / "stub_server.py"), f"toy:{REQUESTS}"]
     server = Server("", tmp_path / "log", *flags, command=command)
     try:
+        server.wait_ready()
         check_end(server, SAID, short_path, 900)
         assert "the core ends with 70" in server.output()
+    finally:
+        server.close()
+
+
+def test_a_rank_that_is_killed_is_a_lost_device(
+    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = toy_models.save_decoder(tmp_path / "model", seed=1, max_position_embeddings=8192)
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    limits = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", "64M", "--threads", "1", "--device", "cpu")
+    server = Server(str(model), tmp_path / "log", "--distributed-executor-backend", "mp", *limits)
+
+    def kill_rank() -> None:
+        wait_until(lambda: server.metric("octavo:num_requests_waiting") == REQUESTS - 8, "a crowd")
+        (rank,) = [pid for pid in descendants(server.process.pid) if "octavo.rank_main" in command_of(pid)]
+        os.kill(rank, signal.SIGKILL)
+
+    try:
+        server.wait_ready()
+        check_end(server, "The device was lost: rank 0 (", short_path, 8000, blow=kill_rank)
+        assert "its process was killed by SIGKILL. Every request ends" in server.output()
     finally:
         server.close()
 
@@ -122,6 +159,7 @@ def test_an_illegal_access_on_a_gpu_is_the_end(
     arguments = ("--device", "cuda", "--logits-processors", "wild:Wild", *limits, *flags)
     server = Server(str(model), tmp_path / "log", *arguments)
     try:
+        server.wait_ready()
         check_end(server, "The device was lost: NVIDIA", short_path, 110)
         assert "illegal memory access" in server.output()
         assert "terminate called" not in server.output()
