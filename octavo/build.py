@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -23,8 +24,10 @@ from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
 from octavo.engine.executor import WorkerBuild
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase, PhaseTimer
+from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.profile import Profiler
-from octavo.features import FeatureContext, build_engine_halves
+from octavo.engine.record import FORM, Header, Recorder
+from octavo.features import FeatureContext, build_engine_halves, payload_types
 from octavo.hub.files import ModelFiles
 from octavo.hub.pooler import is_sentence_transformer, max_sequence_length, pooler_of
 from octavo.hub.resolve import eos_token_ids
@@ -33,6 +36,7 @@ from octavo.models.overrides import check_overrides
 from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Policy, make_policy
 from octavo.schedule.scheduler import Scheduler
+from octavo.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +95,8 @@ def _with_worker(
     profiler = Profiler(profile, port.tracer(profile)) if profile else None
     loop = EngineLoop(scheduler, port.executor(), _depth(config, worker.facts), worker=port, profiler=profiler)
     _warm_up(loop, timer, prompt_only="generate" not in tasks)
+    if config.device.record_steps is not None:
+        loop.record(_recorder(config, config.device.record_steps, worker.facts, _cache_sizes(num_blocks, limits)))
     info = msgspec.structs.replace(
         _info(config, files, worker.facts, loaded, num_blocks, limits),
         eos_token_ids=[] if encodes else list(eos_token_ids(files)),
@@ -162,6 +168,15 @@ def _tasks(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, features
     _check_processors(config, files, features, generates="generate" in tasks)
     _check_embeds(config, files, features, generates="generate" in tasks)
     return tasks
+
+
+def _recorder(config: EngineConfig, path: str, facts: WorkerFacts, sizes: CacheSizes) -> Recorder:
+    """Raises ConfigError if the settings hold what can't be in a file."""
+    odd = next((one for one in config.model.logits_processors if not isinstance(one, str)), None)
+    if odd is not None:
+        raise ConfigError(f"logits_processors={odd!r} can't be recorded with record_steps; name it as 'module:Class'.")
+    header = Header(FORM, __version__, msgspec.to_builtins(config), facts, sizes)
+    return Recorder(Path(path).expanduser(), config.device.record_steps_limit, header, PlanCodec(payload_types()))
 
 
 def _cache_sizes(num_blocks: int, limits: Limits) -> CacheSizes:

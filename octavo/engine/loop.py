@@ -18,6 +18,7 @@ from octavo.core.stats import EngineStats
 from octavo.engine.executor import Executor, FixedWorker, Staged, Step, WorkerPort
 from octavo.engine.pause import Bed, Gate, NoExecutor
 from octavo.engine.profile import Profiler
+from octavo.engine.record import Recorder
 from octavo.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -47,12 +48,21 @@ class EngineLoop:
         self._gate = Gate(scheduler)
         self._bed = Bed(self._worker)
         self._profiler = profiler
+        self._recorder: Recorder | None = None
         self._lost: DeviceLostError | None = None
         self._depth = depth
         self._flight: deque[Step] = deque()
         self._ahead: tuple[StepPlan, Step] | None = None
         self._launched = False
         self._plan_s = 0.0
+
+    def record(self, recorder: Recorder) -> None:
+        """Record all steps from now on. No step is in flight."""
+        self._recorder = recorder
+        self._executor = self._recorded(self._executor)
+
+    def _recorded(self, executor: Executor) -> Executor:
+        return self._recorder.around(executor, self._scheduler.names_of) if self._recorder else executor
 
     @property
     def lost(self) -> DeviceLostError | None:
@@ -151,7 +161,8 @@ class EngineLoop:
             return []
         with self._guarded():
             executor = self._bed.wake_up(parts)
-        self._executor = executor or self._executor
+        if executor is not None:
+            self._executor = self._recorded(executor)
         return self._gate.open() if self._bed.level == AWAKE else []
 
     def check_weights(self) -> WorkerPort:
@@ -184,6 +195,8 @@ class EngineLoop:
         """
         self.check_weights()
         self._end_profile()  # for it watches kernels that read the old ones
+        if self._recorder is not None:
+            self._recorder.stop("the weights are replaced")
         if flush_cache:
             self._scheduler.park()
         with self._guarded():
@@ -252,6 +265,8 @@ class EngineLoop:
 
     def close(self) -> None:
         """Free the device. A lost one frees nothing: that takes the end of its process."""
+        if self._recorder is not None:
+            self._recorder.close()
         if self._lost is not None:
             return
         self._end_profile()

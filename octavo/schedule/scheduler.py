@@ -208,6 +208,11 @@ class Scheduler:
         asked = ((hook.name, hook.before_sample(plan, rows)) for hook in hooks)
         return {name: value for name, value in asked if value is not None}
 
+    def names_of(self, plan: StepPlan) -> dict[int, str]:
+        """Return slot -> request id and choice of the requests that take slots with a launched plan."""
+        requests = {request.slot: request for request in self._launched[plan.id].rows}
+        return {row.slot: f"{requests[row.slot].id}/{requests[row.slot].index}" for row in plan.new}
+
     # Commit
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
