@@ -90,7 +90,7 @@ ROWS = st.builds(
     seed=st.integers(0, 2**63),
     stop_ids=IDS,
     num_computed=st.integers(0, 9),
-    blocks=IDS,
+    blocks=st.lists(IDS, max_size=2),
     options=st.dictionaries(st.text(max_size=5), st.just(msgspec.Raw(msgspec.msgpack.encode({"x": [1]}))), max_size=2),
     beam=st.booleans(),
 )
@@ -99,7 +99,7 @@ ROWS = st.builds(
 @given(data=st.data(), rows=st.lists(ROWS, max_size=3))
 def test_every_payload_that_a_feature_declares_comes_back_equal(data: st.DataObject, rows: list[NewRow]) -> None:
     payload = {name: data.draw(made(kind), name) for name, kind in payload_types().items()}
-    plan = StepPlan(7, rows, [1], [1], [0], [True], [(1, 2, 3)], [(4, 5)], [6], payload, True, True)
+    plan = StepPlan(7, rows, [1], [1], [0], [True], [(1, 0, 2, 3)], [(4, 5)], [6], payload, True, True)
     found = CODEC.decode_plan(CODEC.encode_plan(plan))
     assert found == plan
     assert [type(value) for value in found.payload.values()] == [type(value) for value in payload.values()]
