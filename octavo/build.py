@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import partial
+from pathlib import Path
+from typing import cast
 
 import msgspec
 
+from octavo.build_worker import build_worker
 from octavo.cache.cache import KVCache
 from octavo.config import EngineConfig
 from octavo.core.embeds import OPTION as PROMPT_EMBEDS
@@ -16,35 +18,34 @@ from octavo.core.info import ModelInfo
 from octavo.core.memory import memory_errors
 from octavo.core.params import PROCESSORS, SamplingParams
 from octavo.core.pooling import OPTION as POOLING
+from octavo.core.pooling import PoolerInfo, Pooling
 from octavo.core.profiling import ProfileSettings, from_environment, profile_settings
 from octavo.core.request import GenerateRequest
-from octavo.core.structured import StructuredDefaults
-from octavo.device.base import Device
+from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
+from octavo.engine.executor import WorkerBuild
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase, PhaseTimer
+from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.profile import Profiler
-from octavo.features import Feature, FeatureContext, build_features
+from octavo.engine.record import FORM, Header, Recorder
+from octavo.features import FeatureContext, build_engine_halves, payload_types
 from octavo.hub.files import ModelFiles
-from octavo.hub.pooler import dense_layers, is_sentence_transformer, max_sequence_length, pooler_of
+from octavo.hub.pooler import is_sentence_transformer, max_sequence_length, pooler_of
 from octavo.hub.resolve import eos_token_ids
 from octavo.models.encoders.registry import is_encoder
-from octavo.models.overrides import blamed, check_overrides
+from octavo.models.overrides import check_overrides
 from octavo.schedule.limits import Limits
-from octavo.schedule.policy import make_policy
+from octavo.schedule.policy import Policy, make_policy
 from octavo.schedule.scheduler import Scheduler
-from octavo.text.sources import tokenizer_files
-from octavo.text.tokenizers.tokenizer import load_tokenizer
-from octavo.worker.encoder.worker import EncoderWorker
-from octavo.worker.sleep import WorkerSleep
-from octavo.worker.tracing import TorchTracer
-from octavo.worker.weights import WorkerWeights
-from octavo.worker.worker import Worker
+from octavo.version import __version__
 
 log = logging.getLogger(__name__)
 
 
 def build_core(
-    config: EngineConfig, files: ModelFiles, on_phase: OnPhase | None = None
+    config: EngineConfig,
+    files: ModelFiles,
+    on_phase: OnPhase | None = None,
 ) -> tuple[EngineLoop, ModelInfo]:
     """An engine core that is ready to run: weights loaded, KV cache allocated, one request computed.
 
@@ -55,141 +56,143 @@ def build_core(
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
     check_overrides(files, config.model.config_overrides)
-    build = _build_encoder if is_encoder(files.config) else _build_decoder
     with memory_errors():
-        loop, info = build(config, files, timer, profile)
-    return loop, msgspec.structs.replace(info, profile_dir=str(profile.folder) if profile else "", pid=os.getpid())
+        return _build(config, files, timer, profile)
 
 
-def _build_decoder(
+def _build(
     config: EngineConfig, files: ModelFiles, timer: PhaseTimer, profile: ProfileSettings | None
 ) -> tuple[EngineLoop, ModelInfo]:
-    """An engine core with a KV cache, for text and vectors."""
+    if is_encoder(files.config):
+        _check_encoder_settings(config, files)
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
-    worker = Worker(config.model, config.device, files, config.cache)
-    features = _features(config, files, worker)
-    names = [feature.name for feature in features]
-    tasks = _decoder_tasks(config, files, names)
-    _check_processors(config, files, names, generates="generate" in tasks)
-    _check_embeds(config, files, names, generates="generate" in tasks)
-    timer.begin("kernels")
-    worker.prepare_kernels()
-    timer.begin("weights")
-    with blamed(config.model.config_overrides):
-        worker.load()
-    timer.begin("kv cache")
-    num_blocks, limits = _sized(config, worker)
-    pooler = pooler_of(files, config.model.pooler_config, size=worker.spec.hidden_size, default="last")
-    make_runner = partial(
-        worker.make_runner,
+    worker, context = build_worker(config, files)
+    try:
+        return _with_worker(config, files, timer, profile, policy, worker, context)
+    except BaseException:
+        worker.abandon()
+        raise
+
+
+def _with_worker(
+    config: EngineConfig,
+    files: ModelFiles,
+    timer: PhaseTimer,
+    profile: ProfileSettings | None,
+    policy: Policy,
+    worker: WorkerBuild,
+    context: FeatureContext,
+) -> tuple[EngineLoop, ModelInfo]:
+    """The rest of it, once what computes is begun."""
+    encodes = is_encoder(files.config)
+    hooks = build_engine_halves(context)
+    features = [hook.name for hook in hooks]
+    tasks = _tasks(config, files, worker.facts, features)
+    loaded = worker.load(timer)
+    num_blocks, limits = (_encoder_sized if encodes else _sized)(config, files, worker.facts, loaded)
+    port = worker.allocate(_cache_sizes(num_blocks, limits))
+    scheduler = Scheduler(
+        KVCache(0, 1, groups=()) if encodes else KVCache(num_blocks, config.cache.block_size),
+        limits,
+        policy,
+        eos_token_ids=[] if encodes else eos_token_ids(files),
+        hooks=hooks,
+        seed=config.model.seed,
+    )
+    profiler = Profiler(profile, port.tracer(profile)) if profile else None
+    loop = EngineLoop(scheduler, port.executor(), _depth(config, worker.facts), worker=port, profiler=profiler)
+    _warm_up(loop, timer, prompt_only="generate" not in tasks)
+    if config.device.record_steps is not None:
+        loop.record(_recorder(config, config.device.record_steps, worker.facts, _cache_sizes(num_blocks, limits)))
+    info = msgspec.structs.replace(
+        _info(config, files, worker.facts, loaded, num_blocks, limits),
+        eos_token_ids=[] if encodes else list(eos_token_ids(files)),
+        phases=timer.seconds,
+        kv_form=port.kv_form,
+        features=features,
+        tasks=tasks,
+        pooler=_pooler(config, files, worker.facts, encodes=encodes) if "embed" in tasks else None,
+        profile_dir=str(profile.folder) if profile else "",
+        pid=os.getpid(),
+    )
+    return loop, info
+
+
+def _info(
+    config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts, num_blocks: int, limits: Limits
+) -> ModelInfo:
+    """What settings and facts say of a core; a model without a KV cache has nothing to add about one."""
+    kv_bytes = loaded.kv_bytes_per_token
+    cache = {"kv_cache": num_blocks * config.cache.block_size * kv_bytes} if kv_bytes else {}
+    return ModelInfo(
+        name=files.name,
+        architecture=_architecture(files),
+        device=facts.device,
+        accelerator=facts.accelerator,
+        dtype=facts.dtype,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=[],
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        kv_bytes_per_token=kv_bytes,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        memory={"weights": loaded.weight_bytes} | cache,
+        phases={},
+        weights=loaded.weight_form,
+        kernels=loaded.kernels,
+        advice=loaded.advice,
+        step_parameters=loaded.step_parameters,
+        step_weight_bytes=loaded.step_weight_bytes,
+        max_logprobs=config.model.max_logprobs,
+        stream_interval=config.model.stream_interval,
+        scheduling_policy=config.scheduler.policy,
+    )
+
+
+def _pooler(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, *, encodes: bool) -> PoolerInfo:
+    """How vectors are made; an encoder knows a way of its own."""
+    override, size = config.model.pooler_config, facts.hidden_size
+    if not encodes:
+        return pooler_of(files, override, size=size, default="last")
+    return pooler_of(files, override, size=size, default=cast("Pooling", facts.pooling), labels=facts.num_labels)
+
+
+def _tasks(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, features: list[str]) -> list[str]:
+    """What the model is there for.
+
+    Raises:
+        ConfigError: the settings ask for something else, or for a feature that this build lacks.
+    """
+    if not is_encoder(files.config):
+        tasks = _decoder_tasks(config, files, features)
+    elif POOLING in features:
+        tasks = ["embed", "token_embed", *(["classify"] if facts.num_labels else [])]
+    else:
+        raise ConfigError(f"{files.name} is an encoder, but this build of Octavo lacks the feature {POOLING}.")
+    _check_processors(config, files, features, generates="generate" in tasks)
+    _check_embeds(config, files, features, generates="generate" in tasks)
+    return tasks
+
+
+def _recorder(config: EngineConfig, path: str, facts: WorkerFacts, sizes: CacheSizes) -> Recorder:
+    """Raises ConfigError if the settings hold what can't be in a file."""
+    odd = next((one for one in config.model.logits_processors if not isinstance(one, str)), None)
+    if odd is not None:
+        raise ConfigError(f"logits_processors={odd!r} can't be recorded with record_steps; name it as 'module:Class'.")
+    header = Header(FORM, __version__, msgspec.to_builtins(config), facts, sizes)
+    return Recorder(Path(path).expanduser(), config.device.record_steps_limit, header, PlanCodec(payload_types()))
+
+
+def _cache_sizes(num_blocks: int, limits: Limits) -> CacheSizes:
+    return CacheSizes(
         num_blocks=num_blocks,
         num_slots=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_step_tokens=limits.max_num_batched_tokens,
-        hooks=[feature.worker for feature in features],
-    )
-    scheduler = Scheduler(
-        KVCache(num_blocks, config.cache.block_size),
-        limits,
-        policy,
-        eos_token_ids=eos_token_ids(files),
-        hooks=[feature.engine for feature in features],
-        seed=config.model.seed,
-    )
-    sleeper = WorkerSleep(worker, make_runner) if config.model.enable_sleep_mode else None
-    profiler = _profiler(worker, profile)
-    depth = _depth(config, worker.device)
-    loop = EngineLoop(scheduler, make_runner(), depth, sleeper, profiler, WorkerWeights(worker), worker)
-    _warm_up(loop, timer, prompt_only="generate" not in tasks)
-    kv_bytes = worker.kv_bytes_per_token
-    info = msgspec.structs.replace(
-        _common_info(config, files, worker, limits, timer, names),
-        eos_token_ids=list(eos_token_ids(files)),
-        num_blocks=num_blocks,
-        kv_bytes_per_token=kv_bytes,
-        memory={"weights": worker.weight_bytes, "kv_cache": num_blocks * config.cache.block_size * kv_bytes},
-        step_parameters=worker.step_parameters,
-        step_weight_bytes=worker.step_weight_bytes,
-        kv_form=worker.kv_form,
-        kernels=worker.kernels,
-        advice=worker.advice,
-        tasks=tasks,
-        pooler=pooler if "embed" in tasks else None,
-    )
-    return loop, info
-
-
-def _build_encoder(
-    config: EngineConfig, files: ModelFiles, timer: PhaseTimer, profile: ProfileSettings | None
-) -> tuple[EngineLoop, ModelInfo]:
-    """An engine core whose model keeps nothing between steps, and whose requests are over after one."""
-    _check_encoder_settings(config, files)
-    policy = make_policy(config.scheduler.policy)
-    timer.begin("setup")
-    worker = EncoderWorker(config.model, config.device, files)
-    limits = _encoder_limits(config, files, worker)
-    timer.begin("weights")
-    with blamed(config.model.config_overrides):
-        worker.load()
-    spec = worker.spec
-    features = _features(config, files, worker, whole_prompts=True)
-    names = [feature.name for feature in features]
-    _check_processors(config, files, names, generates=False)
-    _check_embeds(config, files, names, generates=False)
-    if POOLING not in names:
-        raise ConfigError(f"{files.name} is an encoder, but this build of Octavo lacks the feature {POOLING}.")
-    pooler = pooler_of(
-        files, config.model.pooler_config, size=spec.hidden_size, default=spec.pooling, labels=spec.num_labels
-    )
-    scheduler = Scheduler(KVCache(0, 1, groups=()), limits, policy, hooks=[feature.engine for feature in features])
-    runner = worker.make_runner([feature.worker for feature in features])
-    profiler = _profiler(worker, profile)
-    loop = EngineLoop(scheduler, runner, _depth(config, worker.device), profiler=profiler, worker=worker)
-    _warm_up(loop, timer, prompt_only=True)
-    info = msgspec.structs.replace(
-        _common_info(config, files, worker, limits, timer, names),
-        tasks=["embed", "token_embed", *(["classify"] if spec.num_labels else [])],
-        pooler=pooler,
-    )
-    return loop, info
-
-
-def _profiler(worker: Worker | EncoderWorker, settings: ProfileSettings | None) -> Profiler | None:
-    return Profiler(settings, TorchTracer(worker.device.torch_device, settings)) if settings else None
-
-
-def _common_info(
-    config: EngineConfig,
-    files: ModelFiles,
-    worker: Worker | EncoderWorker,
-    limits: Limits,
-    timer: PhaseTimer,
-    features: list[str],
-) -> ModelInfo:
-    """What every core says of itself; a model without a KV cache has nothing to add about one."""
-    return ModelInfo(
-        name=files.name,
-        architecture=_architecture(files),
-        device=worker.device.name,
-        accelerator=worker.device.torch_device.type,
-        dtype=str(worker.dtype).removeprefix("torch."),
-        vocab_size=worker.spec.vocab_size,
-        hidden_size=worker.spec.hidden_size,
-        max_model_len=limits.max_model_len,
-        eos_token_ids=[],
-        num_blocks=0,
-        block_size=config.cache.block_size,
-        kv_bytes_per_token=0,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        memory={"weights": worker.weight_bytes},
-        phases=timer.seconds,
-        weights=worker.weight_form,
-        max_logprobs=config.model.max_logprobs,
-        stream_interval=config.model.stream_interval,
-        scheduling_policy=config.scheduler.policy,
-        features=features,
     )
 
 
@@ -212,24 +215,27 @@ def _check_encoder_settings(config: EngineConfig, files: ModelFiles) -> None:
             )
 
 
-def _encoder_limits(config: EngineConfig, files: ModelFiles, worker: EncoderWorker) -> Limits:
-    """A step takes at least one prompt of full length, for prompts are not divided."""
-    longest = worker.spec.max_position
+def _encoder_sized(
+    config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts
+) -> tuple[int, Limits]:
+    """No blocks, and limits by which a step takes at least one prompt of full length: prompts are not divided."""
+    longest = facts.max_position
     stated = _checked_length(config.model.max_model_len, longest)
     max_model_len = stated or min(longest, max_sequence_length(files) or longest)
-    num_seqs, step_tokens = config.scheduler.limits(*worker.device.default_limits)
-    return Limits(
+    num_seqs, step_tokens = config.scheduler.limits(*facts.default_limits)
+    limits = Limits(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=max(step_tokens, max_model_len),
         max_model_len=max_model_len,
-        max_ahead=_depth(config, worker.device) + 1,
+        max_ahead=_depth(config, facts) + 1,
         whole_prompts=True,
     )
+    return 0, limits
 
 
-def _depth(config: EngineConfig, device: Device) -> int:
+def _depth(config: EngineConfig, facts: WorkerFacts) -> int:
     """Steps launched ahead of the oldest unread one."""
-    return device.default_depth if config.scheduler.depth is None else config.scheduler.depth
+    return facts.default_depth if config.scheduler.depth is None else config.scheduler.depth
 
 
 def _decoder_tasks(config: EngineConfig, files: ModelFiles, features: list[str]) -> list[str]:
@@ -265,68 +271,48 @@ def _check_embeds(config: EngineConfig, files: ModelFiles, features: list[str], 
         raise ConfigError(f"--enable-prompt-embeds: this build of Octavo lacks the feature {PROMPT_EMBEDS}.")
 
 
-def _features(
-    config: EngineConfig, files: ModelFiles, worker: Worker | EncoderWorker, *, whole_prompts: bool = False
-) -> list[Feature]:
-    num_seqs, _ = config.scheduler.limits(*worker.device.default_limits)
-    return build_features(
-        FeatureContext(
-            vocab_size=worker.spec.vocab_size,
-            eos_token_ids=tuple(eos_token_ids(files)),
-            load_tokenizer=lambda: load_tokenizer(tokenizer_files(config.model, files)),
-            whole_prompts=whole_prompts,
-            device=str(worker.device.torch_device),
-            model=str(files.path),
-            max_num_seqs=num_seqs,
-            dense=dense_layers(files, worker.spec.hidden_size),
-            structured_outputs=StructuredDefaults.of(config.model.structured_outputs_config),
-            logits_processors=config.model.logits_processors,
-            prompt_embeds=config.model.enable_prompt_embeds,
-        )
-    )
-
-
 def _architecture(files: ModelFiles) -> str:
     return str((files.config.get("architectures") or ["unknown"])[0])
 
 
-def _sized(config: EngineConfig, worker: Worker) -> tuple[int, Limits]:
+def _sized(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts) -> tuple[int, Limits]:
     """The KV cache in blocks, and the limits of a step and a request over it.
 
     Raises:
         ConfigError: a step has fewer tokens than sequences, or the cache is too small.
     """
-    num_seqs, step_tokens = config.scheduler.limits(*worker.device.default_limits)
+    num_seqs, step_tokens = config.scheduler.limits(*facts.default_limits)
     if step_tokens < num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {step_tokens} is less than --max-num-seqs "
             f"{num_seqs}, so not every running sequence could decode in each step. Raise the first or "
             "lower the second."
         )
-    num_blocks, max_model_len = _fit(config, worker, num_seqs, step_tokens)
+    num_blocks, max_model_len = _fit(config, facts, loaded, num_seqs)
     limits = Limits(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=step_tokens,
         max_model_len=max_model_len,
-        max_ahead=_depth(config, worker.device) + 1,
+        max_ahead=_depth(config, facts) + 1,
         share_prefixes=config.cache.enable_prefix_caching,
         watermark=config.scheduler.watermark,
-        paced_tokens=worker.device.balanced_tokens,
+        paced_tokens=facts.balanced_tokens,
     )
     return num_blocks, limits
 
 
-def _fit(config: EngineConfig, worker: Worker, num_seqs: int, step_tokens: int) -> tuple[int, int]:
+def _fit(config: EngineConfig, facts: WorkerFacts, loaded: LoadedFacts, num_seqs: int) -> tuple[int, int]:
     """Blocks (as many as asked for, or else as fit, but no more than could be used) and the context they allow."""
     stated, block_size = config.cache.memory_bytes, config.cache.block_size
-    longest = worker.spec.max_position
+    longest = facts.max_position
     wanted = _checked_length(config.model.max_model_len, longest)
-    block_bytes = block_size * worker.kv_bytes_per_token
+    block_bytes = block_size * loaded.kv_bytes_per_token
     asked = _asked_blocks(config, block_bytes)
     if asked is not None:
         cache_bytes = asked * block_bytes
     else:
-        cache_bytes = worker.kv_budget(num_seqs, step_tokens) if stated is None else stated
+        cache_bytes = loaded.kv_budget if stated is None else stated
+        assert cache_bytes is not None, "a worker whose cache has no stated size says what there is room for"
     num_blocks = asked or min(cache_bytes // block_bytes, max(2, num_seqs * -(-(wanted or longest) // block_size)))
     tokens = num_blocks * block_size
     if wanted is not None and tokens < wanted:
@@ -345,8 +331,6 @@ def _fit(config: EngineConfig, worker: Worker, num_seqs: int, step_tokens: int) 
         log.warning(
             "the context is limited to the %d tokens that the KV cache holds; the model allows %d", tokens, longest
         )
-    if stated is not None or asked is not None:
-        worker.check_cache(num_blocks * block_bytes, num_seqs, step_tokens)
     return num_blocks, wanted or min(longest, tokens)
 
 

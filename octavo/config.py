@@ -190,6 +190,9 @@ class DeviceConfig:
         enforce_eager: launch every operation of every step; otherwise, decoding on a GPU is recorded once and replayed.
         disable_cascade_attn: requests that decode on a GPU read their whole contexts, each its own; otherwise what
             contexts have in common is read once.
+        distributed_executor_backend: "uni" has the model in the engine's process, "mp" in one of its own.
+        record_steps: a file that gets every plan, payload and output, to be computed again; see `engine/record.py`.
+        record_steps_limit: bytes of that file.
         profiler_config: where profiles are written and what is in them; see `core/profiling.py`. Without it the
             environment variable for the folder counts.
     """
@@ -201,6 +204,9 @@ class DeviceConfig:
     cpu_isa: str = "auto"
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
+    distributed_executor_backend: Literal["uni", "mp"] = "uni"
+    record_steps: str | None = None
+    record_steps_limit: int = 1 << 30
     profiler_config: dict[str, Any] = field(default_factory=dict)
 
 

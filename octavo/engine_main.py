@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 from octavo.config import DeviceConfig, EngineConfig
 from octavo.core.info import ModelInfo
 from octavo.core.memory import check_address_space, memory_errors
-from octavo.engine.core_server import CoreServer
+from octavo.engine.core_server import LOST, CoreServer
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase
 from octavo.engine.process import keep_freed_memory, receive_payload
@@ -21,7 +23,10 @@ from octavo.native.needs import needed_libraries
 def main() -> int:
     listener, (config, files, log) = receive_payload()
     log.set_up("%(levelname)s %(asctime)s %(name)s: %(message)s")
-    return CoreServer(listener).run(partial(_start, config, files))
+    code = CoreServer(listener).run(partial(_start, config, files))
+    if code == LOST:
+        _leave(code)
+    return code
 
 
 def _start(config: EngineConfig, files: ModelFiles, on_phase: OnPhase) -> tuple[EngineLoop, ModelInfo]:
@@ -36,6 +41,14 @@ def _start(config: EngineConfig, files: ModelFiles, on_phase: OnPhase) -> tuple[
         core = build_core(config, files, on_phase)
     keep_freed_memory()
     return core
+
+
+def _leave(code: int) -> None:
+    """End the process now: destructors of tensors and graphs fail, or wait for ever, on a device that is lost."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _on_cpu(device: DeviceConfig) -> bool:

@@ -131,7 +131,6 @@ FLAGS: dict[str, Missing | Needless] = {
     "decode-context-parallel-size": _one("context parallelism"),
     "prefill-context-parallel-size": _one("context parallelism"),
     "enable-expert-parallel": _switch("expert parallelism is"),
-    "distributed-executor-backend": _value("a distributed executor is", "uni"),
     "quantization": Missing(
         "quantizing weights as they are loaded is not supported: a GGUF file that is quantized stays so by itself",
         frozenset({"none", "None", "auto"}),

@@ -53,16 +53,14 @@ def save_decoder(folder: Path, seed: int, **changes: Any) -> Path:
 
     torch.manual_seed(seed)
     config = transformers.Qwen3Config(
-        vocab_size=400,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=128,
         initializer_range=0.15,
-        **changes,
+        **{"vocab_size": 400, "max_position_embeddings": 128} | changes,
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     toy_tokenizers.byte_level().save(str(folder / "tokenizer.json"))

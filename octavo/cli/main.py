@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "complete one prompt and print the answer",
     "run-batch": "answer a file of requests and exit",
     "bench": "measure throughput, latency, or a running server",
+    "replay-steps": "compute a recorded run again and compare its tokens",
     "pull": "download a model, or list those known by name",
 }
 
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(words) > 1 and words[0] == "help":
         words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
-        print(USAGE.format(commands="\n".join(f"  {name:10}{about}" for name, about in COMMANDS.items())), end="")
+        print(USAGE.format(commands="\n".join(f"  {name:14}{about}" for name, about in COMMANDS.items())), end="")
         return 0 if words else 2
     if words[0] in ("-V", "--version", "version"):
         print(f"octavo {__version__}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -47,6 +48,25 @@ class ConfigError(OctavoError):
 
 class EngineDeadError(OctavoError):
     """The engine core has stopped; nothing further can be generated (HTTP 503)."""
+
+
+class DeviceLostError(EngineDeadError):
+    """The device, or a process that drives one, can compute nothing more; only a new engine can use it (HTTP 503)."""
+
+    def __init__(self, device: str, reason: str, log_lines: Sequence[str] = ()) -> None:
+        """
+        Args:
+            device: its name, as in "NVIDIA H200 (cuda:0)".
+            reason: what happened to it, without a final full stop.
+            log_lines: the last ones of the process that is gone; a traceback shows them, the message does not.
+        """
+        self.reason = reason
+        if log_lines:
+            self.add_note("\n".join(["It last logged:", *log_lines]))
+        super().__init__(
+            f"The device was lost: {device}: {reason}. Every request ends with this error and the engine stops; start "
+            "it again. If it happens again, its log shows the step that failed."
+        )
 
 
 class EngineStateError(OctavoError):

@@ -54,6 +54,8 @@ class StepPlan(msgspec.Struct, frozen=True):
         freed: slots that no later step uses until they are in `new` again.
         payload: feature name -> what its worker half needs this step.
         needs_feedback: the rows can't be sampled before the previous step's tokens are known on the CPU.
+        repeats: the rows equal those of the plan before, which was launched, and `new` is empty; a worker may keep what
+            it laid out for them. Never set on the first plan after a failed step.
     """
 
     id: int
@@ -67,6 +69,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     freed: list[int]
     payload: dict[str, Any] = msgspec.field(default_factory=dict)
     needs_feedback: bool = False
+    repeats: bool = False
 
     @property
     def total_tokens(self) -> int:
@@ -75,7 +78,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class PlanDraft:
-    """A `StepPlan` in the making, and the requests behind its rows (which never leave the scheduler)."""
+    """A `StepPlan` in the making; its fields are those of the plan."""
 
     new: list[NewRow] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
@@ -86,6 +89,7 @@ class PlanDraft:
     copies: list[tuple[int, int]] = field(default_factory=list)
     payload: dict[str, Any] = field(default_factory=dict)
     needs_feedback: bool = False
+    repeats: bool = False
 
     def freeze(self, step_id: int, freed: list[int]) -> StepPlan:
         return StepPlan(
@@ -100,4 +104,5 @@ class PlanDraft:
             freed=freed,
             payload=self.payload,
             needs_feedback=self.needs_feedback,
+            repeats=self.repeats,
         )

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from octavo.core.errors import DeviceLostError
+
 _GIB = 1 << 30
 
 
@@ -58,6 +60,10 @@ class Device(Protocol):
 
     def give_back(self) -> None:
         """Let other processes have the memory that was freed."""
+        ...
+
+    def loss(self, error: Exception) -> DeviceLostError | None:
+        """Return what to raise if the device can't compute any more after `error`, else None."""
         ...
 
     def check_cache(self, size: int, workspace: int) -> None:

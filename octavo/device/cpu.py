@@ -6,10 +6,11 @@ import logging
 
 import torch
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, DeviceLostError
 from octavo.device import host
 from octavo.device.base import too_large
 from octavo.device.binding import bind
+from octavo.device.lost import reason_lost
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,10 @@ class CpuDevice:
 
     def give_back(self) -> None:
         host.trim_memory()
+
+    def loss(self, error: Exception) -> DeviceLostError | None:
+        reason = reason_lost(error, self.torch_device)
+        return None if reason is None else DeviceLostError(self.name, reason)
 
     def check_cache(self, size: int, workspace: int) -> None:
         """By what is free now; memory that nobody has touched seems to be had without end."""

@@ -7,9 +7,10 @@ import logging
 
 import torch
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, DeviceLostError
 from octavo.device.base import too_large
 from octavo.device.binding import bind
+from octavo.device.lost import reason_lost
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,10 @@ class CudaDevice:
     def give_back(self) -> None:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
+
+    def loss(self, error: Exception) -> DeviceLostError | None:
+        reason = reason_lost(error, self.torch_device)
+        return None if reason is None else DeviceLostError(f"{self.name} ({self.torch_device})", reason)
 
     def check_cache(self, size: int, workspace: int) -> None:
         free, _, idle = self._memory()

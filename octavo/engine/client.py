@@ -10,14 +10,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from octavo.core import errors
-from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError, SlowReaderError
+from octavo.core.errors import EngineDeadError, InvalidRequestError, SlowReaderError
 from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import TokenDelta
 from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
+from octavo.engine.failure import Failure
 from octavo.engine.frames import Frames, frame
 from octavo.engine.inbox import Inbox
 from octavo.engine.phases import OnPhase
@@ -276,8 +276,13 @@ class CoreClient:
                 self._on_phase(name, seconds)
             case wire.Ready(info):
                 self._ready.set_result(info)
+            case wire.Lost(text):
+                log.critical("%s", text)
+                self._die(text)
+                if self._transport is not None:
+                    self._transport.close()
             case wire.Failed(kind, text):
-                self._ready.set_exception(_error_of(kind, text))
+                self._ready.set_exception(Failure(kind, text).error("could not start"))
 
     def _answer(self, done: wire.Done) -> None:
         call = self._calls.get(done.call)
@@ -286,7 +291,7 @@ class CoreClient:
         if done.kind is None:
             call.set_result(done.value)
         else:
-            call.set_exception(_error_of(done.kind, done.message, done.param, failed="failed at this"))
+            call.set_exception(Failure(done.kind, done.message, done.param).error("failed at this"))
 
     def _spread(self, news: wire.News) -> None:
         if news.stats is not None:
@@ -326,9 +331,10 @@ class CoreClient:
                 was_well = self._report(was_well)
         finally:
             exited.cancel()
-        reason = self._process.obituary()
-        log.error("%s", reason)
-        self._die(reason)
+        if self._dead is None:
+            reason = self._process.obituary()
+            log.error("%s", reason)
+            self._die(reason)
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -378,14 +384,3 @@ class _Receiver(asyncio.Protocol):
 
 def _unheard(phase: str, seconds: float | None) -> None:
     """For those who want to know nothing of the start."""
-
-
-def _error_of(kind: str, message: str, param: str | None = None, failed: str = "could not start") -> OctavoError:
-    cls = getattr(errors, kind, None)
-    if isinstance(cls, type) and issubclass(cls, InvalidRequestError):
-        return cls(message, param=param)
-    if isinstance(cls, type) and issubclass(cls, OctavoError):
-        error = cls.__new__(cls)
-        Exception.__init__(error, message)
-        return error
-    return EngineDeadError(f"The engine core {failed}: {message}")

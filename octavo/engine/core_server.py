@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.core.errors import EngineStateError, InvalidRequestError, OctavoError
+from octavo.core.errors import DeviceLostError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.info import ModelInfo
 from octavo.core.output import TokenDelta
 from octavo.core.pausing import Part, PauseMode
@@ -21,7 +21,8 @@ from octavo.core.request import GenerateRequest, answers_to
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
 from octavo.engine.connections import Connection, Connections
-from octavo.engine.executor import Staged, Weights
+from octavo.engine.executor import Staged, WorkerPort
+from octavo.engine.failure import Failure
 from octavo.engine.phases import OnPhase
 from octavo.engine.updates import Job, Update, Updates
 
@@ -44,6 +45,9 @@ class Loop(Protocol):
     def step(self) -> list[TokenDelta]: ...
 
     @property
+    def lost(self) -> DeviceLostError | None: ...
+
+    @property
     def settled(self) -> bool: ...
 
     def pause(self, mode: PauseMode) -> list[TokenDelta]: ...
@@ -58,7 +62,7 @@ class Loop(Protocol):
 
     def reset_prefix_cache(self) -> None: ...
 
-    def check_weights(self) -> Weights: ...
+    def check_weights(self) -> WorkerPort: ...
 
     def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None: ...
 
@@ -77,10 +81,13 @@ class Loop(Protocol):
 
 MakeCore = Callable[[OnPhase], tuple[Loop, ModelInfo]]
 
+LOST = 70
+"""Exit code of a core whose device was lost (EX_SOFTWARE of sysexits.h)."""
 _IDLE_POLL_MS = 1000
 _STARVED_POLL_MS = 2
 _UPDATE_POLL_MS = 20
 _HELLO_S = 1.0
+_LEAVE_S = 1.0
 _STATS_S = 0.05
 
 
@@ -100,12 +107,13 @@ class CoreServer:
         self._updates: Updates[Connection] = Updates()
         self._info: ModelInfo | None = None
         self._loop: Loop | None = None
+        self._lost: wire.Lost | None = None
         self._stats_due = 0.0
         self._alive = True
         self._parent = os.getppid()
 
     def run(self, make_core: MakeCore) -> int:
-        """Start the core, serve until told to stop; returns the process's exit code."""
+        """Start the core and serve until it is stopped or its device is lost; return the process's exit code."""
         self._wait_for_hello()
         try:
             self._loop, self._info = make_core(self._on_phase)
@@ -114,12 +122,16 @@ class CoreServer:
             return self._close(1)
         except Exception as error:
             log.exception("the engine core could not start")
-            self._broadcast(wire.Failed(type(error).__name__, f"{type(error).__name__}: {error}"))
+            failure = Failure.of(error)
+            self._broadcast(wire.Failed(failure.kind, failure.message))
             return self._close(1)
         self._broadcast(wire.Ready(self._info))
         gc.collect()
         gc.freeze()
-        self._serve(self._loop)
+        lost = self._serve(self._loop)
+        if lost is not None:
+            self._take_leave(lost)
+            return self._close(LOST)
         self._loop.close()
         return self._close(0)
 
@@ -129,22 +141,43 @@ class CoreServer:
         while not self._clients and (left := until - time.monotonic()) > 0:
             self._receive(int(left * 1000) + 1)
 
-    def _serve(self, loop: Loop) -> None:
-        while self._alive and os.getppid() == self._parent:
-            self._receive(self._patience_ms(loop))
-            if not loop.busy:
-                loop.idle()
-                self._send_news([])  # a sign of life
-            else:
-                deltas = loop.step()
-                if deltas or not loop.starved or not loop.busy:  # the last gauges told shall be those of an idle engine
-                    self._send_news(deltas)
-                if not loop.busy:
-                    loop.check_idle()
-            for job in self._updates.done():
-                self._end_job(loop, job)
-            if self._settling and loop.settled:
-                self._settle(loop)
+    def _take_leave(self, lost: DeviceLostError) -> None:
+        """Tell all front ends that the engine ends, and wait a little until they have read it and closed.
+
+        What they have sent meanwhile is read and dropped: a socket that is closed over unread messages may break off
+        before its last one is read.
+        """
+        self._loop, self._lost = None, wire.Lost(str(lost))
+        self._broadcast(self._lost)
+        until = time.monotonic() + _LEAVE_S
+        while self._clients and (left := until - time.monotonic()) > 0:
+            self._receive(int(left * 1000) + 1)
+
+    def _serve(self, loop: Loop) -> DeviceLostError | None:
+        """Serve until it is to end; return why, if that is the loss of the device."""
+        try:
+            while self._alive and os.getppid() == self._parent and loop.lost is None:
+                self._receive(self._patience_ms(loop))
+                self._turn(loop)
+        except DeviceLostError as error:
+            return error
+        return loop.lost
+
+    def _turn(self, loop: Loop) -> None:
+        """Take one step, or show a sign of life, and do what waited for it."""
+        if not loop.busy:
+            loop.idle()
+            self._send_news([])
+        else:
+            deltas = loop.step()
+            if deltas or not loop.starved or not loop.busy:  # the last gauges sent are those of an idle engine
+                self._send_news(deltas)
+            if not loop.busy and loop.lost is None:
+                loop.check_idle()
+        for job in self._updates.done():
+            self._end_job(loop, job)
+        if self._settling and loop.settled:
+            self._settle(loop)
 
     def _patience_ms(self, loop: Loop) -> int:
         """How long to wait for a message before the next look at everything else."""
@@ -169,6 +202,8 @@ class CoreServer:
                 self._clients.append(client)
                 if self._info is not None:
                     self._send(client, wire.Ready(self._info))
+                if self._lost is not None:
+                    self._send(client, self._lost)
             case wire.Add(request) if self._loop is not None:
                 self._add(self._loop, client, request)
             case wire.Abort(request_id, index) if self._loop is not None:
@@ -334,22 +369,20 @@ class CoreServer:
         return code
 
 
-def _do(weights: Weights, command: wire.WeightCommand) -> Any:
+def _do(worker: WorkerPort, command: wire.WeightCommand) -> Any:
     match command:
         case wire.BeginWeights():
-            return weights.begin()
+            return worker.begin_weights()
         case wire.ReceiveWeights(_, update_info):
-            return weights.receive(update_info)
+            return worker.receive_weights(update_info)
         case wire.UpdateWeights(received=True):
-            return weights.stage_received()
+            return worker.stage_received()
         case wire.UpdateWeights(path=path, load_format=load_format):
-            return weights.stage(path, load_format)
+            return worker.stage_weights(path, load_format)
 
 
 def _failed(call: int, error: Exception) -> wire.Done:
-    if isinstance(error, InvalidRequestError):
-        return wire.Done(call, kind=type(error).__name__, message=error.message, param=error.param)
-    if isinstance(error, OctavoError):
-        return wire.Done(call, kind=type(error).__name__, message=str(error))
-    log.exception("a command failed", exc_info=error)
-    return wire.Done(call, kind=type(error).__name__, message=f"{type(error).__name__}: {error}")
+    if not isinstance(error, OctavoError):
+        log.exception("a command failed", exc_info=error)
+    failure = Failure.of(error)
+    return wire.Done(call, kind=failure.kind, message=failure.message, param=failure.param)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from octavo.core.errors import EngineStateError, UnsupportedError, internal_error
+from octavo.core.errors import DeviceLostError, EngineStateError, internal_error
 from octavo.core.output import TokenDelta
 from octavo.core.pausing import AWAKE, Part, PauseMode
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.spans import Watched
 from octavo.core.stats import EngineStats
-from octavo.engine.executor import Executor, Sleeper, Staged, Step, Weights
+from octavo.engine.executor import Executor, FixedWorker, Staged, Step, WorkerPort
 from octavo.engine.pause import Bed, Gate, NoExecutor
 from octavo.engine.profile import Profiler
+from octavo.engine.record import Recorder
 from octavo.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -31,29 +32,64 @@ class EngineLoop:
         scheduler: Scheduler,
         executor: Executor,
         depth: int = 0,
-        sleeper: Sleeper | None = None,
+        *,
+        worker: WorkerPort | None = None,
         profiler: Profiler | None = None,
-        weights: Weights | None = None,
-        worker: Any = None,
     ) -> None:
-        """`sleeper` gives the executor's memory back while the engine sleeps, where it was started for that; so does
-        `profiler` make profiles. `weights` gives the model others; None where it can't have others.
-        `worker` is what the executor runs on, for programs that want to reach into it."""
+        """
+        Args:
+            depth: steps launched ahead of the oldest one whose tokens are not known.
+            worker: where the executor comes from; None for an executor that stays as it is.
+            profiler: makes profiles; None where the engine was not started for them.
+        """
         self._scheduler = scheduler
         self._executor = executor
+        self._worker = worker or FixedWorker()
         self._gate = Gate(scheduler)
-        self._bed = Bed(sleeper)
+        self._bed = Bed(self._worker)
         self._profiler = profiler
-        self._weights = weights
-        self.worker = worker
+        self._recorder: Recorder | None = None
+        self._lost: DeviceLostError | None = None
         self._depth = depth
         self._flight: deque[Step] = deque()
         self._ahead: tuple[StepPlan, Step] | None = None
         self._launched = False
         self._plan_s = 0.0
 
+    def record(self, recorder: Recorder) -> None:
+        """Record all steps from now on. No step is in flight."""
+        self._recorder = recorder
+        self._executor = self._recorded(self._executor)
+
+    def _recorded(self, executor: Executor) -> Executor:
+        return self._recorder.around(executor, self._scheduler.names_of) if self._recorder else executor
+
+    @property
+    def lost(self) -> DeviceLostError | None:
+        """Why nothing can be computed any more; None while the device is well. Once set, it stays."""
+        return self._lost
+
+    def check_alive(self) -> None:
+        """Raise DeviceLostError if the device is lost."""
+        if self._lost is not None:
+            raise self._lost
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Find out whether an error of work outside of steps means that the device is lost, and raise that then."""
+        self.check_alive()
+        try:
+            yield
+        except Exception as error:
+            lost = self._loss(error)
+            if lost is not None and lost is not error:
+                raise lost from error
+            raise
+
     @property
     def busy(self) -> bool:
+        if self._lost is not None:
+            return False
         return self._in_flight or (self._scheduler.has_work and not self._gate.frozen)
 
     @property
@@ -76,7 +112,13 @@ class EngineLoop:
         return not self._launched and not self._flight
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises InvalidRequestError if it can never fit."""
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never fit.
+            DeviceLostError: nothing can be computed any more.
+        """
+        self.check_alive()
         self._gate.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]:
@@ -85,6 +127,7 @@ class EngineLoop:
     def pause(self, mode: PauseMode) -> list[TokenDelta]:
         """Let requests that come from now on wait, and do with the others what the mode says; `settled` says when that
         is done. A pause may follow another."""
+        self.check_alive()
         news = self._gate.close(mode)
         self._gate.frozen |= self._bed.level != AWAKE
         return news
@@ -95,6 +138,7 @@ class EngineLoop:
 
     def resume(self) -> list[TokenDelta]:
         """End a pause. Raises EngineStateError while the engine sleeps."""
+        self.check_alive()
         self._bed.check_awake()
         return self._gate.open()
 
@@ -104,31 +148,39 @@ class EngineLoop:
         self._bed.check(level)
         self._end_profile()  # for it watches an executor that goes
         self._gate.close(PauseMode.KEEP)
-        if level and not self._bed.empty:
-            self._scheduler.park()
-            self._executor.close()
-            self._executor = NoExecutor()  # for the last one's memory goes when nobody holds it
-        self._bed.sleep(level)
+        with self._guarded():
+            if level and not self._bed.empty:
+                self._scheduler.park()
+                self._executor = NoExecutor()  # for the last one's memory goes when nobody holds it
+            self._bed.sleep(level)
 
     def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]:
         """Take the memory of these parts again; once nothing sleeps any more, go on."""
+        self.check_alive()
         if self._bed.level == AWAKE:
             return []
-        executor = self._bed.wake_up(parts)
-        self._executor = executor or self._executor
+        with self._guarded():
+            executor = self._bed.wake_up(parts)
+        if executor is not None:
+            self._executor = self._recorded(executor)
         return self._gate.open() if self._bed.level == AWAKE else []
 
-    def check_weights(self) -> Weights:
-        """What stages weights.
+    def check_weights(self) -> WorkerPort:
+        """Return what stages weights.
 
         Raises:
             UnsupportedError: the model can't have others.
             EngineStateError: those that it has are asleep.
         """
-        if self._weights is None:
-            raise UnsupportedError("The weights of this model can't be replaced while it is served; start it anew.")
+        self.check_alive()
+        self._worker.check_weights()
         self._bed.check_has(Part.WEIGHTS)
-        return self._weights
+        return self._worker
+
+    @property
+    def worker(self) -> WorkerPort:
+        """For programs that call functions with the worker."""
+        return self._worker
 
     def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None:
         """Compute with other weights from now on. A pause has settled.
@@ -143,9 +195,12 @@ class EngineLoop:
         """
         self.check_weights()
         self._end_profile()  # for it watches kernels that read the old ones
+        if self._recorder is not None:
+            self._recorder.stop("the weights are replaced")
         if flush_cache:
             self._scheduler.park()
-        staged.put_in_place(version, rescale=flush_cache)
+        with self._guarded():
+            staged.put_in_place(version, rescale=flush_cache)
 
     def start_profile(self, prefix: str = "") -> None:
         """Note what each step does, until `stop_profile`, or until the profile is long enough.
@@ -153,6 +208,7 @@ class EngineLoop:
         Raises:
             EngineStateError: the engine was not started for profiles, or makes one.
         """
+        self.check_alive()
         profiler = self._profiler
         if profiler is None:
             raise EngineStateError(
@@ -181,7 +237,9 @@ class EngineLoop:
             self._profiler.end()
 
     def idle(self) -> None:
-        """Whoever drives the loop calls it now and then while nothing is to be computed."""
+        """Call periodically while the engine is idle. Raises DeviceLostError if the device is lost."""
+        with self._guarded():
+            self._worker.check()
         if self._profiler is not None:
             self._profiler.end_if_due()
 
@@ -189,8 +247,7 @@ class EngineLoop:
         stats = self._scheduler.stats()
         stats.num_waiting += self._gate.num_held
         stats.paused, stats.sleep_level = self._gate.closed, self._bed.level
-        if self._weights is not None:
-            stats.weight_version = self._weights.version
+        stats.weight_version = self._worker.weight_version
         return stats
 
     def check_idle(self) -> None:
@@ -207,20 +264,45 @@ class EngineLoop:
         self._scheduler.forget_past()
 
     def close(self) -> None:
+        """Free the device. A lost one frees nothing: that takes the end of its process."""
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._lost is not None:
+            return
         self._end_profile()
-        self._executor.close()
+        self._worker.close()
 
     def step(self) -> list[TokenDelta]:
-        """Launch one step if there is something to compute, and retire those that the depth asks for."""
+        """Launch one step if there is something to compute, and retire those that the depth asks for.
+
+        A step that fails is recovered from: see `Scheduler.recover`. If the device was lost with it, there is nothing
+        to recover; tokens that were taken in before are still returned.
+
+        Raises:
+            DeviceLostError: the device is lost, now or since an earlier step, and no tokens are left to return.
+        """
+        self.check_alive()
         news: list[TokenDelta] = []
         try:
             self._step(news)
         except Exception as error:
-            log.exception("a step failed; if several requests were in it, they run again one by one")
             self._flight.clear()
             self._ahead = None
-            news += self._scheduler.recover(internal_error(error))
+            lost = self._loss(error)
+            if lost is None:
+                log.exception("a step failed; if several requests were in it, they run again one by one")
+                news += self._scheduler.recover(internal_error(error))
+            elif not news:
+                raise lost from error
         return news
+
+    def _loss(self, error: Exception) -> DeviceLostError | None:
+        """Note the loss of the device if `error` is one or comes of one, and return it; None if steps can go on."""
+        self._lost = error if isinstance(error, DeviceLostError) else self._worker.loss(error)
+        if self._lost is not None:
+            log.critical("the engine stops. %s", self._lost, exc_info=error)
+            self._worker.abandon()
+        return self._lost
 
     def _step(self, news: list[TokenDelta]) -> None:
         """Plan step n + 1 from bounds while the device runs n, launch it, and only then look at the tokens of n.

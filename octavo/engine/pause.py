@@ -11,7 +11,7 @@ from octavo.core.pausing import AWAKE, Part, PauseMode
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.spans import Spans
-from octavo.engine.executor import Executor, Sleeper, Step
+from octavo.engine.executor import Executor, Step, WorkerPort
 from octavo.schedule.limits import checked_max_tokens
 from octavo.schedule.scheduler import Scheduler
 
@@ -83,9 +83,6 @@ class NoExecutor:
     def watch(self, spans: Spans) -> None:
         """There are no steps."""
 
-    def close(self) -> None:
-        """Nothing is left to free."""
-
 
 class Bed:
     """
@@ -93,24 +90,21 @@ class Bed:
         level: how deep the engine sleeps; AWAKE if it does not.
         empty: whether the executor's memory was given back, and no new one has been made.
 
-    Args:
-        sleeper: None where the engine was not started for sleeping.
     """
 
-    def __init__(self, sleeper: Sleeper | None) -> None:
+    def __init__(self, worker: WorkerPort) -> None:
         self.level = AWAKE
-        self._sleeper = sleeper
+        self._worker = worker
         self._asleep: set[Part] = set()
         self.empty = False
 
-    def check(self, level: int) -> Sleeper | None:
-        """Raises EngineStateError if the engine can't sleep so deep."""
-        if level and self._sleeper is None:
+    def check(self, level: int) -> None:
+        """Raise EngineStateError if the engine can't sleep so deep."""
+        if level and not self._worker.can_sleep:
             raise EngineStateError(
                 "The engine was not started for sleeping, so it keeps its memory; start it with --enable-sleep-mode "
                 "(enable_sleep_mode=True)."
             )
-        return self._sleeper
 
     def check_awake(self) -> None:
         """Raises EngineStateError if anything sleeps."""
@@ -125,15 +119,15 @@ class Bed:
             )
 
     def sleep(self, level: int) -> None:
-        """A deeper sleep may follow one that is not so deep; else nothing happens. From level 1 on the executor must
-        be closed."""
-        sleeper = self.check(level)
+        """Sleep as deep as the level says, or deeper; a level that is not deeper changes nothing. From level 1 on
+        nothing may hold the executor."""
+        self.check(level)
         if level <= self.level:
             return
-        if level and sleeper is not None:
+        if level:
             self.empty = True
             self._asleep = {Part.WEIGHTS, Part.KV_CACHE}
-            sleeper.sleep(level)
+            self._worker.sleep(level)
         else:
             self._asleep = {Part.SCHEDULING}
         self.level = level
@@ -142,11 +136,11 @@ class Bed:
         """A new executor, if the last one's memory is all there again by this."""
         for part in parts:
             if part in self._asleep:
-                if self._sleeper is not None and part is not Part.SCHEDULING:
-                    self._sleeper.wake_up(part)
+                if part is not Part.SCHEDULING:
+                    self._worker.wake_up(part)
                 self._asleep.discard(part)
         if self._asleep:
             return None
-        executor = self._sleeper.executor() if self._sleeper is not None and self.empty else None
+        executor = self._worker.executor() if self.empty else None
         self.empty, self.level = False, AWAKE
         return executor

@@ -15,13 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError
 from octavo.core.output import TokenDelta
 from octavo.core.plan import StepPlan
 from octavo.core.profiling import ProfileSettings
 from octavo.core.spans import Span, Spans
+from octavo.engine.executor import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +33,6 @@ _EVENTS = re.compile(r'"traceEvents":\s*\[')
 _ROWS = ("steps", "kernels")
 
 Step = Callable[[], list[TokenDelta]]
-
-
-class Tracer(Protocol):
-    """What looks deeper than the loop, such as torch's profiler."""
-
-    def start(self) -> None: ...
-
-    def stop(self, path: Path) -> None:
-        """End, and write what was seen to `path` in the format above."""
-        ...
 
 
 class Profiler:

@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from octavo.core.errors import UnsupportedError
+from octavo.core.errors import DeviceLostError, UnsupportedError
 from octavo.core.info import ModelInfo
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta
 from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.core_server import CoreServer
-from octavo.engine.executor import Staged, Weights
+from octavo.engine.executor import Staged, WorkerPort
 from octavo.engine.process import receive_payload
 
 
@@ -68,6 +68,10 @@ class StubLoop:
     @property
     def starved(self) -> bool:
         return self._waits
+
+    @property
+    def lost(self) -> DeviceLostError | None:
+        return None
 
     def add(self, request: GenerateRequest) -> None:
         self._rows[request.id] = _Row(request, set(range(request.params.n)))
@@ -130,7 +134,7 @@ class StubLoop:
         """Nothing sleeps."""
         return []
 
-    def check_weights(self) -> Weights:
+    def check_weights(self) -> WorkerPort:
         raise UnsupportedError("A stub has no weights.")
 
     def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None:

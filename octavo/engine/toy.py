@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.cache.groups import FULL, CacheGroup
+from octavo.core.errors import DeviceLostError
 from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans
@@ -38,6 +39,10 @@ def toy_generate(
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
+
+
+def _rows(plan: StepPlan) -> tuple[list[int], list[int], list[int], list[bool]]:
+    return plan.slots, plan.num_tokens, plan.num_drafts, plan.samples
 
 
 @dataclass(slots=True)
@@ -67,8 +72,9 @@ class ToyDevice:
     """A FIFO of launched work. `lazy` runs it only when a result is asked for; otherwise at random moments.
 
     `num_drafts` tokens are drafted after each sampled one, right three times out of five. `groups` are those of its
-    layers, one layer each. To test what a fault costs, `fail_at` names plans whose forward pass raises, and `poison` a
-    token that no step can compute.
+    layers, one layer each. To test what a fault costs, `fail_at` names plans whose forward pass raises, `poison` a
+    token that no step can compute, and `lost_at` the plan whose result, and everything after it, raises
+    DeviceLostError.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class ToyDevice:
         fail_at: Sequence[int] = (),
         poison: int | None = None,
         groups: Sequence[CacheGroup] = FULL,
+        lost_at: int | None = None,
     ) -> None:
         self._cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
@@ -91,17 +98,32 @@ class ToyDevice:
         self._random = random.Random(seed)
         self._fail_at = frozenset(fail_at)
         self._poison = poison
+        self._lost_at = lost_at
+        self._lost = False
         self._queue: deque[Callable[[], None]] = deque()
         self._slots: dict[int, _Slot] = {}
+        self._before: StepPlan | None = None
+        """The last plan that was launched; None after one that failed."""
         self.cells_computed = 0
 
     def forward(self, plan: StepPlan) -> ToyStep:
         step = ToyStep(plan, self)
+        self._check_repeats(plan)
         if plan.id in self._fail_at:
-            self._queue.clear()
-            raise RuntimeError(f"the toy device was told to fail at step {plan.id}")
+            raise self._failed(f"the toy device was told to fail at step {plan.id}")
         self._enqueue(lambda: self._forward(step))
         return step
+
+    def _check_repeats(self, plan: StepPlan) -> None:
+        """A plan that says so has the rows of the one before, which has not failed."""
+        before, self._before = self._before, plan
+        if plan.repeats and (plan.new or before is None or _rows(plan) != _rows(before) or before.id != plan.id - 1):
+            raise AssertionError(f"plan {plan.id} does not repeat the one before")
+
+    def _failed(self, text: str) -> RuntimeError:
+        self._queue.clear()
+        self._before = None
+        return RuntimeError(text)
 
     def sample(self, step: ToyStep, payload: dict[str, Any]) -> None:
         self._enqueue(lambda: self._sample(step))
@@ -109,10 +131,9 @@ class ToyDevice:
     def watch(self, spans: Spans) -> None:
         """A toy has no parts."""
 
-    def close(self) -> None:
-        self._queue.clear()
-
     def drain(self) -> None:
+        if self._lost:
+            raise DeviceLostError("toy device", "it was told to break")
         while self._queue:
             self._queue.popleft()()
 
@@ -123,6 +144,9 @@ class ToyDevice:
 
     def _forward(self, step: ToyStep) -> None:
         plan = step.plan
+        if plan.id == self._lost_at:
+            self._lost = True
+            raise DeviceLostError("toy device", "it was told to break")
         self._apply(plan)
         spans = []
         for slot, count, drafts in zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True):
@@ -132,8 +156,7 @@ class ToyDevice:
             if len(inputs) != count:
                 raise AssertionError(f"slot {slot}: the plan computes {count} tokens but the device has {len(inputs)}")
             if self._poison in inputs:
-                self._queue.clear()
-                raise RuntimeError(f"the toy device can't compute token {self._poison} (slot {slot})")
+                raise self._failed(f"the toy device can't compute token {self._poison} (slot {slot})")
             step.inputs.append(inputs)
             spans.append((state, start, state.tokens[:start] + inputs))
         for index, group in enumerate(self._groups):

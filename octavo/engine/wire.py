@@ -147,6 +147,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str
 
 
+class Lost(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The core's last message: its device is lost, every request ends with this error, and the process ends."""
+
+    message: str
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request that can never run; the fields of `InvalidRequestError`."""
 
@@ -185,7 +191,7 @@ class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
 WeightCommand = UpdateWeights | BeginWeights | ReceiveWeights
 Command = Pause | Resume | Sleep | WakeUp | AbortNamed | StartProfile | StopProfile | WeightCommand
 ToCore = Hello | Add | Abort | Reset | Command | Shutdown
-ToClient = Phase | Ready | Failed | Refused | Done | News
+ToClient = Phase | Ready | Failed | Lost | Refused | Done | News
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

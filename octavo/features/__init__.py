@@ -1,4 +1,12 @@
-"""The table of features: optional capabilities, each a folder here with a `build(context) -> Feature | None`.
+"""The table of features: optional capabilities, each a folder here.
+
+A feature's halves are modules of its folder, each of which may be missing:
+
+- `engine.py` has `build_engine(context) -> EngineHook | None`. It needs no torch.
+- `worker.py` has `build_worker(context) -> WorkerHook | None`, which may be called in another process, with a context
+  of the same settings.
+- `payload.py` has `NAME`, by which requests' options and plans call the feature, and `PAYLOAD`, the msgspec type of
+  what the engine half sends to the worker half with a step. It needs no torch.
 
 A folder that is not there leaves the engine without that feature and otherwise whole; a request that asks for it is
 then refused by name (`ModelInfo.features`).
@@ -7,24 +15,25 @@ then refused by name (`ModelInfo.features`).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.pooling import DenseLayer
 from octavo.core.structured import NO_DEFAULTS, StructuredDefaults
-from octavo.schedule.hooks import EngineHook
-from octavo.worker.hooks import WorkerHook
 
 if TYPE_CHECKING:
+    from octavo.schedule.hooks import EngineHook
     from octavo.text.tokenizers.tokenizer import Tokenizer
+    from octavo.worker.hooks import WorkerHook
 
 FEATURES = ("grammar", "logits_processors", "pooling", "prompt_embeds", "thinking")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class FeatureContext:
-    """What a feature may know of the engine that it becomes part of.
+    """What a feature may know of the engine that it becomes part of: settings, and facts about model and device.
 
     Attributes:
         vocab_size: columns of the logits.
@@ -53,23 +62,32 @@ class FeatureContext:
     prompt_embeds: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feature:
-    """The two halves of a feature, under the name that requests' options use."""
-
-    name: str
-    engine: EngineHook
-    worker: WorkerHook
+def build_engine_halves(context: FeatureContext) -> list[EngineHook]:
+    """Return the engine halves of all features that are there and have something to do."""
+    built = (module.build_engine(context) for module in _modules("engine"))
+    return [hook for hook in built if hook is not None]
 
 
-def build_features(context: FeatureContext) -> list[Feature]:
-    """All features whose folders are there and that have something to do: the `build` of others gives None."""
-    built: list[Feature | None] = []
-    for name in FEATURES:
-        module = f"{__name__}.{name}"
+def build_worker_halves(context: FeatureContext) -> list[WorkerHook]:
+    """Return the worker halves likewise."""
+    built = (module.build_worker(context) for module in _modules("worker"))
+    return [hook for hook in built if hook is not None]
+
+
+def payload_types() -> dict[str, Any]:
+    """Return the payload's type of each feature that sends one, by the feature's name."""
+    return {module.NAME: module.PAYLOAD for module in _modules("payload")}
+
+
+def _modules(part: str) -> Iterator[ModuleType]:
+    """Yield this module of every feature that has it."""
+    for feature in FEATURES:
+        folder = f"{__name__}.{feature}"
+        module = f"{folder}.{part}"
         try:
-            built.append(importlib.import_module(module).build(context))
+            found = importlib.import_module(module)
         except ModuleNotFoundError as exc:
-            if exc.name != module:
+            if exc.name not in (folder, module):
                 raise
-    return [feature for feature in built if feature is not None]
+        else:
+            yield found

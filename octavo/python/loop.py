@@ -11,7 +11,7 @@ from octavo.core.output import TokenDelta
 from octavo.core.pausing import Part, PauseMode
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
-from octavo.engine.executor import Staged, Weights
+from octavo.engine.executor import Staged, WorkerPort
 from octavo.engine.loop import EngineLoop
 
 _STARVED_PAUSE_S = 0.001
@@ -83,7 +83,7 @@ class SharedLoop:
 
     def update_weights(
         self,
-        stage: Callable[[Weights], Staged],
+        stage: Callable[[WorkerPort], Staged],
         mode: PauseMode = PauseMode.KEEP,
         version: str | None = None,
         *,
@@ -114,7 +114,12 @@ class SharedLoop:
         self.loop.close()
 
     def _step(self) -> None:
-        """Raises EngineStateError if the engine sleeps, so that there is nothing to wait for."""
+        """
+        Raises:
+            EngineStateError: the engine sleeps, so that there is nothing to wait for.
+            DeviceLostError: nothing can be computed any more.
+        """
+        self.loop.check_alive()
         if self.loop.settled:
             raise EngineStateError("The engine sleeps; call wake_up() first.")
         if self.loop.starved and self.loop.busy:

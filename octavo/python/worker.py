@@ -44,7 +44,7 @@ class WorkerMethods(ABC):
         """
         mode = PauseMode.ABORT if abort_all_requests else PauseMode.KEEP
         self._core.update_weights(
-            lambda weights: weights.stage(model_path, load_format), mode, weight_version, flush_cache=flush_cache
+            lambda worker: worker.stage_weights(model_path, load_format), mode, weight_version, flush_cache=flush_cache
         )
 
     def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class WorkerMethods(ABC):
 
     def start_weight_update(self) -> None:
         """Expect `update_weights`."""
-        self._core.loop.check_weights().begin()
+        self._core.loop.check_weights().begin_weights()
 
     def update_weights(self, request: Mapping[str, Any]) -> None:
         """Read some tensors.
@@ -67,11 +67,11 @@ class WorkerMethods(ABC):
             InvalidRequestError: there are none.
         """
         info = request.get("update_info") or {}
-        weights = self._core.loop.check_weights()
+        worker = self._core.loop.check_weights()
         if "tensors" in info:
-            weights.take(info["tensors"])
+            worker.take_weights(info["tensors"])
         else:
-            weights.receive(info)
+            worker.receive_weights(info)
 
     def finish_weight_update(self, weight_version: str | None = None, *, flush_cache: bool = True) -> None:
         """Go on with the tensors that came, which must be all of the model. The arguments are those of
@@ -81,7 +81,7 @@ class WorkerMethods(ABC):
             InvalidRequestError: some are missing, or of another shape. The old weights stay; all must be sent again.
         """
         self._core.update_weights(
-            lambda weights: weights.stage_received(), PauseMode.KEEP, weight_version, flush_cache=flush_cache
+            lambda worker: worker.stage_received(), PauseMode.KEEP, weight_version, flush_cache=flush_cache
         )
 
     def collective_rpc(
@@ -103,7 +103,7 @@ class WorkerMethods(ABC):
         """
         refuse(timeout=timeout)
         if callable(method):
-            return [method(self._core.loop.worker, *args, **(kwargs or {}))]
+            return self._core.loop.worker.call(method, *args, **(kwargs or {}))
         return [bound(_Calls(self, self._core), method, args, kwargs or {})]
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
@@ -158,7 +158,7 @@ class _Calls:
     ) -> None:
         check_format(is_checkpoint_format)
         if weights_iterator is None:
-            self._core.update_weights(lambda weights: weights.stage(weights_path, None), version=weight_version)
+            self._core.update_weights(lambda worker: worker.stage_weights(weights_path, None), version=weight_version)
             return
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"tensors": weights_iterator}})

@@ -32,10 +32,14 @@ class EngineHook:
         return num_tokens
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
-        """Add `draft.payload[name]`, or set `draft.needs_feedback`."""
+        """Add `draft.payload[name]`, or set `draft.needs_feedback`. If `draft.repeats`, rows are those of the call
+        before."""
 
     def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Any:
-        """What the worker half needs for sampling, made while the forward pass runs; None for nothing."""
+        """Return what the worker half needs for sampling; None for nothing.
+
+        Called once for each plan, after its `on_plan` and before that of the next, while the forward pass runs.
+        """
         return None
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError, internal_error
@@ -28,9 +28,16 @@ from octavo.schedule.planner import Planner
 from octavo.schedule.policy import Policy
 from octavo.schedule.quarantine import Quarantine
 from octavo.schedule.roster import Roster
-from octavo.schedule.steady import Steady, concerned
+from octavo.schedule.steady import Steady
 
 log = logging.getLogger(__name__)
+
+
+class _Launched(NamedTuple):
+    """The requests behind a launched plan's rows, and the `Steady` that repeated it, if one did."""
+
+    rows: list[Request]
+    steady: Steady | None
 
 
 class Scheduler:
@@ -56,7 +63,7 @@ class Scheduler:
         self._quarantine = Quarantine()
         self._roster = Roster(cache, policy, limits, hooks)
         self._planner = Planner(self._roster, cache, limits, policy, hooks, self._quarantine, self.counters)
-        self._launched: dict[int, list[Request]] = {}
+        self._launched: dict[int, _Launched] = {}
         self._planning = False
         self._news: list[TokenDelta] = []
         """What is still to be told: kept here, so that no failure swallows it."""
@@ -160,11 +167,12 @@ class Scheduler:
         return plan
 
     def _freeze(self, rows: list[Request], draft: PlanDraft) -> StepPlan:
-        for hook in concerned(self._hooks, self._steady, rows):
+        steady = self._steady if draft.repeats else None
+        for hook in self._hooks if steady is None else steady.hooks:
             hook.on_plan(draft, rows)
         plan = draft.freeze(self._num_plans, self._roster.take_freed())
         self._num_plans += 1
-        self._launched[plan.id] = rows
+        self._launched[plan.id] = _Launched(rows, steady)
         self.cache.launched(plan.id)
         return plan
 
@@ -195,9 +203,15 @@ class Scheduler:
 
     def payload(self, plan: StepPlan) -> dict[str, Any]:
         """What the features' worker halves need to sample the plan; called after its forward pass was launched."""
-        rows = self._launched[plan.id]
-        asked = ((hook.name, hook.before_sample(plan, rows)) for hook in concerned(self._hooks, self._steady, rows))
+        rows, steady = self._launched[plan.id]
+        hooks = self._hooks if steady is None else steady.hooks
+        asked = ((hook.name, hook.before_sample(plan, rows)) for hook in hooks)
         return {name: value for name, value in asked if value is not None}
+
+    def names_of(self, plan: StepPlan) -> dict[int, str]:
+        """Return slot -> request id and choice of the requests that take slots with a launched plan."""
+        requests = {request.slot: request for request in self._launched[plan.id].rows}
+        return {row.slot: f"{requests[row.slot].id}/{requests[row.slot].index}" for row in plan.new}
 
     # Commit
 
@@ -207,9 +221,9 @@ class Scheduler:
         The step has run: a row that can't be taken in is its own request's failure, and touches nobody else.
         """
         self.counters.idle(output.idle_s)
-        rows, steady = self._launched.pop(plan.id), self._steady
+        rows, steady = self._launched.pop(plan.id)
         self.cache.finished(plan.id)
-        if steady is not None and rows is steady.rows and not (output.errors or output.logprobs):
+        if steady is not None and steady is self._steady and not (output.errors or output.logprobs):
             self.counters.stats.generation_tokens += len(rows)
             steady.take(output.tokens, self._news, self._append, self._fail)
             return self._take_news()

@@ -85,6 +85,7 @@ class Steady:
             num_tokens=self._draft.num_tokens,
             num_drafts=self._draft.num_drafts,
             samples=self._draft.samples,
+            repeats=True,
         )
         for request in self.rows:
             request.num_computed += 1
@@ -142,8 +143,3 @@ def _first_check(request: Request) -> int | None:
     """Tokens of output from which on a repetition may end it; None if it never does."""
     rule = request.params.repetition_detection
     return None if rule is None else rule.least
-
-
-def concerned(hooks: Sequence[EngineHook], steady: Steady | None, rows: list[Request]) -> Sequence[EngineHook]:
-    """The features to which a step of these rows may mean something."""
-    return steady.hooks if steady is not None and rows is steady.rows else hooks

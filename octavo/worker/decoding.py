@@ -69,18 +69,18 @@ class Decoding:
             block_size=block_size,
         )
         self._results: tuple[Tensor, Ints] = torch.empty(0), self._chosen
-        self._laid_out: list[int] | None = None
+        self._laid_out = False
         self._adoptions = 0
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the plan is such a step; the slots have been told of it.
+        """Return True if the plan is such a step, and lay it out, unless it repeats one that is laid out.
 
-        A plan that repeats the one before brings its very list of slots.
+        Ask for every plan, once the slots have taken it in.
         """
-        same = plan.slots is self._laid_out and self._adoptions == self._model.adoptions
-        if same and not plan.new and not plan.needs_feedback:
+        kept = plan.repeats and self._laid_out and self._adoptions == self._model.adoptions
+        self._laid_out = kept and not plan.needs_feedback
+        if self._laid_out:
             return True
-        self._laid_out = None
         count = len(plan.slots)
         if plan.num_tokens != [1] * count or not all(plan.samples) or plan.needs_feedback:
             return False
@@ -92,7 +92,7 @@ class Decoding:
         self._rows[:count] = plan.slots
         self._batch.count = count
         self._results = self._model.lay_out(self._batch), self._chosen[:count]
-        self._laid_out, self._adoptions = plan.slots, self._model.adoptions
+        self._laid_out, self._adoptions = True, self._model.adoptions
         return True
 
     def forward(self, plan: StepPlan, allowed: Allowed | None) -> DecodeStep:

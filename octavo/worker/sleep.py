@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.pausing import Part
-from octavo.worker.runner import Runner
 from octavo.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from octavo.worker.resident.runner import ResidentRunner
 
 
 class WorkerSleep:
-    """A `Sleeper` for one worker.
+    """The memory of one worker."""
 
-    Args:
-        make_runner: a runner over the worker's model, with an empty KV cache.
-    """
-
-    def __init__(self, worker: Worker, make_runner: Callable[[], Runner | ResidentRunner]) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._make_runner = make_runner
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def sleep(self, level: int) -> None:
-        """The KV cache went with the runner. Weights on a host stay where they are at level 1."""
+        """Give back what sleeps at this level; the KV cache went with the runner.
+
+        Weights on a host stay where they are at level 1.
+        """
         worker = self._worker
         if level == 2:
             self._kept, worker.model = [], None
@@ -40,7 +34,7 @@ class WorkerSleep:
         worker.device.give_back()
 
     def wake_up(self, part: Part) -> None:
-        """The KV cache is taken by the next runner."""
+        """Take the memory of one part again; that of the KV cache is taken by the next runner."""
         if part is not Part.WEIGHTS:
             return
         if self._worker.model is None:
@@ -51,9 +45,6 @@ class WorkerSleep:
         if self._kept:
             torch.cuda.synchronize()
         self._kept = []
-
-    def executor(self) -> Runner | ResidentRunner:
-        return self._make_runner()
 
 
 def _storages(model: object) -> list[torch.UntypedStorage]:

@@ -36,7 +36,7 @@ _FORMATS = get_args(LoadFormat)
 
 
 class WorkerWeights:
-    """A `Weights` for one worker. What is staged takes memory of its own on the host until it is in place."""
+    """Other weights for one worker. What is staged takes memory of its own on the host until it is in place."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

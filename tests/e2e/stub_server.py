@@ -1,4 +1,8 @@
-"""A real server process over an engine core that only pretends: `python stub_server.py STEP_SECONDS [server flags]`."""
+"""A real server process over an engine core without a model.
+
+`python stub_server.py STEP_SECONDS [server flags]` plays a fixed text; `python stub_server.py toy:CROWD [server flags]`
+runs the real loop on the toy device, which is lost once so many requests are there.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +47,21 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, named_tokens={"eos_token": "</s>"})
 
 
-def main(step_s: float, flags: list[str]) -> int:
+def stub_core(step_s: float) -> CoreProcess:
+    info = fake_info(name="stub", vocab_size=257, eos_token_ids=[0], max_model_len=100_000)
+    text = byte_tokenizer().encode(TEXT, add_special_tokens=False)
+    return CoreProcess("octavo.engine.stub", Stub(info, tuple(text), step_s))
+
+
+def main(core: str, flags: list[str]) -> int:
     parser = OctavoParser("stub", words="", description="A server over a stub.")
     add_settings(parser, SERVER_GROUPS)
     config = server_from(values(parser, parser.parse_args(flags)))
-    tokenizer = byte_tokenizer()
-    info = fake_info(name="stub", vocab_size=257, eos_token_ids=[0], max_model_len=100_000)
-    stub = Stub(info, tuple(tokenizer.encode(TEXT, add_special_tokens=False)), step_s)
+    kind, _, crowd = core.partition(":")
 
     @contextlib.asynccontextmanager
     async def open_frontend() -> AsyncIterator[Frontend]:
-        process = CoreProcess("octavo.engine.stub", stub)
+        process = CoreProcess("toy_core", int(crowd)) if kind == "toy" else stub_core(float(core))
         client = await CoreClient.start(process, max_unread_tokens=config.max_unread_tokens)
         try:
             yield frontend_of(client)
@@ -66,4 +74,4 @@ def main(step_s: float, flags: list[str]) -> int:
 if __name__ == "__main__":
     import stub_server
 
-    sys.exit(stub_server.main(float(sys.argv[1]), sys.argv[2:]))
+    sys.exit(stub_server.main(sys.argv[1], sys.argv[2:]))

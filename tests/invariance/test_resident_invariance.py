@@ -26,7 +26,6 @@ from octavo.build import build_core
 from octavo.core.output import TokenDelta, TokenLogprobs
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest, Request
-from octavo.features import Feature
 from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import WorkerHook
@@ -256,7 +255,8 @@ def check_close(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -> No
 
 
 def with_feature(monkeypatch: pytest.MonkeyPatch, worker: WorkerHook) -> None:
-    monkeypatch.setattr("octavo.build.build_features", lambda _: [Feature(name="odd", engine=Odd(), worker=worker)])
+    monkeypatch.setattr("octavo.build.build_engine_halves", lambda _: [Odd()])
+    monkeypatch.setattr("octavo.build_worker.build_worker_halves", lambda _: [worker])
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,28 @@ DEVICE = (
         switch=True,
     ),
     Flag(
+        "distributed-executor-backend",
+        "device.distributed_executor_backend",
+        "where the model runs: uni has it in the engine's process, mp in one of its own",
+        "uni",
+        choices=("uni", "mp"),
+    ),
+    Flag(
+        "record-steps",
+        "device.record_steps",
+        "write every step of the engine to FILE, with the prompts' token ids; octavo replay-steps computes them again",
+        "none",
+        metavar="FILE",
+    ),
+    Flag(
+        "record-steps-limit",
+        "device.record_steps_limit",
+        "size at which that file ends, while the engine goes on",
+        "1GiB",
+        units.size,
+        metavar="SIZE",
+    ),
+    Flag(
         "profiler-config",
         "device.profiler_config",
         "allow requests to make profiles of the engine (/start_profile), as JSON: "

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from time import perf_counter
-from typing import Any
 
-import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
@@ -22,7 +20,9 @@ from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
 from octavo.core.structured import UNFOLLOWED
 from octavo.device.host import physical_cores
+from octavo.features import FeatureContext
 from octavo.features.grammar.compiler import Compiled, Compiler
+from octavo.features.grammar.payload import NAME, Masks
 from octavo.schedule.hooks import EngineHook
 
 _MAX_THREADS = 4
@@ -40,33 +40,16 @@ _UNTIMED = 16
 """Masks made on threads can't be told apart: after so many costly steps, one is made without them."""
 
 
-class Masks(msgspec.Struct):
-    """What the worker half needs.
-
-    Attributes:
-        slots: whose rows are masked.
-        bits: for each slot as many bytes as `vocab_size` bits need in whole 32-bit words, the lowest bit first; a set
-            bit allows its token. To be read before the next step's masks are made.
-        errors: slot -> why its row can't be sampled.
-    """
-
-    slots: list[int]
-    bits: memoryview
-    errors: dict[int, str]
-
-
 class _Guided:
     """The rows of one step that sample by a grammar, in the step's order.
 
     Attributes:
-        rows, samples: the step's own lists, by which it is known again when it is repeated.
         work: each guide's matcher and its place, as the executor takes them.
     """
 
-    __slots__ = ("guides", "requests", "rows", "samples", "slots", "work")
+    __slots__ = ("guides", "requests", "slots", "work")
 
-    def __init__(self, step: PlanDraft | StepPlan, rows: Sequence[Request], guides: dict[Request, _Guide]) -> None:
-        self.rows, self.samples = rows, step.samples
+    def __init__(self, step: PlanDraft, rows: Sequence[Request], guides: dict[Request, _Guide]) -> None:
         chosen = [
             (slot, request, guide)
             for slot, samples, request in zip(step.slots, step.samples, rows, strict=True)
@@ -136,7 +119,7 @@ class GrammarEngine(EngineHook):
         return num_tokens
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
-        guided = self._of(draft, rows)
+        guided = self._guided = self._of(draft, rows)
         if guided is None:
             return
         if any(request.inflight > 1 for request in guided.requests):  # something before this step
@@ -144,11 +127,8 @@ class GrammarEngine(EngineHook):
         elif self._computes_at_launch:
             draft.payload[self.name] = self._masks(guided)
 
-    def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Any:
-        if self.name in plan.payload:
-            return None
-        guided = self._of(plan, rows)
-        return None if guided is None else self._masks(guided)
+    def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Masks | None:
+        return None if self._guided is None or self.name in plan.payload else self._masks(self._guided)
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         """Whether the grammar is fulfilled and nothing can follow."""
@@ -171,16 +151,17 @@ class GrammarEngine(EngineHook):
         if not self._guides:
             self._guided = None
 
-    def _of(self, step: PlanDraft | StepPlan, rows: Sequence[Request]) -> _Guided | None:
-        """Who is guided in a step; None if nobody is. A repeated step has the very lists of the one before.
+    def _of(self, draft: PlanDraft, rows: Sequence[Request]) -> _Guided | None:
+        """Return who is guided in a step; None if nobody is.
 
-        Among those of a repeated step may be one that has ended since: its mask is made for nothing.
+        A step that repeats the one before has the same guided rows. One of them may have ended since: its mask is made
+        for nothing.
         """
         if not self._guides:
             return None
-        guided = self._guided
-        if guided is None or guided.rows is not rows or guided.samples is not step.samples:
-            self._guided = guided = _Guided(step, rows, self._guides)
+        if draft.repeats and self._guided is not None:
+            return self._guided
+        guided = _Guided(draft, rows, self._guides)
         return guided if guided.guides else None
 
     def _masks(self, guided: _Guided) -> Masks:
@@ -225,3 +206,9 @@ def _fill_one_by_one(bits: NDArray[np.int32], work: Sequence[tuple[LLMatcher, in
         guides[place].charge(now - before)
         longest, before = max(longest, now - before), now
     return longest
+
+
+def build_engine(context: FeatureContext) -> GrammarEngine:
+    """Costs nothing until the first request with a grammar."""
+    compiler = Compiler(context.load_tokenizer, context.vocab_size, context.eos_token_ids, context.structured_outputs)
+    return GrammarEngine(NAME, compiler, context.device)

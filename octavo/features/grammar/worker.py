@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octavo.features.grammar.engine import Masks
+from octavo.features import FeatureContext
+from octavo.features.grammar.payload import NAME, Masks
 from octavo.sampling.allowed import Allowed
 from octavo.worker.hooks import WorkerHook
 
@@ -22,3 +23,7 @@ class GrammarWorker(WorkerHook):
         words = np.frombuffer(payload.bits, dtype=np.int32).reshape(len(payload.slots), -1)
         errors = {row_of[slot]: error for slot, error in payload.errors.items()}
         return Allowed([row_of[slot] for slot in payload.slots], words, errors)
+
+
+def build_worker(context: FeatureContext) -> GrammarWorker:
+    return GrammarWorker(NAME)

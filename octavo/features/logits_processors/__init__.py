@@ -7,17 +7,17 @@ docs/logits-processors.md.
 
 from __future__ import annotations
 
-from octavo.features import Feature, FeatureContext
-from octavo.features.logits_processors.engine import ProcessorsEngine
-from octavo.features.logits_processors.interface import (
-    AdapterLogitsProcessor,
-    LogitsProcessor,
-    ProcessorContext,
-    Row,
-)
-from octavo.features.logits_processors.load import load
-from octavo.features.logits_processors.persistent import BatchUpdate, MoveDirectionality
-from octavo.features.logits_processors.worker import ProcessorsWorker
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.features.logits_processors.interface import (
+        AdapterLogitsProcessor,
+        LogitsProcessor,
+        ProcessorContext,
+        Row,
+    )
+    from octavo.features.logits_processors.persistent import BatchUpdate, MoveDirectionality
 
 __all__ = [
     "AdapterLogitsProcessor",
@@ -28,12 +28,12 @@ __all__ = [
     "Row",
 ]
 
-NAME = "logits_processors"
+_PERSISTENT = ("BatchUpdate", "MoveDirectionality")
 
 
-def build(context: FeatureContext) -> Feature | None:
-    """None without processors: then requests that bring arguments for them are refused."""
-    loaded = [] if context.whole_prompts else load(context)
-    if not loaded:
-        return None
-    return Feature(name=NAME, engine=ProcessorsEngine(NAME, loaded), worker=ProcessorsWorker(NAME, loaded))
+def __getattr__(name: str) -> Any:
+    """Import the public names at their first use: they need torch, which the engine half does without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "persistent" if name in _PERSISTENT else "interface"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -13,27 +12,12 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
-from octavo.features.logits_processors.load import Loaded
+from octavo.features import FeatureContext
+from octavo.features.logits_processors.load import Loaded, load
+from octavo.features.logits_processors.payload import NAME, Share, Shares
 from octavo.schedule.hooks import EngineHook
 
 log = logging.getLogger(__name__)
-
-
-class Share(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A row that processors take part in.
-
-    Attributes:
-        processors: which, by number.
-        start, output: the output's tokens from this one on.
-        params, prompt: told until the worker half is sure to have them.
-    """
-
-    slot: int
-    processors: list[int]
-    start: int
-    output: list[int]
-    params: SamplingParams | None = None
-    prompt: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -76,7 +60,7 @@ class ProcessorsEngine(EngineHook):
         ):
             draft.needs_feedback = True
 
-    def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Any:
+    def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Shares | None:
         if not self._parts:
             return None
         shares = [
@@ -84,7 +68,7 @@ class ProcessorsEngine(EngineHook):
             for samples, request in zip(plan.samples, rows, strict=True)
             if samples and request.finish is None and (part := self._parts.get(request)) is not None
         ]
-        return shares or None
+        return Shares(shares) if shares else None
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         part = self._parts.get(request)
@@ -123,3 +107,9 @@ def _accepts(loaded: Loaded, params: SamplingParams) -> bool:
         log.exception("the logits processor %s failed on a request's parameters, which is refused", loaded.name)
         text = f"The logits processor {loaded.name} failed on the request's parameters: {type(exc).__name__}: {exc}"
         raise InvalidRequestError(text, param="extra_args", value=params.extra_args) from exc
+
+
+def build_engine(context: FeatureContext) -> ProcessorsEngine | None:
+    """None without processors: then requests that bring arguments for them are refused."""
+    loaded = load(context)
+    return ProcessorsEngine(NAME, loaded) if loaded else None

@@ -6,15 +6,17 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.core.params import SamplingParams
-from octavo.text.tokenizers.tokenizer import Tokenizer
 
-RequestProcessor = Callable[..., Tensor | None]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from octavo.text.tokenizers.tokenizer import Tokenizer
+
+RequestProcessor = Callable[..., "Tensor | None"]
 """`(prompt_ids, output_ids, logits) -> logits` or `(output_ids, logits) -> logits`, for logits [vocab] float32.
 
 None in place of logits says that they were changed in place.

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import SimpleNamespace
 from typing import Any
-
-import torch
+from weakref import WeakKeyDictionary
 
 from octavo.core.errors import ConfigError
 from octavo.core.importing import imported
@@ -43,10 +42,22 @@ class Loaded:
 def load(context: FeatureContext) -> list[Loaded]:
     """Those of installed packages, by name, then those that the settings name, in their order; each once.
 
+    They are made once for a context, so that the halves of the feature share them where both are in one process. None
+    for models whose prompts are computed whole, which sample nothing.
+
     Raises:
         ConfigError: one can't be loaded or made; the text names it and the remedy. An entry point of vLLM's group that
             can't be used is left out with a warning, for it may have been installed for vLLM alone.
     """
+    if context not in _made_for:
+        _made_for[context] = [] if context.whole_prompts else _load(context)
+    return _made_for[context]
+
+
+_made_for: WeakKeyDictionary[FeatureContext, list[Loaded]] = WeakKeyDictionary()
+
+
+def _load(context: FeatureContext) -> list[Loaded]:
     found: dict[str, Loaded] = {}
     for point in sorted(entry_points(group=SHARED_GROUP), key=lambda one: one.name):
         try:
@@ -106,6 +117,8 @@ def _adapted(made: Any, name: str) -> LogitsProcessor:
 
 
 def _construct(kind: type, name: str, context: FeatureContext) -> Any:
+    import torch  # without processors, nothing here needs it
+
     device = torch.device(context.device)
     own = ProcessorContext(
         vocab_size=context.vocab_size,

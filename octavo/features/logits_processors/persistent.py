@@ -9,13 +9,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.params import SamplingParams
 from octavo.features.logits_processors.interface import LogitsProcessor, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MoveDirectionality(enum.Enum):
@@ -96,6 +96,8 @@ class PersistentBatch(LogitsProcessor):
         return not (self._spares_greedy and params.greedy)
 
     def apply(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        import torch  # not for the engine half, which only asks whom it takes part in
+
         before = len(self._places.rows)
         try:
             self._processor.update_state(self._places.update(rows))

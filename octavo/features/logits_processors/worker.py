@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from octavo.device.transfer import upload
-from octavo.features.logits_processors.engine import Share
+from octavo.features import FeatureContext
 from octavo.features.logits_processors.interface import Row
-from octavo.features.logits_processors.load import Loaded
+from octavo.features.logits_processors.load import Loaded, load
+from octavo.features.logits_processors.payload import NAME, Share, Shares
 from octavo.worker.hooks import WorkerHook
 
 log = logging.getLogger(__name__)
@@ -30,10 +31,10 @@ class ProcessorsWorker(WorkerHook):
     def add(self, slot: int, options: msgspec.Raw | None) -> None:
         self._rows.pop(slot, None)
 
-    def apply(self, logits: Tensor, slots: Sequence[int], payload: Sequence[Share]) -> Mapping[int, str]:
+    def apply(self, logits: Tensor, slots: Sequence[int], payload: Shares) -> Mapping[int, str]:
         place_of = {slot: place for place, slot in enumerate(slots)}
         places: dict[int, list[int]] = {}
-        for share in payload:
+        for share in payload.rows:
             self._take(share)
             for number in share.processors:
                 places.setdefault(number, []).append(place_of[share.slot])
@@ -87,3 +88,9 @@ def _apply(loaded: Loaded, logits: Tensor, places: Sequence[int], rows: Sequence
         shape = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
         raise TypeError(f"it must return logits of shape {list(part.shape)}, not {shape}")
     logits.index_copy_(0, index, changed.to(logits.dtype))
+
+
+def build_worker(context: FeatureContext) -> ProcessorsWorker | None:
+    """None without processors."""
+    loaded = load(context)
+    return ProcessorsWorker(NAME, loaded) if loaded else None

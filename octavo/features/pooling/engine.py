@@ -4,29 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from octavo.core.plan import PlanDraft
 from octavo.core.request import Request
+from octavo.features import FeatureContext
+from octavo.features.pooling.payload import NAME, Span, Spans
 from octavo.schedule.hooks import EngineHook
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a prompt in a step's batch.
-
-    Attributes:
-        row, slot: the batch's row, and the slot of its request.
-        start, count: its tokens are [start, start + count) of the batch.
-        first: the part's position in the prompt.
-        ends: the prompt ends with it.
-    """
-
-    row: int
-    slot: int
-    start: int
-    count: int
-    first: int
-    ends: bool
 
 
 class PoolingEngine(EngineHook):
@@ -54,7 +36,12 @@ class PoolingEngine(EngineHook):
                 spans.append(Span(row, draft.slots[row], start, count, end - count, end == request.num_prompt))
             start += count
         if spans:
-            draft.payload[self.name] = spans
+            draft.payload[self.name] = Spans(spans)
 
     def on_release(self, request: Request) -> None:
         self._alive.discard(request)
+
+
+def build_engine(context: FeatureContext) -> PoolingEngine:
+    """Costs nothing until the first such request."""
+    return PoolingEngine(NAME)

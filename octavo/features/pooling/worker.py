@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from octavo.core.pooling import Activation, Pooled, PoolingParams
 from octavo.device.transfer import Download, upload
+from octavo.features import FeatureContext
 from octavo.features.pooling.dense import Dense
-from octavo.features.pooling.engine import Span
+from octavo.features.pooling.payload import NAME, Span, Spans
 from octavo.models.model import EncoderModel, Model
 from octavo.nn.step import StepInput
 from octavo.worker.hooks import Findings, WorkerHook
@@ -57,9 +58,9 @@ class PoolingWorker(WorkerHook):
         if options is not None:
             self._prompts[slot] = _Prompt(self._decode(options))
 
-    def after_forward(self, hidden: Tensor, payload: Sequence[Span]) -> Findings | None:
+    def after_forward(self, hidden: Tensor, payload: Spans) -> Findings | None:
         groups: dict[PoolingParams, list[Span]] = {}
-        for span in payload:
+        for span in payload.spans:
             asked = self._prompts[span.slot].params
             groups.setdefault(msgspec.structs.replace(asked, segment=None), []).append(span)
         found: list[tuple[Span, Download, int | None]] = []
@@ -133,10 +134,10 @@ class PoolingWorker(WorkerHook):
 class SegmentedPoolingWorker(PoolingWorker):
     """For encoders, some of which want to know which of two texts a token belongs to."""
 
-    def before_forward(self, step: StepInput, payload: Sequence[Span] | None) -> None:
+    def before_forward(self, step: StepInput, payload: Spans | None) -> None:
         split = [
             (span, segment)
-            for span in payload or ()
+            for span in (payload.spans if payload else ())
             if (segment := self._prompts[span.slot].params.segment) is not None
         ]
         if not split:
@@ -170,3 +171,9 @@ def _findings(found: list[tuple[Span, Download, int | None]]) -> tuple[Mapping[i
         else:
             errors[span.row] = _UNUSABLE
     return made, errors
+
+
+def build_worker(context: FeatureContext) -> PoolingWorker:
+    """Load the dense layers; the rest costs nothing until the first request that is pooled."""
+    dense = [Dense(layer, torch.device(context.device)) for layer in context.dense]
+    return SegmentedPoolingWorker(NAME, dense) if context.whole_prompts else PoolingWorker(NAME, dense)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
-from octavo.core.embeds import EmbedSpan, FloatType
+from octavo.core.embeds import EmbedSpan
 from octavo.core.plan import PlanDraft
 from octavo.core.request import Request
+from octavo.features import FeatureContext
+from octavo.features.prompt_embeds.payload import NAME, Piece, Pieces
 from octavo.schedule.hooks import EngineHook
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Embeddings of a step: `data`, as in `EmbedSpan`, from token `start` of its batch on."""
-
-    start: int
-    dtype: FloatType
-    data: memoryview
 
 
 class EmbedsEngine(EngineHook):
@@ -51,7 +43,7 @@ class EmbedsEngine(EngineHook):
                     pieces += _piece(span, first, first + count, start - first)
             start += count
         if pieces:
-            draft.payload[self.name] = pieces
+            draft.payload[self.name] = Pieces(pieces)
 
     def on_release(self, request: Request) -> None:
         self._spans.pop(request, None)
@@ -63,3 +55,8 @@ def _piece(span: EmbedSpan, first: int, end: int, shift: int) -> Iterator[Piece]
     if begin < stop:
         size = len(span.data) // span.count
         yield Piece(begin + shift, span.dtype, span.data[(begin - span.start) * size : (stop - span.start) * size])
+
+
+def build_engine(context: FeatureContext) -> EmbedsEngine | None:
+    """None unless the settings want it. Costs nothing until the first such request."""
+    return EmbedsEngine(NAME) if context.prompt_embeds and not context.whole_prompts else None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.core.embeds import FloatType
 from octavo.device.transfer import upload
-from octavo.features.prompt_embeds.engine import Piece
+from octavo.features import FeatureContext
+from octavo.features.prompt_embeds.payload import NAME, Pieces
 from octavo.worker.hooks import WorkerHook
 
 _NUMPY: dict[FloatType, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<i2"}
@@ -22,10 +21,15 @@ class EmbedsWorker(WorkerHook):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def embed(self, x: Tensor, payload: Sequence[Piece]) -> None:
-        for piece in payload:
+    def embed(self, x: Tensor, payload: Pieces) -> None:
+        for piece in payload.pieces:
             rows = np.frombuffer(piece.data, dtype=_NUMPY[piece.dtype]).reshape(-1, x.shape[1])
             given = upload(rows.copy(), x.device)  # what came over the wire is not to be written, and torch warns of it
             x[piece.start : piece.start + len(rows)] = (
                 given.view(torch.bfloat16) if piece.dtype == "bfloat16" else given
             )
+
+
+def build_worker(context: FeatureContext) -> EmbedsWorker | None:
+    """None unless the settings want it."""
+    return EmbedsWorker(NAME) if context.prompt_embeds and not context.whole_prompts else None

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
-from typing import Any
 
 import msgspec
 
@@ -14,6 +13,8 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
 from octavo.core.thinking import ThinkingBudget
+from octavo.features import FeatureContext
+from octavo.features.thinking.payload import NAME, Forced
 from octavo.schedule.hooks import EngineHook
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
@@ -133,7 +134,7 @@ class ThinkingEngine(EngineHook):
             if samples and watch is not None and watch.may_end_within(request.pending):
                 draft.needs_feedback = True
 
-    def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Any:
+    def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Forced | None:
         if not self._watches:
             return None
         forced = {}
@@ -141,7 +142,7 @@ class ThinkingEngine(EngineHook):
             watch = self._watches.get(request)
             if samples and watch is not None and watch.forced and request.finish is None:
                 forced[slot] = watch.forced[0]
-        return forced or None
+        return Forced(forced) if forced else None
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         watch = self._watches.get(request)
@@ -153,3 +154,8 @@ class ThinkingEngine(EngineHook):
 
     def on_release(self, request: Request) -> None:
         self._watches.pop(request, None)
+
+
+def build_engine(context: FeatureContext) -> ThinkingEngine:
+    """Costs nothing until the first request with a budget."""
+    return ThinkingEngine(NAME, context.load_tokenizer)

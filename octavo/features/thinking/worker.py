@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from octavo.features import FeatureContext
+from octavo.features.thinking.payload import NAME, Forced
 from octavo.worker.hooks import WorkerHook
 
 
@@ -15,10 +17,13 @@ class ThinkingWorker(WorkerHook):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def apply(self, logits: Tensor, slots: Sequence[int], payload: Mapping[int, int]) -> Mapping[int, str]:
-        """`payload`: slot -> the token that comes next."""
+    def apply(self, logits: Tensor, slots: Sequence[int], payload: Forced) -> Mapping[int, str]:
         for row, slot in enumerate(slots):
-            if (token := payload.get(slot)) is not None:
+            if (token := payload.tokens.get(slot)) is not None:
                 logits[row] = float("-inf")
                 logits[row, token] = 0.0
         return {}
+
+
+def build_worker(context: FeatureContext) -> ThinkingWorker:
+    return ThinkingWorker(NAME)

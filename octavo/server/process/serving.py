@@ -40,6 +40,8 @@ _AFTER_ABORT_S = 5.0
 _AT_ONCE_S = 1.0
 _BACKLOG = 4096
 _LOOK_S = 0.1
+_LAST_WORDS_S = 2.0
+"""For as long does a server whose engine has died still answer: /health with the reason, and so do other requests."""
 
 
 async def lead(
@@ -115,6 +117,8 @@ async def serve(
             if not stop.first.is_set() and not lost.is_set():
                 announce(_ready_line(frontend, config, bound))
             await _until(serving, stop.first, lost, *([crew.failed] if crew else ()))
+            if lost.is_set():
+                await _wait_any(stop.first, timeout=_LAST_WORDS_S)
             await _wind_down(frontend, config, lifecycle, batches, stop, crew)
             server.should_exit = True
             server.force_exit = stop.second.is_set()

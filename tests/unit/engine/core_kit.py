@@ -24,12 +24,16 @@ from octavo.schedule.scheduler import Limits, Scheduler
 
 
 class ThreadCore:
-    """What `CoreClient` needs of a `CoreProcess`, in a thread. `fail` is raised instead of starting."""
+    """What `CoreClient` needs of a `CoreProcess`, in a thread. `fail` is raised instead of starting.
 
-    def __init__(self, folder, *, fail=None, gate=None):
+    `lost_at` is the step at which the device is lost.
+    """
+
+    def __init__(self, folder, *, fail=None, gate=None, lost_at=None):
         self.address = f"{folder}/core.sock"
         self._listener = listen_at(self.address)
-        self.fail, self.gate = fail, gate
+        self.fail, self.gate, self.lost_at = fail, gate, lost_at
+        self.code = None
         self.killed = threading.Event()
         self.loop = None
         self.stacks_shown = 0
@@ -37,7 +41,7 @@ class ThreadCore:
         self._thread.start()
 
     def _run(self):
-        CoreServer(self._listener).run(self._make)
+        self.code = CoreServer(self._listener).run(self._make)
 
     def _make(self, on_phase):
         timer = PhaseTimer(on_phase)
@@ -47,7 +51,9 @@ class ThreadCore:
         timer.end()
         cache = KVCache(64, 4)
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
-        self.loop = GatedLoop(Scheduler(cache, limits, make_policy("fcfs")), ToyDevice(64, 4), gate=self.gate)
+        self.loop = GatedLoop(
+            Scheduler(cache, limits, make_policy("fcfs")), ToyDevice(64, 4, lost_at=self.lost_at), gate=self.gate
+        )
         return self.loop, fake_info()
 
     @property

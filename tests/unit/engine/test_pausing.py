@@ -12,6 +12,7 @@ from octavo.core.output import FinishReason, TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.pausing import AWAKE, Part, PauseMode
 from octavo.core.request import GenerateRequest, answers_to
+from octavo.engine.executor import FixedWorker
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
 from octavo.schedule.policy import make_policy
@@ -20,8 +21,10 @@ from octavo.schedule.scheduler import Limits, Scheduler
 BLOCKS, BLOCK = 64, 4
 
 
-class Dormitory:
-    """A `Sleeper` whose worker comes back with an empty KV cache. `broken` parts can't be had again."""
+class Dormitory(FixedWorker):
+    """A worker that sleeps and comes back with an empty KV cache. `broken` parts can't be had again."""
+
+    can_sleep = True
 
     def __init__(self):
         self.slept, self.woken, self.broken = [], [], set()
@@ -41,7 +44,7 @@ class Dormitory:
 def make_loop(*, depth=0, sleeper=None):
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=120, max_ahead=depth + 1)
     scheduler = Scheduler(KVCache(BLOCKS, BLOCK), limits, make_policy("fcfs"))
-    return EngineLoop(scheduler, ToyDevice(BLOCKS, BLOCK), depth, sleeper)
+    return EngineLoop(scheduler, ToyDevice(BLOCKS, BLOCK), depth, worker=sleeper)
 
 
 def ask(name, *, length=10, **params):

@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preemption": SMALL,
     "overlap + preemption": {"async_scheduling": True, **SMALL},
     "overlap + small batches": {"async_scheduling": True, "max_num_seqs": 3},
+    "overlap + a process of its own": {"async_scheduling": True, "distributed_executor_backend": "mp"},
 }
 
 
@@ -62,6 +63,7 @@ def run(files: ModelFiles, asked: list[GenerateRequest], **settings: Any) -> dic
     loop, info = build_core(tiny_config(**settings), files)
     assert "grammar" in info.features
     tokens = tokens_of(drive(loop, asked, at_once=len(asked)))
+    loop.close()
     if "memory_bytes" in settings:
         assert loop.stats().num_preemptions > 0
     return tokens

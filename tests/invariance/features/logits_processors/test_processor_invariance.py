@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -152,7 +154,8 @@ class Faulty:
 def run(
     asked: list[GenerateRequest], *, at_once: int = 2, fault: str = "", **settings: Any
 ) -> dict[tuple[str, int], tuple[list[int], str | None]]:
-    loop, info = build_core(tiny_config(logits_processors=list(PROCESSORS), **settings), model_files())
+    processors = settings.pop("logits_processors", list(PROCESSORS))
+    loop, info = build_core(tiny_config(logits_processors=processors, **settings), model_files())
     assert "logits_processors" in info.features
     if fault:
         loop._executor = Faulty(loop._executor, late=fault == "late")
@@ -168,6 +171,7 @@ def run(
     loop.check_idle()
     if "max_model_len" in settings:
         assert loop.stats().num_preemptions > 0
+    loop.close()
     return found
 
 
@@ -179,6 +183,14 @@ def truth() -> dict[tuple[str, int], tuple[list[int], str | None]]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_under_processors_do_not_depend_on(name: str) -> None:
     assert run(requests(), **SETTINGS[name]) == truth()
+
+
+def test_processors_may_be_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process makes its own; what they know of a request's tokens comes with the plans."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    names = [f"{__name__}:{name}" for name in ("Sums", "NoRepeats", "Every", "everyone")]
+    found = run(requests(), logits_processors=names, distributed_executor_backend="mp", async_scheduling=True)
+    assert found == truth()
 
 
 @pytest.mark.parametrize("fault", ["early", "late"])

@@ -39,6 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small batches": {"max_num_seqs": 3},
     "torch attention": {"attention_backend": "torch", "device": "cpu"},
     "plain attention": {"attention_backend": "reference"},
+    "a process of its own": {"distributed_executor_backend": "mp"},
     "torch attention + overlap + preemption": {
         "attention_backend": "torch",
         "device": "cpu",
@@ -193,6 +194,6 @@ def test_a_step_of_one_embedding_is_no_graph_of_a_gpus_runner(monkeypatch: pytes
 def test_an_engine_that_can_not_take_them_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--enable-prompt-embeds: tiny takes texts"):
         engine(runner="pooling")
-    monkeypatch.setattr("octavo.build.build_features", lambda context: [])
+    monkeypatch.setattr("octavo.build.build_engine_halves", lambda context: [])
     with pytest.raises(ConfigError, match="--enable-prompt-embeds: this build of Octavo lacks the feature"):
         engine()

@@ -21,11 +21,12 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.core.structured import StructuredDefaults, StructuredOutputsParams
 from octavo.engine.loop import EngineLoop
-from octavo.features import FeatureContext, build_features
+from octavo.features import FeatureContext, build_engine_halves, build_worker_halves
 from octavo.features.grammar import compiler as compiler_module
 from octavo.features.grammar import engine as engine_module
 from octavo.features.grammar.compiler import Compiler
-from octavo.features.grammar.engine import GrammarEngine, Masks
+from octavo.features.grammar.engine import GrammarEngine
+from octavo.features.grammar.payload import Masks
 from octavo.features.grammar.worker import GrammarWorker
 from octavo.sampling.allowed import forbid
 from octavo.schedule.policy import make_policy
@@ -357,7 +358,8 @@ def test_the_worker_half_finds_each_mask_its_row() -> None:
 
 def test_the_table_builds_it() -> None:
     context = FeatureContext(vocab_size=VOCAB, eos_token_ids=(EOS,), load_tokenizer=lambda: TOKENIZER)
-    assert "grammar" in [feature.name for feature in build_features(context)]
+    for build in (build_engine_halves, build_worker_halves):
+        assert "grammar" in [half.name for half in build(context)]
 
 
 def test_exactly_one_form() -> None:

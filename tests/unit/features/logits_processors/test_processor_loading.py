@@ -11,8 +11,8 @@ import torch
 
 from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
-from octavo.features import FeatureContext, build_features
-from octavo.features.logits_processors import LogitsProcessor, ProcessorContext, build
+from octavo.features import FeatureContext, build_engine_halves, build_worker_halves
+from octavo.features.logits_processors import LogitsProcessor, ProcessorContext
 from octavo.features.logits_processors.interface import AdapterLogitsProcessor, Row
 from octavo.features.logits_processors.load import Loaded, load
 from octavo.features.logits_processors.persistent import PersistentBatch
@@ -141,9 +141,12 @@ def test_entry_points_of_both_groups_come_first(place: Path, caplog: pytest.LogC
     install(place, "vllm.logits_processors", v="their_processors:Batch", w="their_fault:Any")
     assert list(by_name("their_processors:Curious")) == ["v", "a", "b", "--logits-processors their_processors:Curious"]
     assert "left out: The logits processor w of the package vllm-plugins" in caplog.text
-    features = [feature.name for feature in build_features(context())]
-    assert "logits_processors" in features
-    assert build(context(whole_prompts=True)) is None, "encoders have no logits"
+    ours = context()
+    for build in (build_engine_halves, build_worker_halves):
+        assert "logits_processors" in [half.name for half in build(ours)]
+        encoders = [half.name for half in build(context(whole_prompts=True))]
+        assert "logits_processors" not in encoders, "encoders have no logits"
+    assert load(ours) is load(ours), "the halves share processors"
 
 
 def test_a_broken_package_is_named(place: Path) -> None:
@@ -172,7 +175,7 @@ def test_errors_name_the_flag_and_the_value(place: Path, name: str, says: str) -
 
 
 def test_without_processors_there_is_no_feature() -> None:
-    assert build(context()) is None
+    assert load(context()) == []
     assert Loaded("x", by_name(lambda output, logits: logits).popitem()[1]).validate is None
     with pytest.raises(TypeError):
         ProcessorContext(vocab_size=1)  # type: ignore[call-arg]

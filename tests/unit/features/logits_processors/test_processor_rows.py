@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octavo.core.params import SamplingParams
 from octavo.features.logits_processors import LogitsProcessor, MoveDirectionality, Row
-from octavo.features.logits_processors.engine import Share
 from octavo.features.logits_processors.load import Loaded
+from octavo.features.logits_processors.payload import Share, Shares
 from octavo.features.logits_processors.persistent import PersistentBatch
 from octavo.features.logits_processors.worker import ProcessorsWorker, run
 
@@ -72,7 +72,7 @@ def test_who_failed_in_one_processor_is_spared_the_next() -> None:
         Share(slot=slot, processors=[0, 1], start=0, output=[], params=params, prompt=[number])
         for slot, number in ((4, 5), (9, 6))
     ]
-    assert list(worker.apply(torch.zeros(3, 3), [9, 1, 4], shares)) == [2]
+    assert list(worker.apply(torch.zeros(3, 3), [9, 1, 4], Shares(shares))) == [2]
     assert later.calls == [[6]]
 
 
@@ -85,12 +85,14 @@ def test_a_slot_that_is_filled_anew_forgets() -> None:
 
     worker = ProcessorsWorker("x", [Loaded("w", Watch())])
     full = {"slot": 1, "processors": [0], "params": SamplingParams()}
-    worker.apply(torch.zeros(1, 3), [1], [Share(start=0, output=[], prompt=[7], **full)])
-    worker.apply(torch.zeros(1, 3), [1], [Share(slot=1, processors=[0], start=0, output=[8])])
-    worker.apply(torch.zeros(1, 3), [1], [Share(slot=1, processors=[0], start=1, output=[9])])
-    worker.apply(torch.zeros(1, 3), [1], [Share(slot=1, processors=[0], start=1, output=[9])])  # a step tried again
+    worker.apply(torch.zeros(1, 3), [1], Shares([Share(start=0, output=[], prompt=[7], **full)]))
+    worker.apply(torch.zeros(1, 3), [1], Shares([Share(slot=1, processors=[0], start=0, output=[8])]))
+    worker.apply(torch.zeros(1, 3), [1], Shares([Share(slot=1, processors=[0], start=1, output=[9])]))
+    worker.apply(
+        torch.zeros(1, 3), [1], Shares([Share(slot=1, processors=[0], start=1, output=[9])])
+    )  # a step tried again
     worker.add(1, None)
-    worker.apply(torch.zeros(1, 3), [1], [Share(start=0, output=[2], prompt=[4], **full)])
+    worker.apply(torch.zeros(1, 3), [1], Shares([Share(start=0, output=[2], prompt=[4], **full)]))
     assert seen == [[7], [7, 8], [7, 8, 9], [7, 8, 9], [4, 2]]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.pooling import Pooled, PoolingParams
-from octavo.features.pooling.engine import Span
+from octavo.features.pooling.payload import Span, Spans
 from octavo.features.pooling.worker import PoolingWorker, SegmentedPoolingWorker
 
 
@@ -38,7 +38,7 @@ def worker(*asked: PoolingParams, kind: type[PoolingWorker] = PoolingWorker) -> 
 
 
 def found(made: PoolingWorker, hidden: Tensor, *spans: Span) -> dict[int, Tensor]:
-    findings = made.after_forward(hidden, spans)
+    findings = made.after_forward(hidden, Spans(list(spans)))
     if findings is None:
         return {}
     vectors, errors = findings()
@@ -106,7 +106,7 @@ def test_states_that_are_no_numbers_fail_their_own_request() -> None:
     made = worker(params(), params())
     hidden = HIDDEN.clone()
     hidden[1, 2] = float("nan")
-    findings = made.after_forward(hidden, [Span(0, 0, 0, 2, 0, True), Span(1, 1, 2, 2, 0, True)])
+    findings = made.after_forward(hidden, Spans([Span(0, 0, 0, 2, 0, True), Span(1, 1, 2, 2, 0, True)]))
     assert findings is not None
     vectors, errors = findings()
     assert set(vectors) == {1}
@@ -121,9 +121,9 @@ def test_the_second_text_has_another_type() -> None:
 
     made = worker(params(), params(segment=2), kind=SegmentedPoolingWorker)
     step = Step()
-    made.before_forward(step, [Span(0, 0, 0, 2, 0, True), Span(1, 1, 2, 4, 0, True)])  # type: ignore[arg-type]
+    made.before_forward(step, Spans([Span(0, 0, 0, 2, 0, True), Span(1, 1, 2, 4, 0, True)]))  # type: ignore[arg-type]
     assert step.token_types is not None
     assert step.token_types.tolist() == [0, 0, 0, 0, 1, 1]
     plain = Step()
-    made.before_forward(plain, [Span(0, 0, 0, 2, 0, True)])  # type: ignore[arg-type]
+    made.before_forward(plain, Spans([Span(0, 0, 0, 2, 0, True)]))  # type: ignore[arg-type]
     assert plain.token_types is None

@@ -1,0 +1,170 @@
+"""The composition root of a worker: a model on a device, with the worker halves of the features.
+
+Everything is made of settings, so that it can be done in another process than the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from octavo.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.core.structured import StructuredDefaults
+from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
+from octavo.engine.executor import WorkerBuild
+from octavo.engine.multiproc import RankBuild, RankProcess
+from octavo.engine.phases import PhaseTimer
+from octavo.engine.plan_codec import PlanCodec
+from octavo.features import FeatureContext, build_worker_halves, payload_types
+from octavo.hub.files import ModelFiles
+from octavo.hub.pooler import dense_layers
+from octavo.hub.resolve import eos_token_ids
+from octavo.models.encoders.registry import is_encoder
+from octavo.models.overrides import blamed
+from octavo.text.sources import tokenizer_files
+from octavo.text.tokenizers.tokenizer import load_tokenizer
+from octavo.worker.encoder.worker import EncoderWorker
+from octavo.worker.port import LocalWorker
+from octavo.worker.worker import Worker
+
+
+def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, FeatureContext]:
+    """Begin a worker where the settings want it; also return what its features are built of.
+
+    Raises:
+        ConfigError: device, dtype or attention backend can't be used here.
+    """
+    if config.device.distributed_executor_backend == "mp":
+        return begin_rank(config, files)
+    local = build_local(config, files)
+    return local, local.context
+
+
+def build_local(config: EngineConfig, files: ModelFiles) -> DecoderBuild | EncoderBuild:
+    """Begin a worker in this process."""
+    return EncoderBuild(config, files) if is_encoder(files.config) else DecoderBuild(config, files)
+
+
+def begin_rank(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, FeatureContext]:
+    """Begin a worker in a process of its own."""
+    odd = next((one for one in config.model.logits_processors if not isinstance(one, str)), None)
+    if odd is not None:
+        raise ConfigError(
+            f"logits_processors={odd!r}: with distributed_executor_backend='mp' the model runs in a process of its "
+            "own, so name it as 'module:Class'."
+        )
+    rank = RankProcess("octavo.rank_main", (config, files, logging.getLogger().getEffectiveLevel()))
+    try:
+        build = RankBuild(rank, PlanCodec(payload_types()))
+    except BaseException:
+        rank.kill()
+        raise
+    return build, feature_context(config, files, build.facts)
+
+
+def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts) -> FeatureContext:
+    """Return what features are built of, for either half and in any process."""
+    num_seqs, _ = config.scheduler.limits(*facts.default_limits)
+    return FeatureContext(
+        vocab_size=facts.vocab_size,
+        eos_token_ids=tuple(eos_token_ids(files)),
+        load_tokenizer=lambda: load_tokenizer(tokenizer_files(config.model, files)),
+        whole_prompts=is_encoder(files.config),
+        device=facts.torch_device,
+        model=str(files.path),
+        max_num_seqs=num_seqs,
+        dense=dense_layers(files, facts.hidden_size),
+        structured_outputs=StructuredDefaults.of(config.model.structured_outputs_config),
+        logits_processors=config.model.logits_processors,
+        prompt_embeds=config.model.enable_prompt_embeds,
+    )
+
+
+def _facts(worker: Worker | EncoderWorker) -> WorkerFacts:
+    device, spec = worker.device, worker.spec
+    return WorkerFacts(
+        device=device.name,
+        accelerator=device.torch_device.type,
+        torch_device=str(device.torch_device),
+        default_depth=device.default_depth,
+        default_limits=device.default_limits,
+        balanced_tokens=device.balanced_tokens,
+        dtype=str(worker.dtype).removeprefix("torch."),
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        max_position=spec.max_position,
+        num_labels=getattr(spec, "num_labels", 0),
+        pooling=getattr(spec, "pooling", ""),
+    )
+
+
+class DecoderBuild:
+    """A `WorkerBuild` of a model with a KV cache."""
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        self._config = config
+        self._worker = Worker(config.model, config.device, files, config.cache)
+        self.facts = _facts(self._worker)
+        self.context = feature_context(config, files, self.facts)
+
+    def load(self, timer: PhaseTimer) -> LoadedFacts:
+        worker, config = self._worker, self._config
+        timer.begin("kernels")
+        worker.prepare_kernels()
+        timer.begin("weights")
+        with blamed(config.model.config_overrides):
+            worker.load()
+        timer.begin("kv cache")
+        limits = config.scheduler.limits(*self.facts.default_limits)
+        stated = config.cache.memory_bytes is not None or config.cache.num_blocks is not None
+        return LoadedFacts(
+            weight_bytes=worker.weight_bytes,
+            weight_form=worker.weight_form,
+            kernels=worker.kernels,
+            advice=worker.advice,
+            step_parameters=worker.step_parameters,
+            step_weight_bytes=worker.step_weight_bytes,
+            kv_bytes_per_token=worker.kv_bytes_per_token,
+            kv_budget=None if stated else worker.kv_budget(*limits),
+        )
+
+    def allocate(self, sizes: CacheSizes) -> LocalWorker:
+        worker, cache = self._worker, self._config.cache
+        if cache.memory_bytes is not None or cache.num_blocks is not None:
+            size = sizes.num_blocks * cache.block_size * worker.kv_bytes_per_token
+            worker.check_cache(size, sizes.num_slots, sizes.max_step_tokens)
+        make_runner = partial(
+            worker.make_runner,
+            num_blocks=sizes.num_blocks,
+            num_slots=sizes.num_slots,
+            max_model_len=sizes.max_model_len,
+            max_step_tokens=sizes.max_step_tokens,
+            hooks=build_worker_halves(self.context),
+        )
+        return LocalWorker(worker, make_runner, can_sleep=self._config.model.enable_sleep_mode)
+
+    def abandon(self) -> None:
+        """It has no processes."""
+
+
+class EncoderBuild:
+    """A `WorkerBuild` of a model that keeps nothing between steps."""
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        self._config = config
+        self._worker = EncoderWorker(config.model, config.device, files)
+        self.facts = _facts(self._worker)
+        self.context = feature_context(config, files, self.facts)
+
+    def load(self, timer: PhaseTimer) -> LoadedFacts:
+        timer.begin("weights")
+        with blamed(self._config.model.config_overrides):
+            self._worker.load()
+        return LoadedFacts(weight_bytes=self._worker.weight_bytes, weight_form=self._worker.weight_form)
+
+    def allocate(self, sizes: CacheSizes) -> LocalWorker:
+        return LocalWorker(self._worker, partial(self._worker.make_runner, build_worker_halves(self.context)))
+
+    def abandon(self) -> None:
+        """It has no processes."""

@@ -1,0 +1,35 @@
+"""`octavo replay-steps`: computes what `--record-steps` recorded once more, and says where the tokens differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.cli.flags.parser import OctavoParser, say
+
+
+def run(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    from octavo.replay import replay
+
+    report = replay(Path(args.file), model=args.model, announce=say)
+    if report.difference is None:
+        print(f"{report.steps} steps, {report.tokens} tokens: all as recorded")
+        return 0
+    one = report.difference
+    print(f"{report.steps - 1} steps, {report.tokens} tokens as recorded, then a difference:")
+    print(f"  step {one.step}, row {one.row}, request {one.request}")
+    print(f"  recorded: {one.recorded}")
+    print(f"  computed: {one.found}")
+    return 1
+
+
+def make_parser() -> OctavoParser:
+    parser = OctavoParser(
+        "octavo replay-steps",
+        words="FILE",
+        description="Compute the steps in FILE, which an engine with --record-steps wrote, again on a fresh worker, "
+        "and compare the tokens. Exit status 1 says that they differ.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a record of steps")
+    parser.add_argument("--model", metavar="MODEL", help="where the model is, if not where it was then")
+    return parser

@@ -1,0 +1,75 @@
+"""What a worker tells the engine while it is built, and what it is told: facts and sizes, no live objects."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Known before any weight is read. Lengths in tokens.
+
+    Attributes:
+        device: its name, for people.
+        accelerator: "cuda" or "cpu".
+        torch_device: as torch calls it.
+        default_depth: steps worth launching ahead.
+        default_limits: sequences that run at once, and tokens of a step, unless others are asked for.
+        balanced_tokens: tokens of a step of which the products take little longer than reading the weights.
+        dtype: of activations.
+        vocab_size: columns of the logits.
+        hidden_size: numbers in the embedding of one token.
+        max_position: the model's longest context.
+        num_labels, pooling: an encoder's classes, and how it makes vectors by itself.
+    """
+
+    device: str
+    accelerator: str
+    torch_device: str
+    default_depth: int
+    default_limits: tuple[int, int]
+    balanced_tokens: int
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    num_labels: int = 0
+    pooling: str = ""
+
+
+class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Known once the weights are there. Sizes in bytes.
+
+    Attributes:
+        weight_bytes: what the weights take.
+        weight_form: how they are kept, in words.
+        kernels: what computes, in words.
+        advice: a setting that would suit this machine; mostly none.
+        step_parameters, step_weight_bytes: what every step reads of the weights.
+        kv_bytes_per_token: keys and values of one token over all layers; 0 without a KV cache.
+        kv_budget: room for the KV cache; None where the settings say its size.
+    """
+
+    weight_bytes: int
+    weight_form: str
+    kernels: str = ""
+    advice: str = ""
+    step_parameters: int = 0
+    step_weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    kv_budget: int | None = None
+
+
+class CacheSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker allocates for steps.
+
+    Attributes:
+        num_blocks: of the KV cache.
+        num_slots: requests that run at once.
+        max_model_len: tokens of the longest request.
+        max_step_tokens: tokens of the largest step.
+    """
+
+    num_blocks: int
+    num_slots: int
+    max_model_len: int
+    max_step_tokens: int

@@ -1,0 +1,232 @@
+"""`RankServer`: a worker in a process of its own, driven by the messages of `rank_wire.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from octavo.core.errors import DeviceLostError, OctavoError
+from octavo.core.pausing import Part
+from octavo.core.profiling import ProfileSettings
+from octavo.core.worker_info import CacheSizes
+from octavo.engine import rank_wire as wire
+from octavo.engine.executor import Executor, Staged, Step, Tracer, WorkerBuild, WorkerPort
+from octavo.engine.failure import Failure
+from octavo.engine.frames import Frames, frame
+from octavo.engine.phases import PhaseTimer
+from octavo.engine.plan_codec import PlanCodec
+from octavo.engine.process import keep_freed_memory
+
+log = logging.getLogger(__name__)
+
+_PIECE = 1 << 20
+
+
+class RankServer:
+    """Serves until the engine closes its end of the socket.
+
+    Args:
+        peer: connected to the engine.
+        make_build: begins the worker. It may raise what `WorkerBuild` raises.
+        codec: knows the payloads of the features.
+    """
+
+    def __init__(self, peer: socket.socket, make_build: Callable[[], WorkerBuild], codec: PlanCodec) -> None:
+        self._peer = peer
+        self._codec = codec
+        self._sending = Lock()
+        self._steps: dict[int, Step] = {}
+        self._failed: dict[int, Exception] = {}
+        self._methods = _Methods(make_build)
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
+
+    def run(self) -> int:
+        """Return the process's exit code: 1 if the device was lost, which the engine was told."""
+        frames = Frames()
+        try:
+            while data := self._peer.recv(_PIECE):
+                for message in frames.take(data):
+                    self._take(wire.decode_to_rank(message))
+        except DeviceLostError:
+            return 1
+        except ConnectionError:
+            log.warning("the engine has gone")
+        finally:
+            self._reading.shutdown(wait=False, cancel_futures=True)
+        return 0
+
+    def _take(self, message: wire.ToRank) -> None:
+        match message:
+            case wire.Forward(number, plan):
+                self._launch(number, lambda: self._forward(number, plan))
+            case wire.Sample(number, payload) if number in self._steps:
+                self._launch(number, lambda: self._sample(number, payload))
+            case wire.Fetch(number):
+                self._fetch(number)
+            case wire.Call(method=name) if name in _BESIDE_STEPS:
+                self._reading.submit(self._answer, message)
+            case wire.Call():
+                self._answer(message)
+
+    def _launch(self, number: int, work: Callable[[], None]) -> None:
+        """An error is told when the step is asked for."""
+        try:
+            work()
+        except Exception as error:
+            log.exception("step %d failed", number)
+            self._failed[number] = error
+
+    def _forward(self, number: int, plan: bytes) -> None:
+        self._steps[number] = self._methods.running.forward(self._codec.decode_plan(plan))
+
+    def _sample(self, number: int, payload: bytes) -> None:
+        if number not in self._failed:
+            self._methods.running.sample(self._steps[number], self._codec.decode_payload(payload))
+
+    def _fetch(self, number: int) -> None:
+        error = self._failed.get(number)
+        step = self._steps.get(number)
+        if error is None and step is not None:
+            try:
+                output = step.result()
+            except Exception as exc:
+                log.exception("step %d failed", number)
+                error = exc
+        self._steps = {later: one for later, one in self._steps.items() if later > number}
+        self._failed = {later: one for later, one in self._failed.items() if later > number}
+        if error is None:
+            self._send(wire.Output(number, output))
+        else:
+            lost = self._methods.loss(error)
+            self._send(wire.StepFailed(number, Failure.of(error), lost))
+            _end_if(lost)
+
+    def _answer(self, call: wire.Call) -> None:
+        try:
+            value = getattr(self._methods, call.method)(*call.args)
+            self._send(wire.Reply(call.number, msgspec.Raw(msgspec.msgpack.encode(value))))
+        except Exception as error:
+            if not isinstance(error, OctavoError):
+                log.exception("%s failed", call.method)
+            lost = self._methods.loss(error)
+            self._send(wire.Reply(call.number, msgspec.Raw(b"\xc0"), Failure.of(error), lost))
+            _end_if(lost)
+
+    def _send(self, message: wire.FromRank) -> None:
+        with self._sending:
+            self._peer.sendall(frame(wire.encode(message)))
+
+
+def _end_if(lost: str | None) -> None:
+    if lost is not None:
+        raise DeviceLostError("this rank", lost)
+
+
+_BESIDE_STEPS = ("stage_weights", "receive_weights", "stage_received")
+
+
+class _Methods:
+    """What an engine may call, with arguments and results of built-in types. Staged weights are called by numbers."""
+
+    def __init__(self, make_build: Callable[[], WorkerBuild]) -> None:
+        self._make_build = make_build
+        self._build: WorkerBuild | None = None
+        self._port: WorkerPort | None = None
+        self._executor: Executor | None = None
+        self._tracer: Tracer | None = None
+        self._staged: dict[int, Staged] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def running(self) -> Executor:
+        assert self._executor is not None, "a step was sent to a rank without an executor"
+        return self._executor
+
+    def loss(self, error: Exception) -> str | None:
+        """Return why the device is lost after this error; None if it is not."""
+        if self._port is None:
+            return None
+        lost = error if isinstance(error, DeviceLostError) else self._port.loss(error)
+        return None if lost is None else lost.reason
+
+    def begin(self) -> Any:
+        self._build = self._make_build()
+        return self._build.facts
+
+    def load(self) -> Any:
+        assert self._build is not None
+        return self._build.load(PhaseTimer(lambda name, seconds: None))
+
+    def allocate(self, sizes: dict[str, int]) -> bool:
+        """Return whether the worker can sleep."""
+        assert self._build is not None
+        self._port = self._build.allocate(msgspec.convert(sizes, CacheSizes))
+        return self._port.can_sleep
+
+    def executor(self) -> tuple[str, str]:
+        """Make it; return the names of weights and of the KV cache's form."""
+        port = self._there()
+        self._executor = port.executor()
+        keep_freed_memory()
+        return port.weight_version, port.kv_form
+
+    def check_weights(self) -> None:
+        self._there().check_weights()
+
+    def stage_weights(self, path: str | None, load_format: str | None) -> int:
+        return self._keep(self._there().stage_weights(path, load_format))
+
+    def begin_weights(self) -> None:
+        self._there().begin_weights()
+
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
+        self._there().receive_weights(update_info)
+
+    def stage_received(self) -> int:
+        return self._keep(self._there().stage_received())
+
+    def put_in_place(self, number: int, version: str | None, rescale: bool) -> str:
+        """Return the name of the weights."""
+        self._staged.pop(number).put_in_place(version, rescale=rescale)
+        return self._there().weight_version
+
+    def drop_weights(self, number: int) -> None:
+        self._staged.pop(number, None)
+
+    def sleep(self, level: int) -> None:
+        self._executor = None
+        self._there().sleep(level)
+
+    def wake_up(self, part: str) -> None:
+        self._there().wake_up(Part(part))
+
+    def start_trace(self, settings: dict[str, Any]) -> None:
+        self._tracer = self._there().tracer(msgspec.convert(settings, ProfileSettings))
+        self._tracer.start()
+
+    def stop_trace(self, path: str) -> None:
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            tracer.stop(Path(path))
+
+    def close(self) -> None:
+        with contextlib.suppress(OctavoError):
+            self._there().close()
+
+    def _there(self) -> WorkerPort:
+        assert self._port is not None, "the rank has allocated nothing yet"
+        return self._port
+
+    def _keep(self, staged: Staged) -> int:
+        number = next(self._numbers)
+        self._staged[number] = staged
+        return number

@@ -1,0 +1,210 @@
+"""Records of runs: every plan, payload and output of an engine in one file, to be computed again elsewhere.
+
+The file is a stream of length-prefixed MessagePack records (`frames.py`): a `Header`, then for each step `Planned`,
+`Sampled` and `Gave`, in the order in which the engine used its executor. A file that was cut short is valid as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from octavo.core.errors import ConfigError
+from octavo.core.output import StepOutput
+from octavo.core.plan import StepPlan
+from octavo.core.spans import Spans
+from octavo.core.worker_info import CacheSizes, WorkerFacts
+from octavo.engine.executor import Executor, Step
+from octavo.engine.frames import Frames, frame
+from octavo.engine.plan_codec import PlanCodec
+
+log = logging.getLogger(__name__)
+
+FORM = 1
+_PIECE = 1 << 20
+
+
+class Header(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What is needed to make the same worker again.
+
+    Attributes:
+        form: of the file; a reader knows one.
+        version: of the Octavo that wrote it.
+        config: the engine's settings.
+        facts: the device and the model that it ran.
+        sizes: what the worker had allocated.
+    """
+
+    form: int
+    version: str
+    config: dict[str, Any]
+    facts: WorkerFacts
+    sizes: CacheSizes
+
+
+class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A step is launched.
+
+    Attributes:
+        names: slot -> the request that takes it with this step, and which of its choices.
+        plan: encoded by a `PlanCodec`.
+    """
+
+    names: dict[int, str]
+    plan: bytes
+
+
+class Sampled(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """It is sampled, with this payload."""
+
+    step: int
+    payload: bytes
+
+
+class Gave(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Its output was read; None if it failed."""
+
+    step: int
+    output: StepOutput | None
+
+
+Record = Header | Planned | Sampled | Gave
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+class Recorder:
+    """Writes a record, up to a limit. A record that can't be continued stops; the engine goes on.
+
+    Args:
+        path: is written anew.
+        limit: bytes of the file.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+
+    def __init__(self, path: Path, limit: int, header: Header, codec: PlanCodec) -> None:
+        self._path = path
+        self._left = limit
+        self._codec = codec
+        try:
+            self._file: IO[bytes] | None = path.open("wb")
+        except OSError as exc:
+            raise ConfigError(f"--record-steps {path} can't be written ({exc.strerror}); choose another file.") from exc
+        self._write(header)
+
+    def around(self, executor: Executor, names_of: Callable[[StepPlan], dict[int, str]]) -> Executor:
+        """Return an executor that records what this one is asked and gives.
+
+        Args:
+            names_of: the requests that take slots with a plan, by slot.
+        """
+        return _Recorded(executor, self, names_of)
+
+    def planned(self, plan: StepPlan, names: dict[int, str]) -> None:
+        if self._file is not None:
+            self._write(Planned(names, self._codec.encode_plan(plan)))
+
+    def sampled(self, step: int, payload: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._write(Sampled(step, self._codec.encode_payload(payload)))
+
+    def gave(self, step: int, output: StepOutput | None) -> None:
+        if self._file is not None:
+            self._write(Gave(step, output))
+
+    def stop(self, why: str) -> None:
+        """Record nothing more."""
+        if self._file is not None:
+            log.warning("the record of steps in %s ends here: %s", self._path, why)
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: Record) -> None:
+        data = frame(_encode(record))
+        self._left -= len(data)
+        if self._file is None or self._left < 0:
+            self.stop("it is as long as it may be (--record-steps-limit)")
+            return
+        try:
+            self._file.write(data)
+            self._file.flush()  # the step at hand may be the process's last
+        except OSError as exc:
+            self.stop(f"it can't be written ({exc.strerror})")
+
+
+class _Recorded:
+    """An `Executor` around another."""
+
+    def __init__(self, executor: Executor, recorder: Recorder, names_of: Callable[[StepPlan], dict[int, str]]) -> None:
+        self._executor = executor
+        self._recorder = recorder
+        self._names_of = names_of
+
+    def forward(self, plan: StepPlan) -> _RecordedStep:
+        self._recorder.planned(plan, self._names_of(plan))
+        return _RecordedStep(self._executor.forward(plan), self._recorder)
+
+    def sample(self, step: Step, payload: dict[str, Any]) -> None:
+        assert isinstance(step, _RecordedStep)
+        self._recorder.sampled(step.plan.id, payload)
+        self._executor.sample(step.inner, payload)
+
+    def watch(self, spans: Spans) -> None:
+        self._executor.watch(spans)
+
+
+@dataclass(slots=True)
+class _RecordedStep:
+    inner: Step
+    recorder: Recorder
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.inner.plan
+
+    def result(self) -> StepOutput:
+        try:
+            output = self.inner.result()
+        except Exception:
+            self.recorder.gave(self.plan.id, None)
+            raise
+        self.recorder.gave(self.plan.id, output)
+        return output
+
+
+def read_records(path: Path) -> tuple[Header, Iterator[Planned | Sampled | Gave]]:
+    """Return a file's header, and what follows it.
+
+    Raises:
+        ConfigError: the file can't be read, or is no record that this version of Octavo knows.
+    """
+    try:
+        records = _records(path)
+        first = next(records, None)
+    except OSError as exc:
+        raise ConfigError(f"{path} can't be read ({exc.strerror}).") from exc
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{path} is no record of steps: {exc}. They are made by --record-steps.") from exc
+    if not isinstance(first, Header) or first.form != FORM:
+        form = f"has form {first.form}" if isinstance(first, Header) else "does not begin with a header"
+        raise ConfigError(f"{path} {form}; this version of Octavo reads records of form {FORM}.")
+    return first, (record for record in records if not isinstance(record, Header))
+
+
+def _records(path: Path) -> Iterator[Record]:
+    frames = Frames()
+    with path.open("rb") as source:
+        while data := source.read(_PIECE):
+            for message in frames.take(data):
+                yield _decode(message)

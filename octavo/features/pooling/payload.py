@@ -1,0 +1,36 @@
+"""What the engine half sends with a step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.core.pooling import OPTION as NAME
+
+__all__ = ["NAME", "PAYLOAD", "Span", "Spans"]
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a prompt in a step's batch.
+
+    Attributes:
+        row, slot: the batch's row, and the slot of its request.
+        start, count: its tokens are [start, start + count) of the batch.
+        first: the part's position in the prompt.
+        ends: the prompt ends with it.
+    """
+
+    row: int
+    slot: int
+    start: int
+    count: int
+    first: int
+    ends: bool
+
+
+class Spans(msgspec.Struct):
+    """The parts of prompts that a step computes for pooling."""
+
+    spans: list[Span]
+
+
+PAYLOAD = Spans

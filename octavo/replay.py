@@ -1,0 +1,134 @@
+"""`replay`: computes a recorded run again on a fresh worker, and compares the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from octavo.build_worker import build_local
+from octavo.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.core.output import StepOutput
+from octavo.core.plan import StepPlan
+from octavo.engine.executor import Executor, Step
+from octavo.engine.phases import PhaseTimer
+from octavo.engine.plan_codec import PlanCodec
+from octavo.engine.record import Gave, Header, Planned, Sampled, read_records
+from octavo.features import payload_types
+from octavo.text.sources import model_files
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay first gave something else.
+
+    Attributes:
+        step, row: the plan's number, and the row in its batch.
+        request: its id and, after a slash, which of its choices.
+        recorded, found: the row's tokens, or its error.
+    """
+
+    step: int
+    row: int
+    request: str
+    recorded: list[int] | str
+    found: list[int] | str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """How far a replay got: steps and tokens that were compared, up to the first difference."""
+
+    steps: int
+    tokens: int
+    difference: Difference | None
+
+
+def replay(path: Path, *, model: str | None = None, announce: Callable[[str], None] = lambda text: None) -> Report:
+    """Compute the steps of a record again, in their order, until one gives other tokens.
+
+    Args:
+        model: where the model is, if not where it was.
+        announce: is told what is computed with.
+
+    Raises:
+        ConfigError: the file is no record, or its settings can't be had here.
+        ModelNotFoundError, ModelFileError: the model can't be read.
+    """
+    header, records = read_records(path)
+    config = _settings(header, model)
+    codec = PlanCodec(payload_types())
+    build = build_local(config, model_files(config.model))
+    announce(
+        f"recorded by Octavo {header.version} on {header.facts.device} ({header.facts.dtype}), computed again on "
+        f"{build.facts.device} ({build.facts.dtype})"
+    )
+    build.load(PhaseTimer(lambda name, seconds: None))
+    port = build.allocate(header.sizes)
+    player = _Player(port.executor(), codec)
+    try:
+        for record in records:
+            if (difference := player.take(record)) is not None:
+                return Report(player.steps, player.tokens, difference)
+    finally:
+        port.close()
+    return Report(player.steps, player.tokens, None)
+
+
+def _settings(header: Header, model: str | None) -> EngineConfig:
+    try:
+        config = msgspec.convert(header.config, EngineConfig)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"the record's settings, by Octavo {header.version}, can't be used here: {exc}.") from exc
+    device = dataclasses.replace(config.device, record_steps=None, profiler_config={})
+    found = config.model if model is None else dataclasses.replace(config.model, model=model, revision=None)
+    return dataclasses.replace(config, device=device, model=found)
+
+
+class _Player:
+    """Has an executor do what a record says.
+
+    Attributes:
+        steps, tokens: compared so far.
+    """
+
+    def __init__(self, executor: Executor, codec: PlanCodec) -> None:
+        self.steps = self.tokens = 0
+        self._executor = executor
+        self._codec = codec
+        self._names: dict[int, str] = {}
+        self._launched: dict[int, tuple[Step, list[str]]] = {}
+
+    def take(self, record: Planned | Sampled | Gave) -> Difference | None:
+        """Return the first difference, if this is an output that has one."""
+        match record:
+            case Planned(names, encoded):
+                self._names |= names
+                plan = self._codec.decode_plan(encoded)
+                self._launched[plan.id] = self._executor.forward(plan), self._names_of(plan)
+            case Sampled(number, payload):
+                self._executor.sample(self._launched[number][0], self._codec.decode_payload(payload))
+            case Gave(number, output):
+                step, names = self._launched.pop(number)
+                if output is not None:  # else it failed, which is not compared
+                    return self._compare(number, names, output, step.result())
+        return None
+
+    def _names_of(self, plan: StepPlan) -> list[str]:
+        return [self._names.get(slot, f"slot {slot}") for slot in plan.slots]
+
+    def _compare(self, number: int, names: list[str], recorded: StepOutput, found: StepOutput) -> Difference | None:
+        self.steps += 1
+        for row, name in enumerate(names):
+            before, now = _of(recorded, row), _of(found, row)
+            if before != now:
+                return Difference(number, row, name, before, now)
+            self.tokens += len(recorded.tokens[row])
+        return None
+
+
+def _of(output: StepOutput, row: int) -> list[int] | str:
+    return output.errors.get(row) or output.tokens[row]

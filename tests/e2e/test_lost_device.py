@@ -1,0 +1,167 @@
+"""A device that is lost under load: everybody is told, once, and the server ends and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import toy_models
+from serving import POLL_S, START_S, WAIT_S, Server, descendants, together, wait_until
+
+pytestmark = pytest.mark.e2e
+
+HERE = Path(__file__).parent
+REQUESTS = 32
+SAID = "The device was lost: toy device: it was told to break."
+WILD = """
+import triton
+import triton.language as tl
+from octavo.features.logits_processors import LogitsProcessor
+
+
+@triton.jit
+def write_wildly(logits, far):
+    tl.store(logits + far, 1.0)
+
+
+class Wild(LogitsProcessor):
+    def apply(self, logits, rows):
+        if any(len(row.output_ids) == 60 for row in rows):
+            write_wildly[(1,)](logits, 1 << 44)
+        return logits
+"""
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def ended(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"
+
+
+def errors_of(server: Server, number: int, max_tokens: int) -> list[tuple[int, str]]:
+    """The errors, code and text, that one request gets: every other one is a stream."""
+    body = {"prompt": f"{number} times", "max_tokens": max_tokens, "ignore_eos": True, "stream": number % 2 == 0}
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S)
+    if response.status_code != 200:  # streams that had not begun are among them
+        error = response.json()["error"]
+        return [(response.status_code, error["message"])]
+    said = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert said[-1] == "[DONE]"
+    found = [json.loads(one)["error"] for one in said[:-1] if "error" in json.loads(one)]
+    return [(error["code"], error["message"]) for error in found]
+
+
+def last_health(server: Server) -> str:
+    """Ask for the server's health until it is bad; what it says then."""
+    while True:
+        response = httpx.get(f"{server.url}/health", timeout=WAIT_S)
+        if response.status_code != 200:
+            assert response.status_code == 503
+            return response.text
+        time.sleep(POLL_S)
+
+
+def no_blow() -> None:
+    """The device is lost by itself."""
+
+
+def check_end(server: Server, said: str, folder: Path, max_tokens: int, *, blow: Callable[[], None] = no_blow) -> None:
+    """Put the server under a load under which its device is lost, and check what becomes of requests and processes.
+
+    Args:
+        said: part of every error.
+        folder: where the server's sockets are.
+        max_tokens: more than it has time for.
+        blow: brings the device's end about; called while requests run.
+    """
+    family = descendants(server.process.pid)
+    with ThreadPoolExecutor(2) as pool:
+        health = pool.submit(last_health, server)
+        struck = pool.submit(blow)
+        asked = together(lambda number: errors_of(server, number, max_tokens), range(REQUESTS))
+        struck.result()
+        assert said in health.result()
+    assert all(len(errors) == 1 for errors in asked), asked
+    assert [error for (error,) in asked if error[0] != 503 or said not in error[1]] == [], server.output()
+    assert server.process.wait(START_S) == 1, server.output()
+    assert f"octavo: error: {said}" in server.output()
+    wait_until(lambda: all(map(ended, family)), "the end of all processes")
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one process", "two processes"])
+def test_everybody_is_told_and_the_server_ends(
+    flags: tuple[str, ...], tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    command = [sys.executable, str(HERE / "stub_server.py"), f"toy:{REQUESTS}"]
+    server = Server("", tmp_path / "log", *flags, command=command)
+    try:
+        server.wait_ready()
+        check_end(server, SAID, short_path, 900)
+        assert "the core ends with 70" in server.output()
+    finally:
+        server.close()
+
+
+def test_a_rank_that_is_killed_is_a_lost_device(
+    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = toy_models.save_decoder(tmp_path / "model", seed=1, max_position_embeddings=8192)
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    limits = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", "64M", "--threads", "1", "--device", "cpu")
+    server = Server(str(model), tmp_path / "log", "--distributed-executor-backend", "mp", *limits)
+
+    def kill_rank() -> None:
+        wait_until(lambda: server.metric("octavo:num_requests_waiting") == REQUESTS - 8, "a crowd")
+        (rank,) = [pid for pid in descendants(server.process.pid) if "octavo.rank_main" in command_of(pid)]
+        os.kill(rank, signal.SIGKILL)
+
+    try:
+        server.wait_ready()
+        check_end(server, "The device was lost: rank 0 (", short_path, 8000, blow=kill_rank)
+        assert "its process was killed by SIGKILL. Every request ends" in server.output()
+    finally:
+        server.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("flags", [(), ("--enforce-eager",)], ids=["graphs", "eager"])
+def test_an_illegal_access_on_a_gpu_is_the_end(
+    flags: tuple[str, ...], tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A logits processor's kernel writes where no memory is. Its error shows in whatever is waited for next."""
+    model = toy_models.save_decoder(tmp_path / "model", seed=1)
+    (tmp_path / "wild.py").write_text(WILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    limits = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", "64M", "--max-model-len", "128")
+    arguments = ("--device", "cuda", "--logits-processors", "wild:Wild", *limits, *flags)
+    server = Server(str(model), tmp_path / "log", *arguments)
+    try:
+        server.wait_ready()
+        check_end(server, "The device was lost: NVIDIA", short_path, 110)
+        assert "illegal memory access" in server.output()
+        assert "terminate called" not in server.output()
+    finally:
+        server.close()
