@@ -143,7 +143,11 @@ def _build_encoder(
         files, config.model.pooler_config, size=spec.hidden_size, default=spec.pooling, labels=spec.num_labels
     )
     scheduler = Scheduler(KVCache(0, 1, groups=()), limits, policy, hooks=[feature.engine for feature in features])
-    runner = worker.make_runner([feature.worker for feature in features])
+    runner = worker.make_runner(
+        [feature.worker for feature in features],
+        num_slots=limits.max_num_seqs,
+        max_step_tokens=limits.max_num_batched_tokens,
+    )
     profiler = _profiler(worker, profile)
     loop = EngineLoop(scheduler, runner, _depth(config, worker.device), profiler=profiler, worker=worker)
     _warm_up(loop, timer, prompt_only=True)

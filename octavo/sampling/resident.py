@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
-from octavo.device.transfer import Download, upload
+from octavo.device.transfer import Download, Event, upload
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.logprobs import together
 from octavo.sampling.resident_allowed import ResidentAllowed
@@ -95,8 +95,13 @@ class Sampled:
     tokens: Download
     logprobs: Logprobs
 
+    @property
+    def arrived(self) -> Event | None:
+        return self.tokens.arrived
+
     def token_list(self) -> list[int]:
-        return self.tokens.wait().tolist()
+        found: list[int] = self.tokens.wait().tolist()
+        return found
 
     def logprobs_of(self) -> dict[int, TokenLogprobs]:
         """Index of the row -> its log-probabilities, for the rows that asked."""

@@ -1,10 +1,10 @@
-"""`WorkerSleep`: gives back the memory of weights and KV cache while the engine sleeps, and takes it again."""
+"""`WorkerSleep`: frees the memory of weights and KV cache while the engine sleeps, and allocates it again."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from octavo.core.pausing import Part
 from octavo.worker.runner import Runner
 from octavo.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from octavo.worker.resident.runner import ResidentRunner
 
 
 class WorkerSleep:
@@ -24,13 +21,13 @@ class WorkerSleep:
         make_runner: a runner over the worker's model, with an empty KV cache.
     """
 
-    def __init__(self, worker: Worker, make_runner: Callable[[], Runner | ResidentRunner]) -> None:
+    def __init__(self, worker: Worker, make_runner: Callable[[], Runner]) -> None:
         self._worker = worker
         self._make_runner = make_runner
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def sleep(self, level: int) -> None:
-        """The KV cache went with the runner. Weights on a host stay where they are at level 1."""
+        """Free the weights; the KV cache went with the runner. Weights in host memory stay there at level 1."""
         worker = self._worker
         if level == 2:
             self._kept, worker.model = [], None
@@ -40,7 +37,7 @@ class WorkerSleep:
         worker.device.give_back()
 
     def wake_up(self, part: Part) -> None:
-        """The KV cache is taken by the next runner."""
+        """Bring the weights back; the next runner allocates the KV cache."""
         if part is not Part.WEIGHTS:
             return
         if self._worker.model is None:
@@ -49,21 +46,21 @@ class WorkerSleep:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=True)
         if self._kept:
-            torch.cuda.synchronize()
+            self._worker.device.synchronize()
         self._kept = []
 
-    def executor(self) -> Runner | ResidentRunner:
+    def executor(self) -> Runner:
         return self._make_runner()
 
 
 def _storages(model: object) -> list[torch.UntypedStorage]:
-    """The device memory behind all tensors of a model, each piece once."""
+    """The device memory behind all tensors of a model, each storage once."""
     storages = (tensor.untyped_storage() for tensor in tensors_of(model) if tensor.device.type != "cpu")
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All tensors in modules, in Octavo's own objects and in collections, from `value` on."""
+    """All tensors in modules, Octavo's own objects and collections that `value` refers to."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -81,7 +78,7 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def _put_away(storage: torch.UntypedStorage) -> Tensor:
-    """A copy on the host, in memory from which it comes back fast; the device's is given back."""
+    """Copy to pinned host memory, from which transfers are fast, and free the device's."""
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
     copy.copy_(_bytes_of(storage))
     storage.resize_(0)
