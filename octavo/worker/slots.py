@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, StepPlan
-from octavo.native.sampling import SAMPLING
 from octavo.nn.step import StepInput
+from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
@@ -57,7 +57,7 @@ class HostSlots:
         self.length = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), dtype=np.int32)
-        self.sampling = np.zeros(num_slots, dtype=SAMPLING)
+        self.sampling = np.zeros(num_slots, dtype=STRUCT)
         self._vocab_size = vocab_size
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._sampling: list[_Sampling | None] = [None] * num_slots
@@ -157,7 +157,7 @@ class HostSlots:
         self.block_tables[slot, : len(row.blocks[0])] = row.blocks[0]
         params = PreparedParams.of(row, self._vocab_size, self._logprobs_mode)
         self._sampling[slot] = _Sampling(params, row.num_prompt)
-        self.sampling[slot] = params.packed(row.num_prompt)
+        self.sampling[slot] = packed(params, row.num_prompt)
         self._reporting.discard(slot)
         if params.prompt_logprobs is not None:
             self._reporting.add(slot)

@@ -16,7 +16,8 @@ from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.transfer import upload, upload_parts
 from octavo.nn.step import StepInput
-from octavo.sampling.resident import NUM_PARAMS, ParamTable, Row, packed_params
+from octavo.sampling.parameters import NUM_PARAMS, packed_words
+from octavo.sampling.resident import ParamTable, Row
 from octavo.sampling.state import PreparedParams
 from octavo.worker.parts import Layout
 from octavo.worker.resident.sharing import BlockTables, Groups
@@ -232,7 +233,7 @@ class DeviceSlots:
             self.tables.fill(row)
             count, blocks = len(row.tokens), len(row.blocks[0])
             header[:6] = row.slot, count, row.num_computed, offset, offset + count, blocks
-            header[6:] = packed_params(params, row.num_prompt)
+            header[6:] = packed_words(params, row.num_prompt)
             pieces += [np.asarray(row.tokens, dtype=np.int32), np.asarray(row.blocks[0], dtype=np.int32)]
             offset += count + blocks
             longest = max(longest, count, blocks)
