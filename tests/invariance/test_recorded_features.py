@@ -97,7 +97,8 @@ class Adapter(WorkerHook):
 def engine(monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None, **settings: Any) -> EngineLoop:
     made = [] if adapter is None else [Feature(name="adapter", engine=Adapting(), worker=adapter)]
     monkeypatch.setattr("octavo.build.build_features", lambda _: made)
-    return build_core(tiny_config(**{"memory_bytes": 1 << 21, "max_num_seqs": 2, **settings}), model_files(QWEN3))[0]
+    small = {"memory_bytes": 1 << 21, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+    return build_core(tiny_config(**small | settings), model_files(QWEN3))[0]
 
 
 def runner_of(loop: EngineLoop) -> Runner:
@@ -123,7 +124,7 @@ def requests(*names: str) -> list[GenerateRequest]:
 def test_an_adapter_by_request_leaves_steps_recorded(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own tokens change, others' do not; a variant that is not recorded is computed, and nothing else is."""
     asked = requests("a2", "b", "a9")
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 20}
+    limits = {"max_num_batched_tokens": 20}
     on_cpu = {"device": "cpu", "attention_backend": "torch"}
     plain = tokens_of(drive(engine(monkeypatch, None, **limits, **on_cpu), asked))
     expected = tokens_of(drive(engine(monkeypatch, Adapter(), **limits, **on_cpu), asked))
@@ -148,7 +149,7 @@ def test_an_adapter_by_request_leaves_steps_recorded(recorded: bool, monkeypatch
 
 @pytest.mark.skipif(GPU, reason="counts the transfers of the graphs' stand-in")
 def test_a_step_that_repeats_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uploads: a new request's row and the batch's layout; a changed batch's rows; a block. Downloads: the tokens."""
+    """Uploads: new requests, changed block tables, the batch's layout or its slots. Downloads: the tokens."""
     recorded_graphs(monkeypatch)
     loop = engine(monkeypatch, None, **behind(monkeypatch), async_scheduling=False)
     transfers = Transfers(monkeypatch)
@@ -160,7 +161,7 @@ def test_a_step_that_repeats_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         loop.step()
         counts.append(transfers.take())
     prompts, begins, *steps = counts
-    assert prompts == (2, 1)
+    assert prompts == (3, 1)
     assert begins == (1, 1)  # the batch of single tokens
     assert steps[0] == (0, 1)
     assert sorted(set(steps)) == [(0, 1), (1, 1)]
@@ -174,7 +175,11 @@ def test_nothing_is_made_by_row_while_steps_are_replayed(monkeypatch: pytest.Mon
     recorded_graphs(monkeypatch)
     loop = engine(monkeypatch, None, **behind(monkeypatch), max_num_seqs=3)
     monkeypatch.setattr(DeviceSlots, "sample_rows", lambda *_: pytest.fail("rows were made"))
-    params = [{"temperature": 0}, {"temperature": 0.8, "seed": 1}, {"temperature": 0, "min_tokens": 1}]
+    params: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 0, "min_tokens": 1, "ignore_eos": True},
+    ]
     asked = [
         GenerateRequest(id=f"r{i}", tokens=[5 + i, 9], params=SamplingParams(max_tokens=4, **one))
         for i, one in enumerate(params)
