@@ -164,7 +164,13 @@ class EncoderBuild:
         return LoadedFacts(weight_bytes=self._worker.weight_bytes, weight_form=self._worker.weight_form)
 
     def allocate(self, sizes: CacheSizes) -> LocalWorker:
-        return LocalWorker(self._worker, partial(self._worker.make_runner, build_worker_halves(self.context)))
+        make_runner = partial(
+            self._worker.make_runner,
+            build_worker_halves(self.context),
+            num_slots=sizes.num_slots,
+            max_step_tokens=sizes.max_step_tokens,
+        )
+        return LocalWorker(self._worker, make_runner)
 
     def abandon(self) -> None:
         """It has no processes."""

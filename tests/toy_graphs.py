@@ -1,67 +1,168 @@
-"""Recorded steps on machines that can't record."""
+"""Graphs on machines that have none: the calls of a step are recorded on fixed buffers and replayed, as CUDA does."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from toy_models import Behind
+from triton.runtime.interpreter import InterpretedFunction
 
-from octavo.worker.resident import graphs
-from octavo.worker.resident.graphs import DecodeGraphs
-from octavo.worker.resident.mixed import MixedGraphs
-from octavo.worker.resident.runner import ResidentRunner
-from octavo.worker.worker import Worker
+from octavo.device.transfer import HostLink
 
-REPLAYED: dict[str, int] = {}
-
-
-class Unrecorded(DecodeGraphs):
-    """Graphs that compute anew what they would replay, and count how often."""
-
-    def capture(self, max_rows: int, loaded: Collection[int] = (), *, shares: bool = True) -> None:
-        self._reserve(max_rows, shares)
-        for size in self._sizes:
-            forward = Again(self, "_forward", "forward", size)
-            sample = Again(self, "_sample", "sample", size)
-            sharing = Again(self, "_sharing_forward", "sharing", size) if size in self._sharing else None
-            self._graphs[size] = graphs._Size(forward, sample, sharing)  # type: ignore[arg-type]
-
-    def _sharing_forward(self, size: int) -> None:
-        self._forward(size, self._shared_contexts(size))
+_KINDS = {"_forward": "forward", "_sample": "sample", "_forward_mixed": "mixed"}
 
 
-class UnrecordedMixed(MixedGraphs):
-    """The same of steps with prompts."""
+class Tape(TorchDispatchMode):
+    """A graph: torch's operations and Triton's launches in their order, with the very tensors that they had.
 
-    def capture(self, max_tokens: int, loaded: Collection[int] = ()) -> None:
-        self._reserve(max_tokens)
-        self._graphs = {size: Again(self, "_forward", "mixed", size) for size in self._counts}  # type: ignore[misc]
+    None of the Python between them runs again, so what it decided and computed is fixed, as in a CUDA graph.
+    """
 
-
-class Again:
-    def __init__(self, owner: Any, method: str, name: str, size: int) -> None:
-        self._run = lambda: getattr(owner, method)(size)
+    def __init__(self, name: str, replayed: Counter[str]) -> None:
+        super().__init__()
         self._name = name
+        self._replayed = replayed
+        self._calls: list[Callable[[], None]] = []
+        self._paused = False
+
+    def record(self, launch: Callable[[], None]) -> None:
+        with self._launches(), self:
+            launch()
 
     def replay(self) -> None:
-        REPLAYED[self._name] += 1
-        self._run()
+        self._replayed[self._name] += 1
+        for call in self._calls:
+            call()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if not self._paused:
+            self._note(func, args, kwargs, made)
+        return made
+
+    def _note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        outputs = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
+        if func._schema.is_mutable:
+            self._calls.append(lambda: func(*args, **kwargs))
+            return
+        given = {_memory(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        if "empty" in func._schema.name or all(_memory(one) in given for one in outputs):
+            return  # nothing is computed: memory is allocated, or seen in another way
+        self._calls.append(lambda: _copy(func(*args, **kwargs), outputs))
+
+    @contextmanager
+    def _launches(self) -> Iterator[None]:
+        """Record the launches of Triton's kernels, whose interpreter calls torch itself."""
+        run = InterpretedFunction.run
+
+        def launch(kernel: Any, *args: Any, **options: Any) -> None:
+            self._calls.append(lambda: run(kernel, *args, **options))
+            self._paused = True
+            run(kernel, *args, **options)
+            self._paused = False
+
+        InterpretedFunction.run = launch
+        HostLink.upload, upload = _refuse, HostLink.upload  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            InterpretedFunction.run = run
+            HostLink.upload = upload  # type: ignore[method-assign]
 
 
-def unrecorded_graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Have resident runners made with such graphs from now on; counts what they replay."""
-    make = Worker.make_runner
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
-    def recorded(self: Worker, **settings: Any) -> Any:
-        runner = make(self, **settings)
-        if isinstance(runner, ResidentRunner):
-            shares = not self._settings.disable_cascade_attn
-            runner.capture(settings["num_slots"], settings["max_step_tokens"], shares=shares)
-        return runner
 
-    REPLAYED.update(forward=0, sample=0, mixed=0, sharing=0)
-    monkeypatch.setattr(Worker, "make_runner", recorded)
-    monkeypatch.setattr("octavo.worker.resident.runner.DecodeGraphs", Unrecorded)
-    monkeypatch.setattr("octavo.worker.resident.runner.MixedGraphs", UnrecordedMixed)
-    return REPLAYED
+def _copy(values: Any, into: list[Tensor]) -> None:
+    made = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    for value, place in zip(made, into, strict=True):
+        place.copy_(value)
+
+
+def _refuse(link: HostLink, array: np.ndarray) -> Tensor:
+    raise AssertionError("a transfer from the host was recorded")
+
+
+class LateTape(Tape):
+    """Recorded by its first replay, which spares the interpreter the sizes that a test does not use."""
+
+    def record(self, launch: Callable[[], None]) -> None:
+        self._launch: Callable[[], None] | None = launch
+
+    def replay(self) -> None:
+        launch, self._launch = self._launch, None
+        if launch is None:
+            super().replay()
+        else:
+            self._replayed[self._name] += 1
+            super().record(launch)
+
+
+class TapeRecorder:
+    """Counts what is replayed: "forward", "sharing", "mixed" and "sample"."""
+
+    def __init__(self, replayed: Counter[str], kind: type[Tape]) -> None:
+        self._replayed = replayed
+        self._kind = kind
+
+    def record(self, launch: Callable[[], None]) -> Tape:
+        assert isinstance(launch, partial)
+        kind = "sharing" if launch.keywords.get("shares") else _KINDS[launch.func.__name__]
+        tape = self._kind(kind, self._replayed)
+        tape.record(launch)
+        return tape
+
+    def taken(self) -> int:
+        return 0
+
+
+def recorded_graphs(monkeypatch: pytest.MonkeyPatch, *, late: bool = True) -> Counter[str]:
+    """Have CPUs that are driven as if they ran behind their host record graphs from now on; counts what they replay.
+
+    Args:
+        late: record each graph when it is first replayed, and not in advance.
+    """
+    replayed: Counter[str] = Counter()
+    kind = LateTape if late else Tape
+    monkeypatch.setattr(Behind, "recorder", lambda self: TapeRecorder(replayed, kind))
+    # An interpreter compiles nothing, so nothing need run before it is recorded.
+    monkeypatch.setattr("octavo.worker.resident.replay._is_loaded", lambda *_: True)
+    return replayed
+
+
+class Transfers:
+    """Counts what is sent to the device and brought back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[int] = []
+        self.brought: list[int] = []
+        upload, download = HostLink.upload, HostLink.download
+
+        def sending(link: HostLink, array: np.ndarray) -> Tensor:
+            self.sent.append(array.nbytes)
+            return upload(link, array)
+
+        def bringing(link: HostLink, tensor: Tensor) -> Any:
+            self.brought.append(tensor.nbytes)
+            return download(link, tensor)
+
+        monkeypatch.setattr(HostLink, "upload", sending)
+        monkeypatch.setattr(HostLink, "download", bringing)
+
+    def take(self) -> tuple[int, int]:
+        """Uploads and downloads since the last call."""
+        counts = len(self.sent), len(self.brought)
+        self.sent.clear()
+        self.brought.clear()
+        return counts

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from octavo.core.errors import DeviceLostError
+from octavo.device.transfer import Link
 
 _GIB = 1 << 30
 
@@ -20,46 +21,46 @@ def too_large(size: int, free: int, workspace: int, where: str) -> str:
     )
 
 
-class Device(Protocol):
+class Device(Link, Protocol):
     """One device of one worker. Sizes in bytes."""
 
-    torch_device: torch.device
     name: str
     default_depth: int
-    """Steps worth launching ahead: 0 where launching computes, 1 where it only enqueues."""
+    """Steps to launch ahead: 0 where launching computes, 1 where it only enqueues."""
     default_limits: tuple[int, int]
-    """Sequences that run at once, and tokens computed in one step, unless others are asked for."""
+    """Default limits of running sequences and of tokens in one step."""
     balanced_tokens: int
-    """Tokens of a step of which the products take little longer than reading the weights."""
+    """The number of tokens in a step up to which products take little longer than reading the weights."""
     resident: bool
-    """Whether running requests live on the device, because reading anything back would make the host wait."""
+    """Whether the state of running requests is kept on the device, because reading it back would make the host wait."""
 
     def setup(self, threads: int | None, binding: str) -> None:
         """Prepare this process for computing; called once, before anything is allocated.
 
-        `binding` says which cores it keeps to; see `binding.py`.
+        Args:
+            binding: the cores to run on; see `binding.py`.
         """
         ...
 
     def pick_dtype(self, wanted: str, checkpoint: str | None) -> torch.dtype:
-        """The dtype to compute in: `wanted`, or for "auto" what suits the checkpoint's dtype and this device."""
+        """The dtype to compute in: `wanted`, or for "auto" the best for the checkpoint's dtype and this device."""
         ...
 
     def check_fits(self, weights: int, stored: int, utilization: float | None) -> None:
-        """Raises ConfigError if weights can't be loaded; called before they are.
+        """Raise ConfigError if the weights do not fit; called before they are loaded.
 
         Args:
-            weights: their bytes, were none quantized.
+            weights: their bytes if none were quantized.
             stored: bytes of their files.
         """
         ...
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
-        """Bytes for the KV cache, given those that the weights take, and those that a step needs beside them."""
+        """Bytes for the KV cache beside the weights and the memory that a step needs."""
         ...
 
     def give_back(self) -> None:
-        """Let other processes have the memory that was freed."""
+        """Return freed memory to the system."""
         ...
 
     def loss(self, error: Exception) -> DeviceLostError | None:

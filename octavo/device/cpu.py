@@ -11,6 +11,7 @@ from octavo.device import host
 from octavo.device.base import too_large
 from octavo.device.binding import bind
 from octavo.device.lost import reason_lost
+from octavo.device.transfer import HostLink
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +22,11 @@ _DEFAULT_UTILIZATION = 0.5
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class CpuDevice:
-    """Computes at launch, so running ahead gains nothing: its depth is 0 unless asked otherwise."""
+class CpuDevice(HostLink):
+    """Computes at launch, so running ahead gains nothing: the default depth is 0."""
 
     def __init__(self) -> None:
-        self.torch_device = torch.device("cpu")
+        super().__init__(torch.device("cpu"))
         self.name = host.cpu_name()
         self.default_depth = 0
         self.default_limits = (256, 2048)
@@ -55,7 +56,7 @@ class CpuDevice:
         return chosen
 
     def check_fits(self, weights: int, stored: int, utilization: float | None) -> None:
-        """They take about what their files take; the system would end a process that takes more than there is."""
+        """Weights take about as much memory as their files; the system would kill a process that takes too much."""
         if stored > self._available + host.free_swap():
             raise ConfigError(
                 f"The files of the weights hold {stored / _GIB:.2f} GiB, but only {self._available / _GIB:.2f} GiB of "
@@ -92,7 +93,7 @@ class CpuDevice:
         return None if reason is None else DeviceLostError(self.name, reason)
 
     def check_cache(self, size: int, workspace: int) -> None:
-        """By what is free now; memory that nobody has touched seems to be had without end."""
+        """Compare with what is free now: the system grants untouched memory without limit."""
         free = host.available_memory()
         if size + workspace > free + host.free_swap():
             raise ConfigError(too_large(size, free, workspace, "memory"))

@@ -10,6 +10,7 @@ import torch
 from octavo.core.errors import ConfigError, DeviceLostError
 from octavo.device.base import too_large
 from octavo.device.binding import bind
+from octavo.device.cuda_transfer import CudaLink
 from octavo.device.lost import reason_lost
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ _GIB = 1 << 30
 _UTILIZATION = 0.92
 _GRAPHS = _GIB
 _LARGE = 60 * _GIB
-"""From here on the logits of 1,024 sequences and the activations of 8,192 tokens, some 4 GiB, are little."""
+"""GPUs of this size easily hold the logits of 1,024 sequences and the activations of 8,192 tokens, some 4 GiB."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WAYS_OUT = (
     "Take a smaller model or one with smaller weights, raise --gpu-memory-utilization, or free memory that other "
@@ -26,7 +27,7 @@ _WAYS_OUT = (
 )
 
 
-class CudaDevice:
+class CudaDevice(CudaLink):
     """Launches only enqueue, so one step is always launched ahead.
 
     Raises:
@@ -41,7 +42,7 @@ class CudaDevice:
             )
         if importlib.util.find_spec("triton") is None:
             raise ConfigError("--device cuda needs the package triton; install octavo[gpu], or use --device cpu.")
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.default_depth = 1
         large = torch.cuda.get_device_properties(self.torch_device).total_memory >= _LARGE
@@ -72,7 +73,7 @@ class CudaDevice:
             )
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
-        """What the utilization leaves beside what is in use by now, the weights among it, and what steps will need."""
+        """What the utilization leaves beside the memory in use now, weights included, and the memory of steps."""
         budget = self._room(utilization) - workspace - _GRAPHS
         log.info(
             "memory in GiB: weights %.2f, activations %.2f, graphs %.2f, KV cache %.2f, of %.2f",
@@ -100,12 +101,12 @@ class CudaDevice:
             raise ConfigError(too_large(size, free + idle, workspace, self.name))
 
     def _room(self, utilization: float | None) -> int:
-        """Bytes that may still be taken; what torch holds without using it counts as free."""
+        """Bytes that may still be allocated; memory that torch has cached counts as free."""
         free, total, idle = self._memory()
         return int(total * (utilization or _UTILIZATION)) - (total - free - idle)
 
     def _memory(self) -> tuple[int, int, int]:
-        """Bytes free, in all, and held by torch without use."""
+        """Bytes: free, total, and cached by torch."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         idle = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free, total, idle

@@ -1,71 +1,167 @@
-"""Small transfers between host and device that make neither wait; on a CPU both ends are the same memory."""
+"""`Link`: how the host exchanges data with one kind of device and orders its work; null objects where both are one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on the device, there for whatever is launched after this call.
+class Event(Protocol):
+    """A moment in a device's queue of work."""
 
-    The pinned copy may be dropped at once: torch keeps its memory until the transfer has read it.
-    """
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device, copy=True)
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds from this moment to the other; both must have passed."""
+        ...
 
 
-class Lane:
-    """Transfers to fixed places on a device, beside what it computes meanwhile; on a CPU they are done at once."""
+class Download(Protocol):
+    """A tensor's values on their way to the host. Work launched later may overwrite the tensor."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._read: torch.cuda.Event | None = None
-        self._staging: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
+    @property
+    def arrived(self) -> Event | None:
+        """When the device had sent the values; None on the host."""
+        ...
+
+    def wait(self) -> Tensor:
+        """The values, in the host's memory."""
+        ...
+
+
+class Lane(Protocol):
+    """A stream for transfers to fixed addresses, beside what the device computes."""
 
     def send(self, array: np.ndarray, into: Tensor) -> None:
-        """The array's values into a tensor of its shape, there for whatever is launched after this call.
+        """Copy the array into a tensor of its shape; all work launched after this call sees it.
 
-        What reads the values that were there must have been launched before `done`.
+        All readers of the previous values must have been launched before `done` was called.
         """
-        if self._stream is None:
-            into.copy_(torch.from_numpy(array))
-            return
-        host = self._pinned(array)
-        if self._read is None:
-            self.done()  # the first values wait for whatever made their place
-        with torch.cuda.stream(self._stream):
-            self._read.wait()
-            into.copy_(host, non_blocking=True)
-            self._arrived = self._stream.record_event()
-        self._arrived.wait()
-
-    def _pinned(self, array: np.ndarray) -> Tensor:
-        """A copy that the device can read while the host goes on, in memory that is kept for it.
-
-        By one thread: torch's own copy wakes many for it, which takes longer than a megabyte.
-        """
-        if self._arrived is not None:
-            self._arrived.synchronize()  # which it has long done
-        size, dtype = array.size, torch.from_numpy(array).dtype
-        if self._staging is None or self._staging.numel() < size or self._staging.dtype != dtype:
-            self._staging = torch.empty(2 * size, dtype=dtype, pin_memory=True)
-        host = self._staging[:size].view(array.shape)
-        np.copyto(host.numpy(), array)
-        return host
+        ...
 
     def done(self) -> None:
-        """All that reads what was sent has been launched."""
-        if self._stream is not None:
-            self._read = torch.cuda.current_stream(self._stream.device).record_event()
+        """All readers of what was sent have been launched."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Launch it again, on the same addresses."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records work as graphs that share one pool of memory."""
+
+    def record(self, launch: Callable[[], None]) -> Graph:
+        """Record what `launch` launches. The same work must have run before, so that nothing is compiled now."""
+        ...
+
+    def taken(self) -> int:
+        """Bytes of device memory taken since the recorder was made."""
+        ...
+
+
+class Link(Protocol):
+    """Transfers, streams, events and graphs of one device. Nothing here makes host or device wait unless it says so."""
+
+    torch_device: torch.device
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        """The array on the device; all work launched after this call sees it."""
+        ...
+
+    def download(self, tensor: Tensor) -> Download:
+        """Begin to copy a tensor to the host."""
+        ...
+
+    def stream(self) -> Lane:
+        """A new stream for transfers to fixed addresses."""
+        ...
+
+    def event(self) -> Event | None:
+        """When the device gets to what is launched next; None on the host, where that is now."""
+        ...
+
+    def recorder(self) -> Recorder | None:
+        """What records graphs; None if the device has none."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was launched."""
+        ...
+
+
+class HostDownload:
+    """A copy."""
+
+    arrived = None
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = tensor.clone()
+
+    def wait(self) -> Tensor:
+        return self._values
+
+
+class HostLane:
+    """Copies at once."""
+
+    def send(self, array: np.ndarray, into: Tensor) -> None:
+        into.copy_(torch.from_numpy(array))
+
+    def done(self) -> None:
+        """Copies at once leave nothing to wait for."""
+
+
+class HostLink:
+    """The host's own memory as a device: everything happens at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.torch_device, copy=True)
+
+    def download(self, tensor: Tensor) -> Download:
+        return HostDownload(tensor)
+
+    def stream(self) -> Lane:
+        return HostLane()
+
+    def event(self) -> Event | None:
+        return None
+
+    def recorder(self) -> Recorder | None:
+        return None
+
+    def synchronize(self) -> None:
+        """Work is done when it is launched."""
+
+
+@cache
+def link_of(device: torch.device) -> Link:
+    """The link to a device that is known only by torch's name for it."""
+    if device.type == "cuda":
+        from octavo.device.cuda_transfer import CudaLink
+
+        return CudaLink(device)
+    return HostLink(device)
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """`Link.upload`."""
+    return link_of(device).upload(array)
 
 
 def upload_parts(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Several [n] int32 arrays in one transfer. Each begins on 16 bytes, else kernels are compiled for both cases."""
+    """Several [n] int32 arrays in one transfer. Each starts on a multiple of 16 bytes; otherwise kernels would be
+    compiled for both cases."""
     sizes = [len(part) for part in parts]
     room = [-(-size // 4) * 4 for size in sizes]
     packed = np.zeros(sum(room), dtype=np.int32)
@@ -77,35 +173,6 @@ def upload_parts(parts: Sequence[np.ndarray], device: torch.device) -> list[Tens
     return [whole[:size] for whole, size in zip(sent, sizes, strict=True)]
 
 
-class Download:
-    """A tensor's values on their way to the host. The tensor may be overwritten by what is launched afterwards."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        else:
-            self._host = tensor.clone()
-
-    def wait(self) -> Tensor:
-        """The values, once they are here."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host
-
-    @property
-    def arrived(self) -> torch.cuda.Event | None:
-        """The moment at which the device had sent them; None on a CPU."""
-        return self._event
-
-
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """The moment at which the device gets to what is launched next; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def download(tensor: Tensor) -> Download:
+    """`Link.download`."""
+    return link_of(tensor.device).download(tensor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -19,7 +18,7 @@ from octavo.models.qwen3 import qwen3
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.build import Build
-from octavo.nn.quant.base import Everywhere
+from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.weights import Keep, fused
 from octavo.parallel.mesh import ALONE, Mesh
@@ -75,5 +74,5 @@ def build_model(
     mesh: Mesh = ALONE,
 ) -> CausalLM:
     """The model of a spec, without weights: `models/load` fills it in."""
-    schemes = Everywhere(partial(scheme, dtype, device, keep))
+    schemes = everywhere(scheme, dtype, device, keep)
     return CausalLM(Build(dtype, device, attention, schemes, keep=keep, mesh=mesh), spec)

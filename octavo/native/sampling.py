@@ -1,4 +1,4 @@
-"""Sampling by the kernels' threads, each row by what the table of slots says of it."""
+"""Sampling by the kernels' threads, each row by its slot's parameters."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ from numpy.typing import NDArray
 
 from octavo.native.bindings import Sample
 from octavo.native.program import Pool
-
-SAMPLING = np.dtype(
-    [
-        *((name, np.float64) for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")),
-        ("seed", np.uint64),
-        *((name, np.int64) for name in ("banned_ids", "bias_ids", "bias_values", "allowed", "bad_words")),
-        *(
-            (name, np.int32)
-            for name in ("top_k", "num_prompt", "min_tokens", "num_banned", "num_bias", "bad_words_size")
-        ),
-        ("changes", np.int32),
-    ],
-    align=True,
-)
-"""`OctavoSampling`: how one slot is sampled. Ids, values, masks and words are addresses of what must stay there."""
 
 
 def sample(
@@ -40,14 +25,13 @@ def sample(
     """A token for each row of logits.
 
     Args:
-        logits: address of float32 [S, columns], of which a row begins every `stride` numbers. They are written to, and
-            are in the end what they were.
+        logits: address of float32 [S, columns], rows `stride` numbers apart. They are changed and restored.
         slots: [S], the slot of each row.
-        sampling: [slots] of `SAMPLING`.
+        sampling: [slots] of `OctavoSampling`.
         tokens: [slots, n], each slot's tokens so far.
-        length: [slots], how many those are.
-        allowed: [S], the address of each row's mask: an int32 for every 32 tokens, with a bit set for each that is
-            possible; 0 where all are. None is 0 for all rows.
+        length: [slots], the number of these.
+        allowed: [S], the address of each row's mask, which has a bit set for each possible token; 0 where all tokens
+            are possible. None is 0 for all rows.
 
     Returns:
         The tokens [S], and each row's largest logit [S] after penalties and bans. Where that is not finite no token is

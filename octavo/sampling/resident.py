@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
-from octavo.device.transfer import Download, upload
+from octavo.device.transfer import Download, Event, upload
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.logprobs import together
 from octavo.sampling.resident_allowed import ResidentAllowed
@@ -22,7 +22,6 @@ from octavo.sampling.state import PreparedParams
 from octavo.sampling.triton_draw import choose_kernel, count_kernel, draw_kernel, penalty_kernel
 from octavo.sampling.triton_filter import few_kernel, filter_kernel, peaks_kernel
 
-NUM_PARAMS = 16
 _DRAW_BLOCK = 4096
 _FILTER_BLOCK = 4096
 _COUNT_BLOCK = 1024
@@ -38,7 +37,7 @@ class ParamTable:
     """What the kernels read of each slot.
 
     Attributes:
-        params: [slots, NUM_PARAMS] int32, the floats among them by their bits; see `packed_params`.
+        params: [slots, NUM_PARAMS] int32, as `parameters.packed_words`.
         tokens: [slots, max_model_len] int32.
         length: [slots] int32, known tokens.
     """
@@ -95,8 +94,13 @@ class Sampled:
     tokens: Download
     logprobs: Logprobs
 
+    @property
+    def arrived(self) -> Event | None:
+        return self.tokens.arrived
+
     def token_list(self) -> list[int]:
-        return self.tokens.wait().tolist()
+        found: list[int] = self.tokens.wait().tolist()
+        return found
 
     def logprobs_of(self) -> dict[int, TokenLogprobs]:
         """Index of the row -> its log-probabilities, for the rows that asked."""
@@ -104,18 +108,6 @@ class Sampled:
         for rows, columns in self.logprobs:
             found.update(zip(rows, entries_of(columns), strict=True))
         return found
-
-
-def packed_params(params: PreparedParams, num_prompt: int) -> np.ndarray:
-    """[NUM_PARAMS] int32, in the order that `triton_draw` names."""
-    temperature, top_k, top_p, min_p = params.filters.tolist()
-    packed = np.zeros(NUM_PARAMS, dtype=np.int32)
-    reals = [0.0 if params.greedy else temperature, top_p, min_p, params.repetition, params.frequency, params.presence]
-    packed[: len(reals)] = np.asarray(reals, dtype=np.float32).view(np.int32)
-    packed[6] = int(top_k)
-    packed[7:9] = params.seed.numpy().view(np.int32)
-    packed[9] = num_prompt
-    return packed
 
 
 class ResidentSampler:

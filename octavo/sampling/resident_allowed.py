@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.device.transfer import Lane, upload
+from octavo.device.transfer import link_of, upload
 from octavo.sampling.allowed import Allowed, num_words
 from octavo.sampling.triton_draw import forbid_kernel
 
@@ -29,7 +29,7 @@ class ResidentAllowed:
         self.which = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self.words = torch.zeros(max_rows, num_words(vocab_size), dtype=torch.int32, device=device)
         self._rows: list[int] = []
-        self._lane = Lane(device)
+        self._lane = link_of(device).stream()
 
     @contextmanager
     def during(self, allowed: Allowed | None) -> Iterator[None]:

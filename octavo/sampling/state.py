@@ -119,19 +119,11 @@ class PreparedParams:
             packed_words=np.array([number for word in bad_words for number in (len(word), *word)], dtype=np.int32),
         )
 
-    def packed(self, num_prompt: int) -> tuple[float | int, ...]:
-        """A row of the kernels' table, `octavo.native.sampling.SAMPLING`; it points into tensors that are held here."""
-        temperature, top_k, top_p, min_p = self.filters.tolist()
+    @property
+    def changes(self) -> bool:
+        """Whether anything changes the logits, apart from filters and `allowed`."""
         penalties = (self.repetition, self.frequency, self.presence)
-        counts = (len(self.banned_ids), len(self.bias_ids), len(self.packed_words))
-        changes = any(counts) or penalties != (1, 0, 0)
-        allowed = 0 if self.allowed is None else self.allowed.ctypes.data
-        return (
-            *(0.0 if self.greedy else temperature, top_p, min_p, *penalties, int(self.seed) % 2**64),
-            *(tensor.data_ptr() for tensor in (self.banned_ids, self.bias_ids, self.bias_values)),
-            *(allowed, self.packed_words.ctypes.data),
-            *(int(top_k), num_prompt, self.min_tokens, *counts, int(changes)),
-        )
+        return penalties != (1, 0, 0) or any(map(len, (self.banned_ids, self.bias_ids, self.packed_words)))
 
 
 @dataclass(slots=True)

@@ -10,23 +10,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PARAMS = tl.constexpr(16)
-TEMPERATURE = tl.constexpr(0)
-TOP_P = tl.constexpr(1)
-MIN_P = tl.constexpr(2)
-REPETITION = tl.constexpr(3)
-FREQUENCY = tl.constexpr(4)
-PRESENCE = tl.constexpr(5)
-TOP_K = tl.constexpr(6)
-SEED_LOW = tl.constexpr(7)
-SEED_HIGH = tl.constexpr(8)
-NUM_PROMPT = tl.constexpr(9)
+from octavo.sampling.parameters import NUM_PARAMS, OFFSETS
+
+_WORDS = tl.constexpr(NUM_PARAMS)
+TEMPERATURE = tl.constexpr(OFFSETS["temperature"])
+TOP_P = tl.constexpr(OFFSETS["top_p"])
+MIN_P = tl.constexpr(OFFSETS["min_p"])
+REPETITION = tl.constexpr(OFFSETS["repetition"])
+FREQUENCY = tl.constexpr(OFFSETS["frequency"])
+PRESENCE = tl.constexpr(OFFSETS["presence"])
+SEED = tl.constexpr(OFFSETS["seed"])
+TOP_K = tl.constexpr(OFFSETS["top_k"])
+NUM_PROMPT = tl.constexpr(OFFSETS["num_prompt"])
 _PROMPT_BIT = tl.constexpr(1 << 30)
 
 
 @triton.jit
+def whole(settings, slot, which):
+    """A slot's parameter that is an integer, by its offset."""
+    return tl.load(settings + slot * _WORDS + which)
+
+
+@triton.jit
 def real(settings, slot, which):
-    return tl.load(settings + slot * 16 + which).to(tl.float32, bitcast=True)
+    """A slot's parameter that is a float32, by its offset."""
+    return whole(settings, slot, which).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["token_stride"])
@@ -34,16 +42,16 @@ def count_kernel(slots, settings, tokens, length, counts, vocab, token_stride, B
     """Per row how often each token occurs in the output, and bit 30 if it occurs in the prompt; -1 is none."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    repetition = real(settings, slot, 3)
-    if (repetition != 1.0) | (real(settings, slot, 4) != 0.0) | (real(settings, slot, 5) != 0.0):
+    repetition = real(settings, slot, REPETITION)
+    if (repetition != 1.0) | (real(settings, slot, FREQUENCY) != 0.0) | (real(settings, slot, PRESENCE) != 0.0):
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         valid = i < tl.load(length + slot)
         token = tl.load(tokens + slot * token_stride + i, mask=valid, other=0)
         valid = valid & (token >= 0)
-        prompt = i < tl.load(settings + slot * 16 + 9)
+        prompt = i < whole(settings, slot, NUM_PROMPT)
         place = counts + row.to(tl.int64) * vocab + token
         tl.atomic_or(place, tl.full([BLOCK], _PROMPT_BIT, tl.int32), mask=valid & prompt)
-        tl.atomic_add(place, tl.full([BLOCK], 1, tl.int32), mask=valid & (i >= tl.load(settings + slot * 16 + 9)))
+        tl.atomic_add(place, tl.full([BLOCK], 1, tl.int32), mask=valid & (i >= whole(settings, slot, NUM_PROMPT)))
 
 
 @triton.jit(do_not_specialize=["token_stride"])
@@ -55,9 +63,9 @@ def penalty_kernel(slots, settings, tokens, length, counts, logits, vocab, token
     """
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    repetition = real(settings, slot, 3)
-    frequency = real(settings, slot, 4)
-    presence = real(settings, slot, 5)
+    repetition = real(settings, slot, REPETITION)
+    frequency = real(settings, slot, FREQUENCY)
+    presence = real(settings, slot, PRESENCE)
     if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         valid = i < tl.load(length + slot)
@@ -76,8 +84,8 @@ def penalty_kernel(slots, settings, tokens, length, counts, logits, vocab, token
 @triton.jit
 def noise(settings, length, slot, i):
     """Gumbel noise of the tokens `i` at the row's next position."""
-    low = tl.load(settings + slot * 16 + 7).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = tl.load(settings + slot * 16 + 8).to(tl.uint32, bitcast=True).to(tl.uint64)
+    low = whole(settings, slot, SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = whole(settings, slot, SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     at = tl.load(length + slot).to(tl.uint32) + tl.zeros_like(i).to(tl.uint32)
     bits, _, _, _ = tl.philox(low | (high << 32), i.to(tl.uint32), at, 0, 0)
     # Small u, which make large noise, keep all their bits; -log(1 - u) loses them, so it is a series there.
@@ -140,7 +148,7 @@ def draw_kernel(
     x = tl.load(logits + row.to(tl.int64) * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
     x = tl.where(_possible(which, words, word_stride, row, i, i < vocab), x, float("-inf"))
     bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
-    temperature = real(settings, slot, 0)
+    temperature = real(settings, slot, TEMPERATURE)
     if temperature > 0.0:
         if FILTERED:
             floor = tl.load(floors + row)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.sampling.triton_draw import noise, real
+from octavo.sampling.triton_draw import MIN_P, TEMPERATURE, TOP_K, TOP_P, noise, real, whole
 
 GROUP = tl.constexpr(128)
 _BOTTOM = tl.constexpr(-2137108967)
@@ -21,8 +21,8 @@ _BOTTOM = tl.constexpr(-2137108967)
 @triton.jit
 def _wants(settings, slot):
     """Whether a row is drawn and filtered."""
-    cut = (real(settings, slot, 1) < 1.0) | (real(settings, slot, 2) > 0.0) | (tl.load(settings + slot * 16 + 6) > 0)
-    return (real(settings, slot, 0) > 0.0) & cut
+    cut = (real(settings, slot, TOP_P) < 1.0) | (real(settings, slot, MIN_P) > 0.0) | (whole(settings, slot, TOP_K) > 0)
+    return (real(settings, slot, TEMPERATURE) > 0.0) & cut
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def peaks_kernel(slots, settings, logits, maxima, sums, vocab, BLOCK: tl.constex
     parts = tl.num_programs(1)
     slot = tl.load(slots + row).to(tl.int64)
     if _wants(settings, slot):
-        temperature = real(settings, slot, 0)
+        temperature = real(settings, slot, TEMPERATURE)
         i = part * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row.to(tl.int64) * vocab + i, mask=i < vocab, other=float("-inf"))
         bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
@@ -121,10 +121,10 @@ def few_kernel(
     floor = float("-inf")
     last_tie = vocab
     if _wants(settings, slot):
-        temperature = real(settings, slot, 0)
-        top_p = real(settings, slot, 1)
-        min_p = real(settings, slot, 2)
-        top_k = tl.load(settings + slot * 16 + 6)
+        temperature = real(settings, slot, TEMPERATURE)
+        top_p = real(settings, slot, TOP_P)
+        min_p = real(settings, slot, MIN_P)
+        top_k = whole(settings, slot, TOP_K)
         p = tl.arange(0, PARTS)
         place = sums + (r * parts + p) * 3
         peaks = tl.load(place + 1, mask=p < parts, other=float("-inf"))
@@ -236,10 +236,10 @@ def filter_kernel(slots, settings, logits, scratch, floors, last_ties, drawn, vo
     if tl.load(drawn + r) >= -1:
         return
     slot = tl.load(slots + r).to(tl.int64)
-    temperature = real(settings, slot, 0)
-    top_p = real(settings, slot, 1)
-    min_p = real(settings, slot, 2)
-    top_k = tl.load(settings + slot * 16 + 6)
+    temperature = real(settings, slot, TEMPERATURE)
+    top_p = real(settings, slot, TOP_P)
+    min_p = real(settings, slot, MIN_P)
+    top_k = whole(settings, slot, TOP_K)
     floor = float("-inf")
     last_tie = vocab
     if _wants(settings, slot):

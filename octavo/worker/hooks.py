@@ -1,81 +1,151 @@
-"""`WorkerHook`: the seam through which a feature takes part in computing; each method has a do-nothing default."""
+"""`WorkerHook`: the interface through which a feature takes part in computing; each method has a do-nothing default."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from octavo.core.output import StepOutput
-from octavo.core.plan import NewRow
+from octavo.core.plan import NewRow, StepPlan
+from octavo.device.base import Device
+from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.model import EncoderModel, Model
+from octavo.nn.build import Build
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed, in_common
 
 Findings = Callable[[], tuple[Mapping[int, bytes], Mapping[int, str]]]
-"""Waits for what a feature made of rows, encoded, and for the reasons why it could make nothing of others."""
+"""Wait for a feature's results: row -> encoded bytes, and row -> error."""
+
+Variant = tuple[Hashable, ...]
+"""The variants of all hooks that have some, in their order; `ORDINARY` if each of them is None."""
+
+ORDINARY: Variant = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a model runs, for features that bring layers or weights of their own.
+
+    Attributes:
+        build: how the model's layers are made: dtype, device, scheme, attention backend.
+        checkpoint: opens the model's files.
+        device: for transfers, streams and events.
+    """
+
+    build: Build
+    checkpoint: Callable[[], Checkpoint]
+    device: Device
 
 
 class WorkerHook:
     """The worker half of a feature. It keeps its own state by slot and never sees the runner.
 
-    `payload` is what the engine half put under `name` for this step; None if it put nothing. A hook takes part in what
-    it overrides: one that overrides neither `before_forward` nor `after_sample` leaves recorded decoding as it is.
+    `payload` is what the engine half put under `name` for this step, None if nothing. Overriding a method never turns
+    off recorded steps (CUDA graphs, native decoding). A single step is computed without them if its payload is for a
+    hook with `embed` or `after_forward`, or if its variant is not recorded; `apply` only takes the draw out of them.
+
+    Order of calls in a step: `add`, `lay_out`, `variant`, `select`, `embed`, `after_forward`, `allowed`, `apply`,
+    `after_sample`.
     """
 
     name: str = ""
 
-    def attach(self, model: Model | EncoderModel) -> None:
-        """The model is loaded; wrap what must be wrapped. It may go while the engine sleeps, unless a hook keeps it,
-        and another come."""
+    def attach(self, model: Model | EncoderModel, site: Site) -> None:
+        """The model is loaded: wrap its layers, load weights. Called again, with this model or another, when an engine
+        that slept wakes up."""
+
+    def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
+        """Allocate the memory that `lay_out` fills, once and at fixed addresses, so that recorded steps can read it.
+
+        Called after `attach`, before anything is recorded.
+
+        Args:
+            max_rows, max_tokens: bounds of a step, padding included.
+
+        Returns:
+            [max_tokens, ...] tensors named after optional fields of `StepInput`, which become these fields in every
+            step, cut to its tokens. Buffers for the hook's own layers need not be returned.
+        """
+        return {}
+
+    def variants(self) -> Sequence[Hashable]:
+        """The values of `variant`, other than None, to record steps for."""
+        return ()
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:
         """A request took this slot, with its options for this feature."""
 
-    def before_forward(self, step: StepInput, payload: Any) -> None:
-        """The batch is laid out; the model has not run."""
+    def lay_out(self, plan: StepPlan, payload: Any) -> None:
+        """Fill the buffers for the plan's rows and tokens, which lie in the batch in the plan's order.
+
+        Called for every step before it is computed or replayed; what the buffers hold for padding is never used.
+        """
+
+    def variant(self, payload: Any) -> Hashable | None:
+        """Which form of the model computes this step; None is the model as it was loaded."""
+        return None
+
+    def select(self, variant: Hashable | None) -> None:
+        """Have the wrapped layers compute this variant from now on; called before they compute or are recorded."""
 
     def embed(self, x: Tensor, payload: Any) -> None:
-        """Put embeddings of one's own into `x` [T, H], what the model is fed. Only called with a payload."""
+        """Overwrite embeddings in `x` [T, H], the input of the first layer. Only called with a payload."""
 
     def after_forward(self, hidden: Tensor, payload: Any) -> Findings | None:
-        """The model has run: `hidden` [T, H] is what `Model.forward` gave. Only called with a payload.
+        """Read `hidden` [T, H], the output of `Model.forward`. Only called with a payload.
 
-        Returns what goes back to the clients of requests that end with their prompt.
+        Returns results for the clients of requests that end with their prompt.
         """
         return None
 
     def allowed(self, slots: Sequence[int], payload: Any) -> Allowed | None:
         """Which tokens are possible in rows of logits; row i belongs to `slots[i]`. Only called with a payload.
 
-        It costs less than to change logits: those who sample mind it by themselves.
+        Cheaper than changing logits: the samplers apply the masks themselves.
         """
         return None
 
     def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> Mapping[int, str]:
-        """Change the rows of logits [S, vocab] in place; row i belongs to `slots[i]`. Only called with a payload.
+        """Change rows of logits [S, vocab] in place; row i belongs to `slots[i]`. Only called with a payload.
 
-        Returns row -> why it can't be sampled, for requests that end here.
+        Returns row -> error, for requests that end here because they can't be sampled.
         """
         return {}
 
-    def after_sample(self, step: StepInput, output: StepOutput) -> None:
-        """The step's tokens are known."""
+    def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
+        """The step's tokens have arrived."""
 
 
 class Hooks:
-    """The worker halves of all features, asked in their order as if they were one."""
+    """The worker halves of all features, called in their order as if they were one."""
 
     def __init__(self, hooks: Sequence[WorkerHook] = ()) -> None:
         self._hooks = tuple(hooks)
-        self.follow_steps = any(map(_follows_steps, hooks))
-        """Whether one must be told of each step's batch, and not only change logits when there is a payload for it."""
+        self._laying_out = _with_own(hooks, "lay_out")
+        self._varying = _with_own(hooks, "variant")
+        self._embedding = _with_own(hooks, "embed")
+        self._reading = _with_own(hooks, "after_forward")
+        self._allowing = _with_own(hooks, "allowed")
+        self._changing = _with_own(hooks, "apply")
+        self._following = _with_own(hooks, "after_sample")
+        self._inputs: dict[str, Tensor] = {}
 
-    def attach(self, model: Model | EncoderModel) -> None:
+    def attach(self, model: Model | EncoderModel, site: Site, max_rows: int, max_tokens: int) -> None:
+        """Attach all hooks and take their buffers."""
+        optional = {field.name for field in fields(StepInput) if field.default is None}
         for hook in self._hooks:
-            hook.attach(model)
+            hook.attach(model, site)
+        for hook in self._hooks:
+            for name, buffer in hook.buffers(max_rows, max_tokens).items():
+                if name not in optional or name in self._inputs:
+                    raise AssertionError(f"feature {hook.name!r} can't provide {name!r}, an input unknown or taken")
+                self._inputs[name] = buffer
 
     def add(self, new: Sequence[NewRow]) -> None:
         """These requests took their slots."""
@@ -83,64 +153,85 @@ class Hooks:
             for hook in self._hooks:
                 hook.add(row.slot, row.options.get(hook.name))
 
-    def before_forward(self, step: StepInput, payload: Mapping[str, Any]) -> None:
-        for hook in self._hooks:
-            hook.before_forward(step, payload.get(hook.name))
+    def lay_out(self, plan: StepPlan) -> None:
+        for hook in self._laying_out:
+            hook.lay_out(plan, plan.payload.get(hook.name))
 
-    def embed(self, model: Model, step: StepInput, payload: Mapping[str, Any]) -> Tensor:
-        """What the model's layers are fed, [T, H]: embeddings of tokens, and those that hooks have instead."""
-        if not self.feed(payload):
-            return model.embed(step)
-        step.input_ids.clamp_(min=0)  # placeholders are no rows of a table
-        x = model.embed(step)
-        for hook in self._with(payload):
+    def bind(self, step: StepInput) -> None:
+        """Put the hooks' buffers into a step's input."""
+        for name, buffer in self._inputs.items():
+            setattr(step, name, buffer[: step.num_tokens])
+
+    def variants(self) -> list[Variant]:
+        """All variants to record, the ordinary one first."""
+        each = [(None, *hook.variants()) for hook in self._varying]
+        return [_variant(values) for values in itertools.product(*each)]
+
+    def variant(self, payload: Mapping[str, Any]) -> Variant:
+        """Which variant a step with this payload is."""
+        if not self._varying:
+            return ORDINARY
+        return _variant(tuple(hook.variant(payload.get(hook.name)) for hook in self._varying))
+
+    def select(self, variant: Variant) -> None:
+        for hook, one in zip(self._varying, variant or itertools.repeat(None), strict=False):
+            hook.select(one)
+
+    def embed(self, x: Tensor, payload: Mapping[str, Any]) -> None:
+        for hook in _concerned(self._embedding, payload):
             hook.embed(x, payload[hook.name])
-        return x
 
     def after_forward(self, hidden: Tensor, payload: Mapping[str, Any]) -> dict[str, Findings]:
-        """What those that have a payload make of `hidden` [T, H], by their names."""
-        found = {hook.name: hook.after_forward(hidden, payload[hook.name]) for hook in self._with(payload)}
+        """Name -> results, of the hooks that have a payload."""
+        found = {
+            hook.name: hook.after_forward(hidden, payload[hook.name]) for hook in _concerned(self._reading, payload)
+        }
         return {name: findings for name, findings in found.items() if findings is not None}
 
     def allowed(self, slots: Sequence[int], payload: Mapping[str, Any]) -> Allowed | None:
-        """What all that have a payload allow; None if none of them forbids anything."""
-        parts = [hook.allowed(slots, payload[hook.name]) for hook in self._with(payload)]
+        """What all hooks with a payload allow; None if none of them forbids anything."""
+        parts = [hook.allowed(slots, payload[hook.name]) for hook in _concerned(self._allowing, payload)]
         return in_common([part for part in parts if part is not None])
 
     def apply(self, logits: Tensor, slots: Sequence[int], payload: Mapping[str, Any]) -> dict[int, str]:
-        """Those that have a payload change the logits in place; all their errors by row."""
+        """Have the hooks with a payload change the logits in place; row -> error."""
         failed: dict[int, str] = {}
-        for hook in self._with(payload):
+        for hook in _concerned(self._changing, payload):
             failed.update(hook.apply(logits, slots, payload[hook.name]))
         return failed
 
-    def after_sample(self, step: StepInput, output: StepOutput) -> None:
-        for hook in self._hooks:
-            hook.after_sample(step, output)
+    def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
+        for hook in self._following:
+            hook.after_sample(plan, output)
 
     def feed(self, payload: Mapping[str, Any]) -> bool:
-        """Whether one has embeddings for a step with this payload."""
-        return any(type(hook).embed is not WorkerHook.embed for hook in self._with(payload))
-
-    def change_logits(self, payload: Mapping[str, Any]) -> bool:
-        """Whether one will do more to a step with this payload than forbid tokens."""
-        return any(type(hook).apply is not WorkerHook.apply for hook in self._with(payload))
+        """Whether a hook has embeddings for a step with this payload."""
+        return bool(payload) and any(_concerned(self._embedding, payload))
 
     def read_hidden(self, payload: Mapping[str, Any]) -> bool:
-        """Whether one will look at all hidden states of a step with this payload."""
-        return any(type(hook).after_forward is not WorkerHook.after_forward for hook in self._with(payload))
+        """Whether a hook reads all hidden states of a step with this payload."""
+        return bool(payload) and any(_concerned(self._reading, payload))
 
-    def _with(self, payload: Mapping[str, Any]) -> list[WorkerHook]:
-        return [hook for hook in self._hooks if payload.get(hook.name) is not None] if payload else []
+    def change_logits(self, payload: Mapping[str, Any]) -> bool:
+        """Whether a hook changes the logits of a step with this payload, other than by masks."""
+        return bool(payload) and any(_concerned(self._changing, payload))
 
 
-def _follows_steps(hook: WorkerHook) -> bool:
-    kind = type(hook)
-    return kind.before_forward is not WorkerHook.before_forward or kind.after_sample is not WorkerHook.after_sample
+def _with_own(hooks: Sequence[WorkerHook], method: str) -> list[WorkerHook]:
+    """The hooks that override a method."""
+    return [hook for hook in hooks if getattr(type(hook), method) is not getattr(WorkerHook, method)]
+
+
+def _concerned(hooks: Sequence[WorkerHook], payload: Mapping[str, Any]) -> list[WorkerHook]:
+    return [hook for hook in hooks if payload.get(hook.name) is not None] if payload else []
+
+
+def _variant(values: Variant) -> Variant:
+    return ORDINARY if all(value is None for value in values) else values
 
 
 def gather(findings: Mapping[str, Findings]) -> tuple[dict[int, dict[str, bytes]], dict[int, str]]:
-    """All that was found, row -> feature -> bytes, and errors by row; waits for it."""
+    """Wait for all results: row -> feature -> bytes, and row -> error."""
     found: dict[int, dict[str, bytes]] = {}
     errors: dict[int, str] = {}
     for name, wait in findings.items():

@@ -14,6 +14,7 @@ from octavo.nn.attention.base import FusedBackend
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.step import StepInput
 from octavo.nn.weights import TensorSpec
+from octavo.worker.compute import compute
 
 _TOKENS = 512
 HEADROOM = 4.0
@@ -22,7 +23,7 @@ HEADROOM = 4.0
 def set_scales(
     model: Model, dtype: torch.dtype, attention: FusedBackend, block_size: int, stored: dict[str, Tensor]
 ) -> str:
-    """Gives every layer, whose cache is bound, its scales; says in words where they are from.
+    """Give every layer, whose cache is bound, its scales. Returns a phrase that names their origin.
 
     Args:
         dtype: of the model's activations.
@@ -47,10 +48,10 @@ def set_scales(
 
 
 def stored_scales(layers: Iterable[PagedAttention], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Layer's path -> [2, 1 or num_kv_heads] float32, for the layers for which a checkpoint has both scales.
+    """Layer's path -> [2, 1 or num_kv_heads] float32, for the layers with both scales in the checkpoint.
 
     Raises:
-        ModelFileError: a scale is not a positive number, or there are neither one nor as many as heads.
+        ModelFileError: a scale is not a positive number, or their count is neither 1 nor the number of heads.
     """
     found = {}
     for layer in layers:
@@ -63,7 +64,7 @@ def stored_scales(layers: Iterable[PagedAttention], checkpoint: Checkpoint) -> d
 
 
 def _stored(layer: PagedAttention, kind: str, checkpoint: Checkpoint) -> Tensor | None:
-    """Of the two places in which such checkpoints have it."""
+    """The scale under one of its two usual names; None if it is not stored."""
     for name in (f"{layer.path}.{kind}_scale", f"{layer.path}.{kind}_proj.{kind}_scale"):
         if name not in checkpoint.names():
             continue
@@ -82,8 +83,8 @@ def _stored(layer: PagedAttention, kind: str, checkpoint: Checkpoint) -> Tensor 
 def measured_peaks(model: Model, dtype: torch.dtype, attention: FusedBackend, block_size: int) -> Iterator[Tensor]:
     """Each layer's largest keys and values by head, [2, num_kv_heads], while the model reads random tokens.
 
-    FP8's numbers are equally precise over five decimal orders of magnitude, so a scale need not be exact: with room for
-    four times what is seen here nothing typical is cut off, and nothing that matters falls below the smallest numbers.
+    FP8 numbers are equally precise over five decimal orders of magnitude, so a scale need not be exact: with room for
+    four times the peaks seen here, no typical value is cut off, and none that matters falls below the smallest number.
     """
     count = min(_TOKENS, model.spec.max_position)
     blocks = -(-count // block_size)
@@ -107,7 +108,7 @@ def measured_peaks(model: Model, dtype: torch.dtype, attention: FusedBackend, bl
     for layer in model.attention_layers:
         shape = attention.cache_shape(layer.spec, blocks, block_size)
         layer.cache, layer.scales = torch.zeros(shape, dtype=dtype, device=device), None
-    model.forward(model.embed(step), step)
+    compute(model, step)
     for layer, (cache, scales) in zip(model.attention_layers, kept, strict=True):
         peaks = attention.peaks(layer.cache)
         layer.cache, layer.scales = cache, scales

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from octavo.core.errors import DeviceLostError, UnsupportedError
 from octavo.core.pausing import Part
 from octavo.core.profiling import ProfileSettings
-from octavo.worker.encoder.runner import EncoderRunner
 from octavo.worker.encoder.worker import EncoderWorker
 from octavo.worker.runner import Runner
 from octavo.worker.sleep import WorkerSleep
 from octavo.worker.tracing import TorchTracer
 from octavo.worker.weights import Staged, WorkerWeights
 from octavo.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from octavo.worker.resident.runner import ResidentRunner
-
-    AnyRunner = Runner | ResidentRunner | EncoderRunner
 
 
 class LocalWorker:
@@ -33,11 +27,11 @@ class LocalWorker:
     """
 
     def __init__(
-        self, worker: Worker | EncoderWorker, make_runner: Callable[[], AnyRunner], *, can_sleep: bool = False
+        self, worker: Worker | EncoderWorker, make_runner: Callable[[], Runner], *, can_sleep: bool = False
     ) -> None:
         self._worker = worker
         self._make_runner = make_runner
-        self._runner: AnyRunner | None = None
+        self._runner: Runner | None = None
         self._weights = WorkerWeights(worker) if isinstance(worker, Worker) else None
         self._sleep = WorkerSleep(worker) if can_sleep and isinstance(worker, Worker) else None
 
@@ -53,7 +47,7 @@ class LocalWorker:
     def can_sleep(self) -> bool:
         return self._sleep is not None
 
-    def executor(self) -> AnyRunner:
+    def executor(self) -> Runner:
         if self._runner is None:
             self._runner = self._make_runner()
         return self._runner

@@ -1,190 +1,158 @@
-"""`Runner`: one step on one device. It computes what the plan says and decides nothing.
+"""`Runner`: a model behind the `Executor` protocol. It computes what the plan says and decides nothing.
 
-No feature is named here: features come in through `WorkerHook`.
+No feature is named here: features come in through `WorkerHook`. What differs between devices is in `Slots`, `Replay`
+and `Sampler`; see `parts.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from octavo.core.output import BAD_LOGITS, StepOutput
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans, Watched
-from octavo.models.model import Model, watch_model
-from octavo.models.native import NativeDecoder
-from octavo.nn.attention.base import AttentionBackend
+from octavo.device.transfer import Link
+from octavo.models.model import EncoderModel, Model, watch_model
 from octavo.nn.step import StepInput
-from octavo.sampling.prompt_logprobs import prompt_logprobs
-from octavo.worker.choosing import Choosing
-from octavo.worker.decoding import DecodeStep, Decoding
-from octavo.worker.hooks import Findings, Hooks, WorkerHook, gather
-from octavo.worker.inputs import build_input
-from octavo.worker.slots import Slots
+from octavo.sampling.allowed import Allowed
+from octavo.worker.blocks import Blocks
+from octavo.worker.compute import compute
+from octavo.worker.hooks import Hooks
+from octavo.worker.parts import NoReplay, Replay, Sampler, Slots
+from octavo.worker.step import Step
 
 
-@dataclass(slots=True)
-class PromptRow:
-    """A row that computes part of a prompt whose log-probabilities were asked for.
+class Prepares(Protocol):
+    """The part of an attention backend that works once a step."""
 
-    `start` is its first token's place in the batch, `following` [n] the prompt's tokens after each of its first n.
-    """
-
-    row: int
-    start: int
-    count: int
-    following: Tensor
-
-
-@dataclass(slots=True)
-class RunnerStep:
-    """A step on its way: laid out, then computed, then sampled."""
-
-    plan: StepPlan
-    input: StepInput
-    hidden: Tensor
-    prompts: list[PromptRow]
-    findings: dict[str, Findings]
-    output: StepOutput | None = None
-
-    def result(self) -> StepOutput:
-        if self.output is None:
-            raise AssertionError("the step was never sampled")
-        return self.output
+    def prepare(self, step: StepInput, block_size: int) -> Any:
+        """Returns what becomes `step.attn`."""
+        ...
 
 
 class Runner:
-    """Model, slots and sampling, behind the `Executor` protocol."""
+    """One step after the other on one device.
+
+    Attributes:
+        replay: what computes recorded steps; its `count` says how many there were.
+    """
 
     def __init__(
         self,
-        model: Model,
-        attention: AttentionBackend,
+        model: Model | EncoderModel,
+        attention: Prepares,
+        link: Link,
+        blocks: Blocks,
         slots: Slots,
-        choosing: Choosing,
-        block_size: int,
-        hooks: Sequence[WorkerHook] = (),
-        decoding: Decoding | None = None,
+        sampler: Sampler,
+        replay: Replay,
+        hooks: Hooks,
     ) -> None:
-        """`decoding` computes the steps that it takes, unless a hook wants to follow every step."""
+        """`hooks` are attached to the model."""
         self._model = model
         self._attention = attention
+        self._link = link
+        self._blocks = blocks
         self._slots = slots
-        self._choosing = choosing
-        self._block_size = block_size
-        self._hooks = Hooks(hooks)
-        self._decoding = None if self._hooks.follow_steps else decoding
-        self._hooks.attach(model)
+        self._sampler = sampler
+        self._hooks = hooks
+        self._last: Step | None = None
+        self.replay = replay
 
-    def forward(self, plan: StepPlan) -> RunnerStep | DecodeStep:
-        self._slots.apply(plan)
-        self._hooks.add(plan.new)
-        self._copy_blocks(plan.copies)
-        if self._decoding is not None and self._decoding.takes(plan) and self._only_forbids(plan.payload):
-            return self._decoding.forward(plan, self._hooks.allowed(plan.slots, plan.payload))
-        return self._forward(plan)
-
-    def _only_forbids(self, payload: dict[str, Any]) -> bool:
-        """Whether a step with this payload is as any other, but for the tokens that are possible."""
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Step:
         hooks = self._hooks
-        return not payload or not (hooks.change_logits(payload) or hooks.read_hidden(payload) or hooks.feed(payload))
-
-    def sample(self, step: RunnerStep | DecodeStep, payload: dict[str, Any]) -> None:
-        known = step.plan.payload
-        if isinstance(step, DecodeStep):
-            if payload:
-                self._sample_again(step, known | payload)
-            else:
-                errors = dict.fromkeys(step.flawed, BAD_LOGITS) | step.failed
-                step.output = StepOutput([[token] for token in step.chosen.tolist()], errors=errors)
+        self._slots.apply(plan)
+        if plan.new:
+            hooks.add(plan.new)
+        if plan.copies:
+            self._blocks.copy(plan.copies)
+        hooks.lay_out(plan)
+        step = Step(plan, hooks, began=self._link.event())
+        variant = hooks.variant(plan.payload)
+        hooks.select(variant)
+        step.prompts = self._slots.prompt_rows(plan)
+        if self.replay.takes(plan, variant) and not self._takes_hidden(step):
+            self.replay.forward(step, self._known_masks(plan))
         else:
-            self._sample(step, known | payload)
+            self._compute(step)
+        self._follow(step)
+        return step
+
+    def _follow(self, step: Step) -> None:
+        """Remember which step was under way when this one was launched, to find out how long the device was idle."""
+        if step.began is not None:
+            step.before = self._last if self._last is not None and not self._last.retired else None
+            self._last = step
+
+    def _takes_hidden(self, step: Step) -> bool:
+        """Whether the step needs more than a replay gives: all hidden states, embeddings from outside, or, where the
+        replay draws, changed logits."""
+        payload = step.plan.payload
+        hooks = self._hooks
+        if step.prompts or not payload:
+            return bool(step.prompts)
+        changed = self.replay.draws and hooks.change_logits(payload)
+        return changed or hooks.read_hidden(payload) or hooks.feed(payload)
+
+    def _known_masks(self, plan: StepPlan) -> Allowed | None:
+        if not plan.payload or not self.replay.draws:
+            return None
+        return self._hooks.allowed(plan.slots, plan.payload)
+
+    def _compute(self, step: Step) -> None:
+        """The step launched operation by operation."""
+        plan, payload = step.plan, step.plan.payload
+        layout = self._slots.lay_out(plan)
+        batch = layout.input
+        batch.attn = self._attention.prepare(batch, self._blocks.size)
+        if len(batch.logit_rows) < batch.num_tokens and not step.prompts and not self._hooks.read_hidden(payload):
+            batch.hidden_rows = batch.logit_rows
+        hidden = compute(self._model, batch, self._hooks, payload)
+        step.findings = self._hooks.after_forward(hidden, payload)
+        self._slots.advance(plan, layout)
+        for prompt in step.prompts:
+            prompt.hidden = hidden[prompt.start : prompt.start + len(prompt.following)]
+        chosen = batch.hidden_rows is not None or len(batch.logit_rows) == batch.num_tokens
+        step.hidden = hidden if chosen else hidden.index_select(0, batch.logit_rows)
+        step.rows = layout.rows
+
+    def sample(self, step: Step, payload: dict[str, Any]) -> None:
+        if step.drawn is None or payload:
+            self._sample(step, payload)
 
     @torch.inference_mode()
-    def _forward(self, plan: StepPlan) -> RunnerStep:
-        rows, counts = np.array(plan.slots), np.array(plan.num_tokens)
-        step = build_input(plan, rows, counts, self._slots, self._block_size)
-        step.attn = self._attention.prepare(step, self._block_size)
-        prompts = self._prompt_rows(plan)
-        if len(step.logit_rows) < step.num_tokens and not prompts and not self._hooks.read_hidden(plan.payload):
-            step.hidden_rows = step.logit_rows
-        self._hooks.before_forward(step, plan.payload)
-        hidden = self._model.forward(self._hooks.embed(self._model, step, plan.payload), step)
-        findings = self._hooks.after_forward(hidden, plan.payload)
-        self._slots.advance(rows, counts)
-        return RunnerStep(plan, step, hidden, prompts, findings)
-
-    @torch.inference_mode()
-    def _sample(self, step: RunnerStep, payload: dict[str, Any]) -> None:
-        plan = step.plan
-        rows = [row for row, samples in enumerate(plan.samples) if samples]
-        output = StepOutput([[] for _ in plan.slots])
-        if rows:
-            all_sampled = len(rows) == len(step.hidden)
-            logits = self._model.logits(step.hidden if all_sampled else step.hidden[step.input.logit_rows])
-            output = self._choose(plan, rows, logits, payload)
-        prompted = {
-            one.row: prompt_logprobs(
-                step.hidden[one.start : one.start + len(one.following)], one.following, one.count, self._model.logits
-            )
-            for one in step.prompts
-        }
-        found, unfound = gather(step.findings)
-        step.output = StepOutput(output.tokens, output.logprobs, output.errors | unfound, prompted, found)
-        self._hooks.after_sample(step.input, step.output)
-
-    @torch.inference_mode()
-    def _sample_again(self, step: DecodeStep, payload: dict[str, Any]) -> None:
-        """Features have a say in the tokens after all."""
-        self._slots.retract(step.plan.slots)
-        step.output = self._choose(step.plan, list(range(len(step.plan.slots))), step.logits, payload)
-
-    def _choose(self, plan: StepPlan, rows: list[int], logits: Tensor, payload: dict[str, Any]) -> StepOutput:
-        """A token for each of the rows, from logits [len(rows), vocab]; appended to their slots."""
-        slots = [plan.slots[row] for row in rows]
-        failed = self._hooks.apply(logits, slots, payload)
-        allowed = self._hooks.allowed(slots, payload)
-        failed |= {} if allowed is None else allowed.errors
-        sampled = self._choosing.choose(logits, slots, allowed)
-        self._slots.append(slots, sampled.tokens.numpy())
-        tokens: list[list[int]] = [[] for _ in plan.slots]
-        for row, token in zip(rows, sampled.tokens.tolist(), strict=True):
-            tokens[row] = [token]
-        logprobs = {rows[i]: [entry] for i, entry in sampled.logprobs.items()}
-        errors = {rows[i]: error for i, error in (dict.fromkeys(sampled.bad_rows, BAD_LOGITS) | failed).items()}
-        return StepOutput(tokens, logprobs, errors)
-
-    def _prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
-        found = []
-        for row, slot, count, following in self._slots.prompt_rows(plan):
-            first = int(self._slots.computed[slot]) + 1
-            tokens = torch.from_numpy(self._slots.tokens[slot, first : first + following].copy())
-            found.append(PromptRow(row, sum(plan.num_tokens[:row]), count, tokens))
-        return found
+    def _sample(self, step: Step, payload: dict[str, Any]) -> None:
+        plan, hooks = step.plan, self._hooks
+        order = [slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
+        if not order and not step.prompts:
+            return
+        logits_of = cast("Model", self._model).logits
+        step.prompted = {prompt.row: self._sampler.prompt(prompt, logits_of) for prompt in step.prompts}
+        step.prompts = []
+        if not order:
+            return
+        payload = plan.payload | payload
+        allowed = hooks.allowed(order, payload)
+        failed = {} if allowed is None else dict(allowed.errors)
+        drawn = None if hooks.change_logits(payload) else self.replay.sample(step, allowed)
+        if drawn is None:
+            assert step.hidden is not None or step.drawn is not None
+            logits = logits_of(step.hidden) if step.hidden is not None else self.replay.retract(step)
+            failed |= hooks.apply(logits, order, payload)
+            drawn = self._sampler.sample(logits, step, allowed)
+        step.drawn, step.failed = drawn, failed
 
     def watch(self, spans: Spans) -> None:
-        """Have a profile see what a step consists of; of a native program also its kernels."""
+        """Have a profile see what the host does for a step, and the kernels of a native program."""
         watch_model(spans, self._model)
         spans.watch(Watched(self._slots, "apply", "slots"))
-        spans.watch(Watched(self._choosing, "choose", "choose"))
-        if self._decoding is not None:
-            spans.watch(Watched(self._decoding, "forward", "decode"))
-        if isinstance(self._model, NativeDecoder):
-            self._model.watch(spans)
+        self._sampler.watch(spans)
+        self.replay.watch(spans)
 
     def close(self) -> None:
-        """Drop the KV cache; the model goes with the runner."""
-        for layer in self._model.attention_layers:
-            layer.cache = torch.empty(0)
-        if isinstance(self._model, NativeDecoder):
-            self._model.forget_caches()
-
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        for source, destination in copies:
-            for layer in self._model.attention_layers:
-                layer.cache[destination].copy_(layer.cache[source])
+        """Drop what was recorded and the KV cache; the model goes with the runner."""
+        self._blocks.close()
+        self.replay.close()
+        self.replay = NoReplay()

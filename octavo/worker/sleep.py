@@ -1,4 +1,4 @@
-"""`WorkerSleep`: gives back the memory of weights and KV cache while the engine sleeps, and takes it again."""
+"""`WorkerSleep`: frees the memory of weights and KV cache while the engine sleeps, and allocates it again."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class WorkerSleep:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=True)
         if self._kept:
-            torch.cuda.synchronize()
+            self._worker.device.synchronize()
         self._kept = []
 
 
 def _storages(model: object) -> list[torch.UntypedStorage]:
-    """The device memory behind all tensors of a model, each piece once."""
+    """The device memory behind all tensors of a model, each storage once."""
     storages = (tensor.untyped_storage() for tensor in tensors_of(model) if tensor.device.type != "cpu")
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All tensors in modules, in Octavo's own objects and in collections, from `value` on."""
+    """All tensors in modules, Octavo's own objects and collections that `value` refers to."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -72,7 +72,7 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def _put_away(storage: torch.UntypedStorage) -> Tensor:
-    """A copy on the host, in memory from which it comes back fast; the device's is given back."""
+    """Copy to pinned host memory, from which transfers are fast, and free the device's."""
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
     copy.copy_(_bytes_of(storage))
     storage.resize_(0)

@@ -1,18 +1,29 @@
-"""`Slots`: the truth about running requests, one fixed row each, in the host's memory (numpy: see `inputs.py`)."""
+"""`HostSlots`: the state of running requests in the host's memory.
+
+In numpy, whose small operations take a fraction of torch's time: a step of one token must not wait for its bookkeeping.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, StepPlan
-from octavo.native.sampling import SAMPLING
+from octavo.nn.step import StepInput
+from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
+from octavo.worker.parts import Layout
+from octavo.worker.step import PromptRow
 
 Ints = NDArray[np.int64]
+
+Rows = tuple[Ints, Ints]
+"""Slots and numbers of tokens of a batch's rows, [R] each."""
 
 
 @dataclass(slots=True)
@@ -21,49 +32,115 @@ class _Sampling:
     num_prompt: int
 
 
-class Slots:
-    """Row s holds the request in slot s.
+class HostSlots:
+    """Row s holds the request in slot s. Memory is touched only as rows fill.
 
-    tokens [slots, max_model_len] int32: all known tokens; length [slots]: how many; computed [slots]: positions whose
-    KV is written; block_tables [slots, blocks] int32; sampling [slots], for the kernels. Memory is touched
-    only as rows fill.
+    Attributes:
+        tokens: [slots, max_model_len] int32, all known tokens.
+        length: [slots], how many these are.
+        computed: [slots], positions whose keys and values are in the cache.
+        block_tables: [slots, blocks] int32.
+        sampling: [slots], parameters for the native kernels.
     """
 
     def __init__(
         self,
         num_slots: int,
         max_model_len: int,
-        max_blocks: int,
+        block_size: int,
         vocab_size: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
+        self.num_slots = num_slots
+        self.block_size = block_size
         self.tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.length = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
-        self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
-        self.sampling = np.zeros(num_slots, dtype=SAMPLING)
+        self.block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), dtype=np.int32)
+        self.sampling = np.zeros(num_slots, dtype=STRUCT)
         self._vocab_size = vocab_size
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._sampling: list[_Sampling | None] = [None] * num_slots
         self._reporting: set[int] = set()
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in what the plan changes: requests that took a slot, then changed block tables."""
         for row in plan.new:
             self._fill(row)
         for slot, _, index, block in plan.block_writes:
             self.block_tables[slot, index] = block
 
-    def plain(self, slots: list[int]) -> bool:
-        """Whether all these slots' requests want the most likely token and nothing else."""
+    def lay_out(self, plan: StepPlan) -> Layout[Rows]:
+        rows, counts = np.array(plan.slots), np.array(plan.num_tokens)
+        computed = self.computed[rows]
+        seq_lens = (computed + counts).astype(np.int32)
+        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+        counts.cumsum(out=query_start[1:])
+        max_query_len, max_seq_len = int(counts.max()), int(seq_lens.max())
+        if max_query_len == 1:
+            slot_of_token, positions = rows, computed
+        else:
+            row_of_token = np.repeat(np.arange(len(rows)), counts)
+            slot_of_token = rows[row_of_token]
+            positions = computed[row_of_token] + np.arange(len(row_of_token)) - query_start[row_of_token]
+        block = self.block_tables[slot_of_token, positions // self.block_size]
+        logit_rows = query_start[1:].astype(np.int64) - 1
+        sampled = plan.slots
+        if not all(plan.samples):
+            chosen = np.flatnonzero(plan.samples)
+            logit_rows, sampled = logit_rows[chosen], rows[chosen].tolist()
+        batch = StepInput(
+            input_ids=torch.from_numpy(self.tokens[slot_of_token, positions].astype(np.int64)),
+            positions=torch.from_numpy(positions),
+            query_start=torch.from_numpy(query_start),
+            seq_lens=torch.from_numpy(seq_lens),
+            block_tables=torch.from_numpy(self.block_tables[rows, : -(-max_seq_len // self.block_size)]),
+            slot_mapping=torch.from_numpy(block * np.int64(self.block_size) + positions % self.block_size),
+            logit_rows=torch.from_numpy(logit_rows),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+        return Layout(batch, sampled, (rows, counts))
+
+    def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
+        if self._reporting.isdisjoint(plan.slots):
+            return []
+        found = []
+        start = 0
+        for row, (slot, count) in enumerate(zip(plan.slots, plan.num_tokens, strict=True)):
+            sampling = self._sampling[slot]
+            if slot in self._reporting and sampling is not None and sampling.params.prompt_logprobs is not None:
+                first = int(self.computed[slot]) + 1
+                known = min(count, sampling.num_prompt - first)
+                if known > 0:
+                    following = torch.from_numpy(self.tokens[slot, first : first + known].copy())
+                    found.append(PromptRow(row, start, sampling.params.prompt_logprobs, following))
+            start += count
+        return found
+
+    def advance(self, plan: StepPlan, layout: Layout[Rows]) -> None:
+        rows, counts = layout.batch
+        self.computed[rows] += counts
+
+    def append(self, slots: Sequence[int], tokens: Ints) -> None:
+        """Append one sampled token [S] to each of these slots [S]."""
+        lengths = self.length[slots]
+        self.tokens[slots, np.minimum(lengths, self.tokens.shape[1] - 1)] = tokens
+        self.length[slots] = lengths + 1
+
+    def retract(self, slots: Sequence[int]) -> None:
+        """Drop the last token of each of these slots."""
+        self.length[slots] -= 1
+
+    def plain(self, slots: Sequence[int]) -> bool:
+        """Whether all these requests want the most likely token and nothing else."""
         return all(params is not None and params.plain for params in self.params(slots))
 
-    def params(self, slots: list[int]) -> list[PreparedParams | None]:
-        """How these slots' requests are sampled; None for an empty slot."""
+    def params(self, slots: Sequence[int]) -> list[PreparedParams | None]:
+        """How these requests are sampled; None for an empty slot."""
         return [None if (one := self._sampling[slot]) is None else one.params for slot in slots]
 
-    def sample_rows(self, slots: list[int]) -> list[SampleRow]:
-        """What the sampler needs to know of these slots' requests."""
+    def sample_rows(self, slots: Sequence[int]) -> list[SampleRow]:
+        """What the samplers know of these requests."""
         rows = []
         for slot, length in zip(slots, self.length[slots].tolist(), strict=True):
             sampling = self._sampling[slot]
@@ -71,42 +148,6 @@ class Slots:
                 raise AssertionError(f"slot {slot} is sampled but empty")
             rows.append(SampleRow(sampling.params, self.tokens[slot, :length], sampling.num_prompt))
         return rows
-
-    def reports(self, slots: list[int]) -> bool:
-        """Whether the prompt of one of these is to be reported on."""
-        return not self._reporting.isdisjoint(slots)
-
-    def prompt_rows(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
-        """Rows whose prompt is to be reported on: (row, slot, alternatives, prompt tokens that follow its tokens).
-
-        To be asked before `advance`.
-        """
-        if not self.reports(plan.slots):
-            return []
-        found = []
-        for row, slot in enumerate(plan.slots):
-            sampling = self._sampling[slot]
-            if sampling is None or sampling.params.prompt_logprobs is None:
-                continue
-            start = int(self.computed[slot])
-            following = min(plan.num_tokens[row], sampling.num_prompt - 1 - start)
-            if following > 0:
-                found.append((row, slot, sampling.params.prompt_logprobs, following))
-        return found
-
-    def advance(self, slots: Ints, num_tokens: Ints) -> None:
-        """These slots [R] have had `num_tokens` [R] more positions computed."""
-        self.computed[slots] += num_tokens
-
-    def append(self, slots: list[int], tokens: Ints) -> None:
-        """One sampled token [S] for each of these slots [S]."""
-        lengths = self.length[slots]
-        self.tokens[slots, np.minimum(lengths, self.tokens.shape[1] - 1)] = tokens
-        self.length[slots] = lengths + 1
-
-    def retract(self, slots: list[int]) -> None:
-        """Forget the last token of each of these slots."""
-        self.length[slots] -= 1
 
     def _fill(self, row: NewRow) -> None:
         slot = row.slot
@@ -116,7 +157,7 @@ class Slots:
         self.block_tables[slot, : len(row.blocks[0])] = row.blocks[0]
         params = PreparedParams.of(row, self._vocab_size, self._logprobs_mode)
         self._sampling[slot] = _Sampling(params, row.num_prompt)
-        self.sampling[slot] = params.packed(row.num_prompt)
+        self.sampling[slot] = packed(params, row.num_prompt)
         self._reporting.discard(slot)
         if params.prompt_logprobs is not None:
             self._reporting.add(slot)

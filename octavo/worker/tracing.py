@@ -1,4 +1,4 @@
-"""`TorchTracer`: torch's profiler, which sees torch's operations and what a GPU does."""
+"""`TorchTracer`: torch's profiler, which records torch's operations and GPU activity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.core.profiling import ProfileSettings
 
 
 class TorchTracer:
-    """A `Tracer`. It sees the thread that starts it, which must be the one that computes, and also stops it."""
+    """A `Tracer`. It sees the thread that starts it, which must be the thread that computes and that stops it."""
 
     def __init__(self, device: torch.device, settings: ProfileSettings) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class TorchTracer:
             record_shapes=settings.record_shapes,
             profile_memory=settings.with_memory,
             with_flops=settings.with_flops,
-            acc_events=True,  # there is one cycle only, but without this torch 2.11 warns of lost ones
+            acc_events=True,  # there is only one cycle, but otherwise torch 2.11 warns about lost ones
         )
         self._profile.start()
 

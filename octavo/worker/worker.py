@@ -32,24 +32,26 @@ from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendReq
 from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.select import select
+from octavo.nn.build import Build
 from octavo.nn.linear import Linear
 from octavo.nn.pages import LargePages
+from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.weights import fused
-from octavo.sampling.sampler import Sampler
-from octavo.worker.choosing import Choosing
-from octavo.worker.decoding import Decoding
-from octavo.worker.hooks import WorkerHook
+from octavo.worker.blocks import Blocks
+from octavo.worker.hooks import Hooks, Site, WorkerHook
 from octavo.worker.kv_scales import set_scales, stored_scales
+from octavo.worker.native_replay import NativeReplay
+from octavo.worker.parts import NoReplay, Replay, Sampler
 from octavo.worker.runner import Runner
-from octavo.worker.slots import Slots
+from octavo.worker.samplers import NativeSampler, TorchSampler
+from octavo.worker.slots import HostSlots
 
 if TYPE_CHECKING:
     from octavo.device.ahead import Ahead
     from octavo.models.decoder import CausalLM
-    from octavo.worker.resident.runner import ResidentRunner
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,15 @@ class Loaded:
     source: CausalLM
     report: LoadReport
     scales: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bounds of what a runner holds: requests at once, tokens of one, tokens of a step."""
+
+    num_slots: int
+    max_model_len: int
+    max_step_tokens: int
 
 
 class Worker:
@@ -137,8 +148,7 @@ class Worker:
     def load(self) -> None:
         """Build the model and pull its weights."""
         device = self.device.torch_device
-        checkpoint = open_checkpoint(self.files, self.load_format, self.config.seed, device.type)
-        loaded = self.read(checkpoint, device, self._before_weights)
+        loaded = self.read(self._open(), device, self._before_weights)
         self.model, self._stored_scales, self.weight_version = loaded.model, loaded.scales, self.files_version
         model, report = loaded.source, loaded.report
         self.weight_bytes = report.nbytes
@@ -288,24 +298,44 @@ class Worker:
         max_model_len: int,
         max_step_tokens: int,
         hooks: Sequence[WorkerHook] = (),
-    ) -> Runner | ResidentRunner:
-        """Allocate KV cache and slots; on a GPU also run, once, what steps will run, so that all memory is taken."""
-        if self.model is None:
+    ) -> Runner:
+        """Allocate KV cache and slots; on a GPU also record and run, once, the steps to come, so that all memory is
+        taken."""
+        model, device = self.model, self.device
+        if model is None:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
-        device = self.device.torch_device
-        for layer in self.model.attention_layers:
-            shape = self.attention.cache_shape(layer.spec, num_blocks, self._block_size)
-            layer.cache = torch.empty(shape, dtype=self.kv_dtype, device=device)
+        shape = self.attention.cache_shape(self._layer, num_blocks, self._block_size)
+        blocks = Blocks(model.attention_layers, shape, self._block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
-            self._set_scales(self.model)
-        max_blocks = math.ceil(max_model_len / self._block_size)
-        if self.device.resident:
-            return self._make_resident(num_slots, max_model_len, max_blocks, max_step_tokens, hooks)
-        slots = Slots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, self.config.logprobs_mode)
-        pool = self.attention.pool if isinstance(self.attention, NativeAttention) else None
-        choosing = Choosing(slots, Sampler(), pool)
-        decoding = Decoding(self.model, slots, self._block_size) if isinstance(self.model, NativeDecoder) else None
-        return Runner(self.model, self.attention, slots, choosing, self._block_size, hooks, decoding)
+            self._set_scales(model)
+        room = Room(num_slots, max_model_len, max_step_tokens)
+        together = Hooks(hooks)
+        if not device.resident:
+            together.attach(model, self._site(), num_slots, max_step_tokens)
+            host = self._host_parts(model, room)
+            return Runner(model, self.attention, device, blocks, *host, together)
+        from octavo.worker.resident.warm_up import most_rows  # a machine without a GPU need not have triton
+
+        together.attach(model, self._site(), most_rows(num_slots, max_step_tokens), max_step_tokens)
+        return self._make_resident(model, blocks, room, together)
+
+    def _host_parts(self, model: Model, room: Room) -> tuple[HostSlots, Sampler, Replay]:
+        """The parts of a runner in the host's memory: native where there are kernels."""
+        mode = self.config.logprobs_mode
+        slots = HostSlots(room.num_slots, room.max_model_len, self._block_size, self.spec.vocab_size, mode)
+        native = isinstance(self.attention, NativeAttention)
+        sampler = NativeSampler(slots, self.attention.pool) if native else TorchSampler(slots)
+        replay = NativeReplay(model, slots) if isinstance(model, NativeDecoder) else NoReplay()
+        return slots, sampler, replay
+
+    def _site(self) -> Site:
+        """Where hooks find the model."""
+        device = self.device.torch_device
+        build = Build(self.dtype, device, self.attention, everywhere(self._scheme(), self.dtype, device))
+        return Site(build, self._open, self.device)
+
+    def _open(self) -> Checkpoint:
+        return open_checkpoint(self.files, self.load_format, self.config.seed, self.device.torch_device.type)
 
     def _compile_ahead(self, model: CausalLM) -> None:
         """Compile the kernels of steps while the weights are loaded."""
@@ -324,32 +354,34 @@ class Worker:
                 max_model_len=self.config.max_model_len or self.spec.max_position,
             )
 
-    def _make_resident(
-        self,
-        num_slots: int,
-        max_model_len: int,
-        max_blocks: int,
-        max_step_tokens: int,
-        hooks: Sequence[WorkerHook],
-    ) -> ResidentRunner:
+    def _make_resident(self, model: Model, blocks: Blocks, room: Room, hooks: Hooks) -> Runner:
+        """A runner whose slots live on the device; `hooks` are attached."""
         from octavo.models.products import choose_products
-        from octavo.worker.resident.graphs import sizes
-        from octavo.worker.resident.mixed import token_counts
-        from octavo.worker.resident.rows import ResidentSlots  # a machine without a GPU need not have triton
-        from octavo.worker.resident.runner import ResidentRunner
+        from octavo.sampling.resident import ResidentSampler
+        from octavo.worker.resident.batches import sizes, token_counts
+        from octavo.worker.resident.replay import GraphReplay
+        from octavo.worker.resident.sampler import DeviceSampler
+        from octavo.worker.resident.slots import DeviceSlots
+        from octavo.worker.resident.warm_up import warm_up
 
-        assert self.model is not None
-        device = self.device.torch_device
-        mode = self.config.logprobs_mode
-        slots = ResidentSlots(num_slots, max_model_len, max_blocks, self.spec.vocab_size, device, mode)
-        runner = ResidentRunner(self.model, self.attention, slots, self._block_size, hooks)
-        if device.type == "cuda":
-            eager = self._settings.enforce_eager or not isinstance(self.attention, FusedBackend)
-            recorded = [] if eager else [*sizes(num_slots), *token_counts(max_step_tokens)]
-            chosen = choose_products(self.model, recorded, self._await_kernels)
-            if recorded:
-                runner.capture(num_slots, max_step_tokens, chosen, shares=not self._settings.disable_cascade_attn)
-            runner.warm_up(max_step_tokens)
+        attention, device = self.attention, self.device
+        if not attention.follows_table_rows:
+            raise AssertionError(f"attention by {attention.name} would read other rows' blocks")
+        mode, vocab_size = self.config.logprobs_mode, self.spec.vocab_size
+        slots = DeviceSlots(room.num_slots, room.max_model_len, self._block_size, vocab_size, device.torch_device, mode)
+        sampler = ResidentSampler(slots.table, vocab_size)
+        runner = Runner(model, attention, device, blocks, slots, DeviceSampler(slots, sampler), NoReplay(), hooks)
+        fused = isinstance(attention, FusedBackend) and not self._settings.enforce_eager
+        recorder = device.recorder() if fused else None
+        recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []
+        chosen = choose_products(model, recorded, self._await_kernels)
+        if recorder is not None and isinstance(attention, FusedBackend):
+            replay = GraphReplay(model, attention, slots, sampler, device, hooks)
+            shares = not self._settings.disable_cascade_attn
+            replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, shares=shares)
+            runner.replay = replay
+        if self._ahead is not None:
+            warm_up(runner, slots, room.max_step_tokens)
         return runner
 
     def _await_kernels(self) -> None:

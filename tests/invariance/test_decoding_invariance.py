@@ -19,6 +19,8 @@ from octavo.native.build import NativeBuildError, load_library
 from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import Hooks, WorkerHook
+from octavo.worker.native_replay import NativeReplay
+from octavo.worker.parts import NoReplay
 from octavo.worker.runner import Runner
 
 
@@ -59,6 +61,21 @@ class OnlySome(WorkerHook):
         return Allowed(rows, np.stack([words_of(tokens, VOCAB)] * len(rows))) if rows else None
 
 
+class Following(WorkerHook):
+    """Takes part in every step, and leaves it as it is."""
+
+    name = "moody"
+
+    def __init__(self):
+        self.laid_out, self.told = [], []
+
+    def lay_out(self, plan, payload):
+        self.laid_out.append(plan.id)
+
+    def after_sample(self, plan, output):
+        self.told.append(plan.id)
+
+
 HOOKS = {"alone": [], "late": [(Moody, NoSevens)], "masks": [(Strict, OnlySome)]}
 HOOKS["both"] = HOOKS["late"] + HOOKS["masks"]
 
@@ -95,33 +112,37 @@ def runner_of(loop: EngineLoop) -> Runner:
 
 @pytest.mark.parametrize("hooked", HOOKS)
 @pytest.mark.parametrize("overlap", [False, True], ids=["depth 0", "depth 1"])
-def test_one_call_a_step_changes_no_token(overlap, hooked, monkeypatch):
+def test_one_call_a_step_changes_no_token(overlap, hooked):
     taken = 0
 
     def results(quick: bool) -> dict[tuple[str, int], list[int]]:
         nonlocal taken
         loop = engine(async_scheduling=overlap)
         runner = runner_of(loop)
-        assert runner._decoding is not None
+        assert isinstance(runner.replay, NativeReplay)
         loop._scheduler._hooks.extend(one() for one, _ in HOOKS[hooked])
         runner._hooks = Hooks([*runner._hooks._hooks, *(other() for _, other in HOOKS[hooked])])
-        if quick:
-            forward = runner._decoding.forward
-
-            def counted(plan, allowed):
-                nonlocal taken
-                taken += 1
-                return forward(plan, allowed)
-
-            monkeypatch.setattr(runner._decoding, "forward", counted)
-        else:
-            runner._decoding = None
-        return tokens_of(drive(loop, requests(seed), at_once=1))
+        if not quick:
+            runner.replay = NoReplay()
+        tokens = tokens_of(drive(loop, requests(seed), at_once=1))
+        taken += runner.replay.count
+        return tokens
 
     seed = random.randrange(2**32)
     print("seed", seed)
     assert results(quick=True) == results(quick=False)
     assert taken > 5
+
+
+def test_a_feature_that_follows_every_step_leaves_them_native():
+    loop = engine()
+    runner, hook = runner_of(loop), Following()
+    runner._hooks = Hooks([hook])
+    replayed = runner.replay.count
+    tokens = tokens_of(drive(loop, requests(5), at_once=1))
+    assert all(tokens.values())
+    assert hook.laid_out == hook.told
+    assert len(hook.told) > runner.replay.count - replayed > len(hook.told) / 2
 
 
 def test_a_row_without_usable_logits_ends_alone():

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from torch import Tensor
 from toy_engine import drive, tiny_config
-from toy_graphs import unrecorded_graphs
+from toy_graphs import recorded_graphs
 from toy_models import QWEN3, VOCAB, behind, model_files
 
 from octavo.build import build_core
@@ -29,8 +29,7 @@ from octavo.core.request import GenerateRequest, Request
 from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import WorkerHook
-from octavo.worker.resident.graphs import MAX_ROWS, sizes
-from octavo.worker.resident.mixed import token_counts
+from octavo.worker.resident.batches import MAX_ROWS, sizes, token_counts
 from octavo.worker.resident.sharing import Groups
 
 GPU = torch.cuda.is_available()
@@ -198,11 +197,14 @@ class Forbidding(WorkerHook):
 
 
 class Following(OddWorker):
-    """One that must be told of every step."""
+    """Takes part in every step."""
 
-    told = 0
+    laid_out = told = 0
 
-    def after_sample(self, step: Any, output: Any) -> None:
+    def lay_out(self, plan: Any, payload: Any) -> None:
+        type(self).laid_out += 1
+
+    def after_sample(self, plan: Any, output: Any) -> None:
         type(self).told += 1
 
 
@@ -294,8 +296,8 @@ def test_bans_features_and_reports_are_those_of_the_cpu(name, worker, monkeypatc
 def test_recorded_steps_with_prompts(tokens, prompts, monkeypatch):
     """Prompts alone and beside decoding, in chunks and whole; a step with more of them than foreseen is launched."""
     expected = truth()
-    monkeypatch.setattr("octavo.worker.resident.mixed._MAX_PROMPTS", prompts)
-    replayed = unrecorded_graphs(monkeypatch)
+    monkeypatch.setattr("octavo.worker.resident.batches._MAX_PROMPTS", prompts)
+    replayed = recorded_graphs(monkeypatch)
     settings = {"max_num_batched_tokens": tokens, "max_num_seqs": 5}
     assert run(requests(), **behind(monkeypatch), **settings) == expected
     assert replayed["mixed"]
@@ -319,10 +321,10 @@ def test_what_contexts_have_in_common_is_read_once(settings, monkeypatch):
     sent: list[int] = []
     padded = Groups.padded
     monkeypatch.setattr(Groups, "padded", lambda self, *how: sent.append(self.saved) or padded(self, *how))
-    monkeypatch.setattr("octavo.worker.resident.graphs._WORTH", 1)
-    monkeypatch.setattr("octavo.worker.resident.graphs._WORTH_OF_PADDING", 0)
+    monkeypatch.setattr("octavo.worker.resident.replay._WORTH", 1)
+    monkeypatch.setattr("octavo.worker.resident.replay._WORTH_OF_PADDING", 0)
     if not GPU:
-        unrecorded_graphs(monkeypatch)
+        recorded_graphs(monkeypatch)
     assert resident(asked, monkeypatch, **settings) == expected
     assert any(sent)
 
@@ -334,9 +336,9 @@ def test_reading_once_can_be_turned_off(monkeypatch):
         GenerateRequest(id=f"r{i}", tokens=[*head, 80 + i], params=SamplingParams(max_tokens=3, temperature=0))
         for i in range(2)
     ]
-    monkeypatch.setattr("octavo.worker.resident.graphs._WORTH", 1)
-    monkeypatch.setattr("octavo.worker.resident.graphs._WORTH_OF_PADDING", 0)
-    replayed = unrecorded_graphs(monkeypatch)
+    monkeypatch.setattr("octavo.worker.resident.replay._WORTH", 1)
+    monkeypatch.setattr("octavo.worker.resident.replay._WORTH_OF_PADDING", 0)
+    replayed = recorded_graphs(monkeypatch)
     resident(asked, monkeypatch, max_num_seqs=8, disable_cascade_attn=True)
     assert replayed["forward"]
     assert not replayed["sharing"]
@@ -352,9 +354,9 @@ def test_numbers_of_tokens_that_are_recorded_can_be_drawn_for():
 
 @pytest.mark.skipif(GPU, reason="on a GPU all other tests replay graphs")
 @pytest.mark.parametrize("worker", [OddWorker(), Following(), Forbidding()], ids=lambda worker: type(worker).__name__)
-def test_a_feature_that_only_changes_logits_leaves_the_graphs(worker, monkeypatch):
-    """Its own steps replay the forward pass, all others the sampling too; its own as well if it only forbids tokens."""
-    Following.told = 0
+def test_a_feature_leaves_the_graphs(worker, monkeypatch):
+    """Steps with changed logits replay the forward pass; all others, and those with masks, the sampling too."""
+    Following.laid_out = Following.told = 0
     with_feature(monkeypatch, worker)
     lengths = {"plain": 14, "odd": 5, "fail": 5}
     asked = [
@@ -362,14 +364,13 @@ def test_a_feature_that_only_changes_logits_leaves_the_graphs(worker, monkeypatc
         for name, length in lengths.items()
     ]
     expected = summary(deltas(asked, device="cpu", attention_backend="torch", max_num_seqs=4))
-    replayed = unrecorded_graphs(monkeypatch)
+    replayed = recorded_graphs(monkeypatch)
     found = summary(deltas(asked, **behind(monkeypatch), max_num_seqs=4))
     assert {key: each[:2] for key, each in found.items()} == {key: each[:2] for key, each in expected.items()}
-    if isinstance(worker, Following):
-        assert not any(replayed.values())
-        assert Following.told > 10
-    elif isinstance(worker, Forbidding):
+    if isinstance(worker, Forbidding):
         assert replayed["forward"] + replayed["mixed"] == replayed["sample"] > 10
     else:
         assert replayed["forward"] > replayed["sample"] > 3
-    assert bool(replayed["mixed"]) != isinstance(worker, Following)
+    assert replayed["mixed"]
+    if isinstance(worker, Following):
+        assert Following.laid_out == Following.told > 10

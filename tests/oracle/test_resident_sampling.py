@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 from octavo.core.params import SamplingParams
 from octavo.sampling.allowed import Allowed, forbid, num_words
+from octavo.sampling.parameters import NUM_PARAMS, packed_words
 from octavo.sampling.processors import process
-from octavo.sampling.resident import NUM_PARAMS, ParamTable, ResidentSampler, Row, packed_params
+from octavo.sampling.resident import ParamTable, ResidentSampler, Row
 from octavo.sampling.state import PreparedParams, SampleRow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,7 +40,7 @@ class Rows:
             self.tokens[slot, 1:prompt:4] = -1  # embeddings
         packed = np.zeros((count, NUM_PARAMS), dtype=np.int32)
         for i, prepared in enumerate(self.prepared):
-            packed[i + 1] = packed_params(prepared, self.prompts[i + 1])
+            packed[i + 1] = packed_words(prepared, self.prompts[i + 1])
         length = torch.tensor(self.lengths, dtype=torch.int32)
         table = ParamTable(torch.from_numpy(packed).to(DEVICE), self.tokens.to(DEVICE), length.to(DEVICE))
         self.sampler = ResidentSampler(table, vocab)

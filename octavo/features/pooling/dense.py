@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from octavo.core.pooling import DenseActivation, DenseLayer
 from octavo.models.load.safetensors import SafetensorsCheckpoint
 from octavo.models.load.weights import load_weights
 from octavo.nn.build import Build
-from octavo.nn.quant.base import Everywhere
+from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.shard import NONE
 
@@ -37,7 +36,7 @@ class Dense(nn.Module):
 
     def __init__(self, layer: DenseLayer, device: torch.device) -> None:
         super().__init__()
-        build = Build(torch.float32, device, None, Everywhere(partial(Unquantized, torch.float32, device)))
+        build = Build(torch.float32, device, None, everywhere(Unquantized, torch.float32, device))
         sizes = {"inputs": layer.inputs, "outputs": layer.outputs}
         self.linear = build.linear("linear", **sizes, shard=NONE, bias=layer.bias)
         self._activation = _ACTIVATIONS[layer.activation]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.core.plan import StepPlan
 from octavo.core.pooling import Activation, Pooled, PoolingParams
-from octavo.device.transfer import Download, upload
+from octavo.device.transfer import Download, download, upload
 from octavo.features import FeatureContext
 from octavo.features.pooling.dense import Dense
 from octavo.features.pooling.payload import NAME, Span, Spans
 from octavo.models.model import EncoderModel, Model
-from octavo.nn.step import StepInput
-from octavo.worker.hooks import Findings, WorkerHook
+from octavo.worker.hooks import Findings, Site, WorkerHook
 
 _UNUSABLE = "The model produced no usable vector (NaN or infinite) for this request."
 
@@ -43,8 +43,9 @@ class PoolingWorker(WorkerHook):
         self._prompts: dict[int, _Prompt] = {}
         self._decode = msgspec.msgpack.Decoder(PoolingParams).decode
 
-    def attach(self, model: Model | EncoderModel) -> None:
+    def attach(self, model: Model | EncoderModel, site: Site) -> None:
         self._attached = weakref.ref(model)
+        self._device = site.device
 
     @property
     def _model(self) -> Model | EncoderModel:
@@ -72,7 +73,7 @@ class PoolingWorker(WorkerHook):
                 ending = [span for span in spans if span.ends]
                 vectors = self._vectors(hidden, spans, params)
                 if ending:
-                    sent = Download(self._finish(vectors, params))
+                    sent = download(self._finish(vectors, params))
                     found += [(span, sent, place) for place, span in enumerate(ending)]
         return (lambda: _findings(found)) if found else None
 
@@ -118,7 +119,7 @@ class PoolingWorker(WorkerHook):
         prompt = self._prompts[span.slot]
         states = self._model.final(hidden[span.start : span.start + span.count]).float()
         prompt.parts.append(self._finish(states, params))
-        return [(span, Download(torch.cat(prompt.parts)), None)] if span.ends else []
+        return [(span, download(torch.cat(prompt.parts)), None)] if span.ends else []
 
     def _finish(self, vectors: Tensor, params: PoolingParams) -> Tensor:
         if params.task == "classify":
@@ -132,20 +133,24 @@ class PoolingWorker(WorkerHook):
 
 
 class SegmentedPoolingWorker(PoolingWorker):
-    """For encoders, some of which want to know which of two texts a token belongs to."""
+    """For encoders, some of which distinguish the tokens of two texts."""
 
-    def before_forward(self, step: StepInput, payload: Spans | None) -> None:
-        split = [
-            (span, segment)
-            for span in (payload.spans if payload else ())
-            if (segment := self._prompts[span.slot].params.segment) is not None
-        ]
-        if not split:
-            return
-        types = np.zeros(step.num_tokens, dtype=np.int64)
-        for span, segment in split:
-            types[span.start + segment : span.start + span.count] = 1
-        step.token_types = upload(types, step.device)
+    def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
+        self._types = torch.zeros(max_tokens, dtype=torch.int64, device=self._device.torch_device)
+        self._split = False
+        return {"token_types": self._types}
+
+    def lay_out(self, plan: StepPlan, payload: Spans | None) -> None:
+        """Mark the tokens of second texts; the buffer is only sent if this step or the last one has any."""
+        types = np.zeros(plan.total_tokens, dtype=np.int64)
+        for span in payload.spans if payload else ():
+            if (segment := self._prompts[span.slot].params.segment) is not None:
+                types[span.start + segment : span.start + span.count] = 1
+        split = bool(types.any())
+        if split or self._split:
+            self._types[: len(types)].copy_(self._device.upload(types))
+            self._types[len(types) :].zero_()
+        self._split = split
 
 
 def _activated(vectors: Tensor, activation: Activation) -> Tensor:

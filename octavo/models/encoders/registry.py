@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from functools import partial
 
 import torch
 
@@ -14,7 +13,7 @@ from octavo.models.encoders.modernbert import ModernEncoder, ModernSpec, modernb
 from octavo.models.encoders.spec import EncoderSpec
 from octavo.models.hf_config import Config
 from octavo.nn.build import Build
-from octavo.nn.quant.base import Everywhere
+from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
 
 Spec = EncoderSpec | ModernSpec
@@ -61,7 +60,7 @@ def build_encoder(
         ConfigError, ModelFileError: as `encoder_spec`.
     """
     spec = encoder_spec(config)
-    build = Build(dtype, device, None, Everywhere(partial(scheme, dtype, device)))
+    build = Build(dtype, device, None, everywhere(scheme, dtype, device))
     root = MODERN_ROOT if isinstance(spec, ModernSpec) else spec.names.root
     found = root if any(name.startswith(f"{root}.") for name in stored) else ""
     return ModernEncoder(build, spec, found) if isinstance(spec, ModernSpec) else Encoder(build, spec, found)

@@ -4,7 +4,7 @@
 
 extern "C" {
 
-// How the request in a slot is sampled; octavo/sampling/state.py says what the fields mean.
+// How the request in a slot is sampled: the rows of PARAMETERS in octavo/sampling/parameters.py, in their order.
 struct OctavoSampling {
     double temperature, top_p, min_p;  // a temperature of 0 takes the most likely token
     double repetition, frequency, presence;

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -64,6 +65,11 @@ class Everywhere:
 
     def at(self, path: str, parts: Sequence[Part]) -> Scheme:
         return self.make()
+
+
+def everywhere(make: Callable[..., Scheme], *args: Any) -> Everywhere:
+    """One kind of scheme for all layers, made with these arguments each time."""
+    return Everywhere(partial(make, *args))
 
 
 @runtime_checkable

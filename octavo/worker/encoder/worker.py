@@ -10,28 +10,34 @@ from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
 from octavo.models.encoders.registry import build_encoder, encoder_spec
 from octavo.models.load import open_checkpoint
+from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.renamed import with_modern_norms
 from octavo.models.load.weights import load_weights, wanted_bytes
 from octavo.models.model import EncoderModel
+from octavo.nn.build import Build
+from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
-from octavo.worker.encoder.runner import EncoderRunner
-from octavo.worker.hooks import WorkerHook
+from octavo.worker.blocks import Blocks
+from octavo.worker.encoder.slots import PromptSlots, WholePrompts
+from octavo.worker.hooks import Hooks, Site, WorkerHook
+from octavo.worker.parts import NoReplay, NoSampler
+from octavo.worker.runner import Runner
 
 
 class EncoderWorker:
     """Built in the order in which memory is taken. Sizes in bytes.
 
     Raises:
-        ConfigError: device or dtype can't be used here, or the model asks for what Octavo can't do.
-        ModelFileError: the weights are not what the configuration says.
+        ConfigError: device or dtype can't be used here, or the model needs something that Octavo lacks.
+        ModelFileError: the weights differ from what the configuration says.
     """
 
     def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles) -> None:
         self.device: Device = select_device(device.device)
         self.device.setup(device.threads, device.cpu_bind)
         self.spec = encoder_spec(files.config)
-        # A configuration without a dtype is one of float32.
+        # Configurations without a dtype are of float32 models.
         stored = files.config.get("dtype") or files.config.get("torch_dtype") or "float32"
         self.dtype = self.device.pick_dtype(config.dtype, stored)
         self._config = config
@@ -41,24 +47,46 @@ class EncoderWorker:
 
     @property
     def weight_form(self) -> str:
-        """The form in which the weights are kept, in words."""
+        """A phrase that names the form of the weights."""
         return str(self.dtype).removeprefix("torch.")
 
     def load(self) -> None:
         """Build the model and pull its weights."""
-        checkpoint = with_modern_norms(open_checkpoint(self._files, self._config.load_format, self._config.seed))
-        packs = self.device.torch_device.type == "cpu" and packing_works(self.dtype)
+        checkpoint = self._open()
         model = build_encoder(
             self._files.config,
             dtype=self.dtype,
             device=self.device.torch_device,
-            scheme=OneDNN if packs else Unquantized,
+            scheme=self._scheme(),
             stored=checkpoint.names(),
         )
         self.device.check_fits(wanted_bytes(model), self._files.weight_bytes, None)
         self.weight_bytes = load_weights(model, checkpoint, unneeded=model.unneeded).nbytes
         self.model = model
 
-    def make_runner(self, hooks: Sequence[WorkerHook]) -> EncoderRunner:
+    def _open(self) -> Checkpoint:
+        return with_modern_norms(open_checkpoint(self._files, self._config.load_format, self._config.seed))
+
+    def _scheme(self) -> type[Unquantized]:
+        packs = self.device.torch_device.type == "cpu" and packing_works(self.dtype)
+        return OneDNN if packs else Unquantized
+
+    def make_runner(self, hooks: Sequence[WorkerHook], *, num_slots: int, max_step_tokens: int) -> Runner:
+        """A runner without KV cache, replay and sampler: an encoder keeps nothing and draws no tokens."""
         assert self.model is not None, "the weights must be loaded first"
-        return EncoderRunner(self.model, self.device.torch_device, hooks)
+        device = self.device.torch_device
+        together = Hooks(hooks)
+        site = Site(
+            Build(self.dtype, device, None, everywhere(self._scheme(), self.dtype, device)), self._open, self.device
+        )
+        together.attach(self.model, site, num_slots, max_step_tokens)
+        return Runner(
+            self.model,
+            WholePrompts(),
+            self.device,
+            Blocks.none(self.device),
+            PromptSlots(num_slots, device),
+            NoSampler(),
+            NoReplay(),
+            together,
+        )

@@ -1,6 +1,6 @@
 """The kernels of a model's steps, named by launching each once where launches are collected: see `device/ahead.py`.
 
-What is missing here is compiled when it is first launched, so the list need not be complete, only long.
+Kernels missing here are compiled at their first launch, so the list need not be complete, only long.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from octavo.sampling import resident_allowed
 from octavo.sampling.allowed import num_words
 from octavo.sampling.resident import ResidentSampler, Row
 from octavo.sampling.state import PreparedParams
-from octavo.worker.resident.rows import ResidentSlots, empty_step, make_batch
+from octavo.worker.resident.slots import DeviceSlots
 
 _SLOTS = 80
-"""Rows enough that no context is divided over several programs."""
+"""Enough rows that no context is divided over several programs."""
 _LONG = 8192
 _PENALIZED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
 
@@ -42,19 +42,19 @@ def compile_ahead(
     block_size: int,
     max_model_len: int,
 ) -> Ahead:
-    """Begin to compile; the caller waits."""
+    """Begin to compile. Returns what to wait for."""
     if isinstance(attention, LibraryAttention):
-        attention = attention.own  # which launches what the library does not replace
+        attention = attention.own  # launches the kernels that the library does not replace
     ahead = Ahead(target_of(device))
-    with ahead.collecting():  # first what takes longest, so that nothing else waits for it in the end
-        slots = ResidentSlots(_SLOTS + 1, max_model_len, -(-max_model_len // block_size), spec.vocab_size, device)
+    with ahead.collecting():  # the slowest first, so that nothing waits for them in the end
+        slots = DeviceSlots(_SLOTS + 1, max_model_len, block_size, spec.vocab_size, device)
         long = min(max_model_len - 1, _LONG)
         few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))
         mixed = ([1] * rows + [9] for rows in (_SLOTS, 64, 32, 16, 1))
         steps = [(counts, max_model_len) for counts in ([long], *mixed, [2, 2], *few)]
         alike = [([1] * rows, max_model_len, True) for rows in (_SLOTS, 64, 8)]
         for counts, context, shares in (*((*each, False) for each in steps), ([2, 2], 2, False), *alike):
-            step = _step(slots, counts, context, block_size)
+            step = _step(slots, counts, context)
             if shares:
                 step.shared = SharedContexts(step.block_tables[:, :3], step.seq_lens, step.seq_lens)
             for window in {*spec.windows}:
@@ -96,8 +96,8 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
         gating.gated_product(empty(256, width), empty(2 * inner, width))
 
 
-def _step(slots: ResidentSlots, counts: Sequence[int], context: int, block_size: int) -> StepInput:
-    """Slots are filled, their blocks written and the batch laid out, for contexts of up to so many tokens."""
+def _step(slots: DeviceSlots, counts: Sequence[int], context: int) -> StepInput:
+    """Fill slots, write their blocks and lay the batch out, for contexts of up to `context` tokens."""
     params = SamplingParams(temperature=0)
     new = [NewRow(i, [0] * n, n, params, 0, [], 0, [[0]]) for i, n in enumerate(counts)]
     plan = StepPlan(
@@ -112,20 +112,10 @@ def _step(slots: ResidentSlots, counts: Sequence[int], context: int, block_size:
         freed=[],
     )
     slots.apply(plan)
-    batch, logit_rows, _ = make_batch(plan, slots.device)
-    step = StepInput(
-        **empty_step(len(counts), sum(counts), slots.device),
-        query_start=batch.query_start,
-        block_tables=slots.block_tables,
-        table_rows=batch.slots,
-        logit_rows=logit_rows,
-        max_query_len=max(counts),
-        max_seq_len=context,
-        query_lens=counts,
-    )
-    slots.lay_out(batch, step, block_size)
-    slots.advance(batch)
-    return step
+    layout = slots.lay_out(plan)
+    layout.input.max_seq_len, layout.input.past_lens = context, None
+    slots.count(layout.batch)
+    return layout.input
 
 
 def _attend(
@@ -150,7 +140,7 @@ def _attend(
         attention.rotate_and_attend(qkv, norms, table, cache, scales, step, layer)
 
 
-def _sample(spec: DecoderSpec, slots: ResidentSlots) -> None:
+def _sample(spec: DecoderSpec, slots: DeviceSlots) -> None:
     sampler = ResidentSampler(slots.table, slots.vocab_size)
     logits = torch.empty(2, spec.vocab_size, dtype=torch.float32, device=slots.device)
     held = torch.from_numpy(np.arange(2, dtype=np.int32)).to(slots.device)

@@ -11,7 +11,7 @@ from octavo.device import host
 from octavo.device.cpu import CpuDevice
 from octavo.device.cuda import CudaDevice
 from octavo.device.select import select_device
-from octavo.device.transfer import Download, upload_parts
+from octavo.device.transfer import download, upload_parts
 
 
 def test_auto_without_a_gpu_is_the_cpu(monkeypatch):
@@ -91,9 +91,9 @@ def test_parts_begin_on_16_bytes_and_hold_their_values():
 
 def test_a_download_holds_the_values_of_when_it_began():
     tensor = torch.arange(4)
-    download = Download(tensor)
+    values = download(tensor)
     tensor.zero_()
-    assert download.wait().tolist() == [0, 1, 2, 3]
+    assert values.wait().tolist() == [0, 1, 2, 3]
 
 
 def test_more_threads_than_a_machine_may_start_are_refused_and_no_crash() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.device.transfer import Lane
+from octavo.device.transfer import link_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CYCLES = 50_000_000
@@ -24,7 +24,7 @@ def arrays() -> list[np.ndarray]:
 
 
 def test_the_first_values_come_after_what_made_their_place(arrays):
-    lane = Lane(DEVICE)
+    lane = link_of(DEVICE).stream()
     keep_busy()
     place = torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)
     lane.send(arrays[0], place)
@@ -32,7 +32,7 @@ def test_the_first_values_come_after_what_made_their_place(arrays):
 
 
 def test_values_stay_until_what_reads_them_has_done_so(arrays):
-    lane, place = Lane(DEVICE), torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)
+    lane, place = link_of(DEVICE).stream(), torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)
     read = []
     for array in arrays:
         lane.send(array, place)

@@ -22,9 +22,8 @@ from octavo.core.plan import NewRow, StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.native.build import NativeBuildError, load_library
 from octavo.native.program import Pool
-from octavo.sampling.sampler import Sampler
-from octavo.worker.choosing import Choosing
-from octavo.worker.slots import Slots
+from octavo.worker.samplers import NativeSampler, TorchSampler
+from octavo.worker.slots import HostSlots
 
 MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 SIZE = 300
@@ -57,20 +56,22 @@ def plan() -> StepPlan:
 
 
 def on_the_host(pool: Pool | None, mode: LogprobsMode, logits: Tensor) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    slots = Slots(len(PARAMS), 32, 1, SIZE, mode)
+    slots = HostSlots(len(PARAMS), 32, 32, SIZE, mode)
     slots.apply(plan())
-    result = Choosing(slots, Sampler(), pool).choose(logits, plan().slots)
+    sampler = TorchSampler(slots) if pool is None else NativeSampler(slots, pool)
+    result = sampler.choose(logits, plan().slots)
     return result.tokens.tolist(), result.logprobs
 
 
 def on_a_device(mode: LogprobsMode, logits: Tensor) -> tuple[list[int], dict[int, TokenLogprobs]]:
     from octavo.sampling.resident import ResidentSampler, Sampled
-    from octavo.worker.resident.rows import ResidentSlots
+    from octavo.worker.resident.slots import DeviceSlots
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    slots = ResidentSlots(len(PARAMS), 32, 1, SIZE, device, mode)
+    slots = DeviceSlots(len(PARAMS), 32, 32, SIZE, device, mode)
     slots.apply(plan())
     sampler = ResidentSampler(slots.table, SIZE)
+    slots.mirror(plan())
     rows = slots.sample_rows(plan())
     places = torch.arange(len(PARAMS), dtype=torch.int32, device=device)
     tokens, logprobs = sampler.sample(logits.to(device), places, rows)

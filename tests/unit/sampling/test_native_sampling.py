@@ -15,8 +15,9 @@ from test_sampler import fresh_rng, random_logits, random_params
 
 from octavo.core.params import SamplingParams
 from octavo.native.program import Pool
-from octavo.native.sampling import SAMPLING, sample
+from octavo.native.sampling import sample
 from octavo.sampling.allowed import Allowed, forbid, num_words
+from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams
 
 
@@ -36,18 +37,18 @@ class Table:
     def add(self, params: SamplingParams, *, seed: int, stops=(), prompt=(1,), output=()) -> None:
         prepared = PreparedParams.make(params, seed, list(stops), self.vocab)
         self.prepared.append(prepared)
-        self.rows.append((prepared.packed(len(prompt)), [*prompt, *output]))
+        self.rows.append((packed(prepared, len(prompt)), [*prompt, *output]))
 
     def sample(
         self, pool: Pool, logits: torch.Tensor, slots: list[int] | None = None, allowed: Allowed | None = None
     ) -> tuple[list[int], list[float]]:
         """`logits` are those of `slots`, all by default; they must come out as they went in."""
         chosen = list(range(len(self.rows))) if slots is None else slots
-        sampling = np.zeros(len(self.rows), dtype=SAMPLING)
+        sampling = np.zeros(len(self.rows), dtype=STRUCT)
         length = np.array([len(tokens) for _, tokens in self.rows])
         tokens = np.zeros((len(self.rows), max(length)), dtype=np.int32)
-        for slot, (packed, known) in enumerate(self.rows):
-            sampling[slot] = packed
+        for slot, (values, known) in enumerate(self.rows):
+            sampling[slot] = values
             tokens[slot, : len(known)] = known
         before = logits.clone()
         masks = None if allowed is None else allowed.addresses(len(chosen))

@@ -180,13 +180,13 @@ def test_a_gpus_runner_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the test above replays graphs")
 def test_a_step_of_one_embedding_is_no_graph_of_a_gpus_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from toy_graphs import unrecorded_graphs
+    from toy_graphs import recorded_graphs
 
     params = SamplingParams(max_tokens=3, temperature=0)
     plain = GenerateRequest(id="a", tokens=[9], params=params)
     expected = results(engine(QWEN3, attention_backend="torch", device="cpu"), [plain])[0]
     given = made("a", {"prompt_embeds": table(qwen=True)[[9]]}, params, 64)
-    replayed = unrecorded_graphs(monkeypatch)
+    replayed = recorded_graphs(monkeypatch)
     assert results(engine(QWEN3, **behind(monkeypatch), max_num_seqs=2), [given])[0] == expected
     assert replayed["forward"] > 1, "the tokens that follow"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.core.plan import StepPlan
 from octavo.core.pooling import Pooled, PoolingParams
+from octavo.device.cpu import CpuDevice
 from octavo.features.pooling.payload import Span, Spans
 from octavo.features.pooling.worker import PoolingWorker, SegmentedPoolingWorker
 
@@ -25,13 +28,14 @@ class Doubling:
 
 
 MODEL = Doubling()
+SITE = SimpleNamespace(device=CpuDevice())
 HIDDEN = torch.arange(36, dtype=torch.float32).view(9, 4)
 
 
 def worker(*asked: PoolingParams, kind: type[PoolingWorker] = PoolingWorker) -> PoolingWorker:
     """One that has a request in each slot from 0 on."""
     made = kind("pooling")
-    made.attach(MODEL)  # type: ignore[arg-type]
+    made.attach(MODEL, SITE)  # type: ignore[arg-type]
     for slot, params in enumerate(asked):
         made.add(slot, msgspec.Raw(msgspec.msgpack.encode(params)))
     return made
@@ -52,6 +56,11 @@ def found(made: PoolingWorker, hidden: Tensor, *spans: Span) -> dict[int, Tensor
 
 def params(**changes: Any) -> PoolingParams:
     return PoolingParams(**{"activation": "none", **changes})
+
+
+def plan(*counts: int) -> StepPlan:
+    rows = len(counts)
+    return StepPlan(0, [], list(range(rows)), list(counts), [0] * rows, [False] * rows, [], [], [])
 
 
 def test_rows_of_all_kinds_in_one_step() -> None:
@@ -114,16 +123,9 @@ def test_states_that_are_no_numbers_fail_their_own_request() -> None:
 
 
 def test_the_second_text_has_another_type() -> None:
-    class Step:
-        num_tokens = 6
-        device = torch.device("cpu")
-        token_types = None
-
     made = worker(params(), params(segment=2), kind=SegmentedPoolingWorker)
-    step = Step()
-    made.before_forward(step, Spans([Span(0, 0, 0, 2, 0, True), Span(1, 1, 2, 4, 0, True)]))  # type: ignore[arg-type]
-    assert step.token_types is not None
-    assert step.token_types.tolist() == [0, 0, 0, 0, 1, 1]
-    plain = Step()
-    made.before_forward(plain, Spans([Span(0, 0, 0, 2, 0, True)]))  # type: ignore[arg-type]
-    assert plain.token_types is None
+    types = made.buffers(2, 8)["token_types"]
+    made.lay_out(plan(2, 4), Spans([Span(0, 0, 0, 2, 0, True), Span(1, 1, 2, 4, 0, True)]))
+    assert types.tolist() == [0, 0, 0, 0, 1, 1, 0, 0]
+    made.lay_out(plan(2, 4), Spans([Span(0, 0, 0, 2, 0, True)]))
+    assert types.tolist() == [0] * 8

@@ -1,4 +1,4 @@
-"""`ResidentSlots`: the truth about running requests on the device, and what of it the host needs in order to launch."""
+"""`DeviceSlots`: the state of running requests on the device, and what of it the host needs to launch steps."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.transfer import upload, upload_parts
 from octavo.nn.step import StepInput
-from octavo.sampling.resident import NUM_PARAMS, ParamTable, Row, packed_params
-from octavo.sampling.resident_logprobs import PromptRow
+from octavo.sampling.parameters import NUM_PARAMS, packed_words
+from octavo.sampling.resident import ParamTable, Row
 from octavo.sampling.state import PreparedParams
+from octavo.worker.parts import Layout
 from octavo.worker.resident.sharing import BlockTables, Groups
 from octavo.worker.resident.triton_rows import advance_kernel, append_kernel, extend_kernel, fill_kernel, layout_kernel
+from octavo.worker.step import PromptRow
 
 _FILL_BLOCK = 1024
 _BLOCK = 256
 _HEADER = 6 + NUM_PARAMS
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ class Batch:
     row_of_token: Tensor
 
 
-class ResidentSlots:
+class DeviceSlots:
     """Row s holds the request in slot s; nothing is ever read back.
 
     tokens [slots, max_model_len] int32, length and computed [slots] int32, block_tables [slots, blocks] int32, params
@@ -61,7 +65,7 @@ class ResidentSlots:
         self,
         num_slots: int,
         max_model_len: int,
-        max_blocks: int,
+        block_size: int,
         vocab_size: int,
         device: torch.device,
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -69,8 +73,10 @@ class ResidentSlots:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        max_blocks = -(-max_model_len // block_size)
         self.num_slots = num_slots
         self.max_model_len = max_model_len
+        self.block_size = block_size
         self.device = device
         self.tokens = zeros(num_slots + 1, max_model_len)
         self.length = zeros(num_slots + 1)
@@ -82,13 +88,16 @@ class ResidentSlots:
         self.tables = BlockTables(num_slots, max_blocks)
         self._computed = np.zeros(num_slots + 1, dtype=np.int64)
         self._held: list[_Held | None] = [None] * num_slots
+        self._reporting: set[int] = set()
+        self._plain_from = np.zeros(num_slots, dtype=np.int64)
+        """For each slot the number of known tokens from which on the draw alone decides, as `Row.plain`."""
+        self._indices: tuple[Sequence[int], NDArray[np.int64]] = [], np.zeros(0, dtype=np.int64)
 
     @property
     def table(self) -> ParamTable:
         return ParamTable(self.params, self.tokens, self.length)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in what the plan changes: requests that took a slot, then changed block tables."""
         if plan.new:
             self._fill(plan.new)
         if plan.block_writes:
@@ -99,61 +108,83 @@ class ResidentSlots:
                 writes, self.block_tables, count, self.block_tables.stride(0), BLOCK=_BLOCK
             )
 
-    def max_seq_len(self, plan: StepPlan) -> int:
-        """The longest sequence of the step once it is computed."""
-        return int((self._computed[plan.slots] + plan.num_tokens).max())
+    def lay_out(self, plan: StepPlan) -> Layout[Batch]:
+        batch, logit_rows, sample_slots = make_batch(plan, self.device)
+        past = self.past(plan)
+        step = StepInput(
+            **empty_step(len(plan.slots), plan.total_tokens, self.device),
+            query_start=batch.query_start,
+            block_tables=self.block_tables,
+            table_rows=batch.slots,
+            logit_rows=logit_rows,
+            max_query_len=max(plan.num_tokens),
+            max_seq_len=int((past + plan.num_tokens).max()),
+            query_lens=plan.num_tokens,
+            past_lens=past.tolist(),
+        )
+        self.write_step(batch, step)
+        return Layout(step, sample_slots, batch)
 
-    def past_lens(self, plan: StepPlan) -> list[int]:
-        """Of each of the step's rows, the tokens computed before it."""
-        past: list[int] = self._computed[plan.slots].tolist()
-        return past
+    def past(self, plan: StepPlan) -> NDArray[np.int64]:
+        """[R], the tokens of each of the plan's rows that were computed before it."""
+        return self._computed[self._rows(plan.slots)]
 
-    def shared(self, slots: Sequence[int], page: int, most: int, tokens: int) -> Groups | None:
-        """Which of these requests' contexts begin alike, in groups of at most so many, by multiples of so many tokens;
+    def _rows(self, slots: Sequence[int]) -> NDArray[np.int64]:
+        """The slots as indices, made once for plans that repeat each other: these share one list."""
+        if self._indices[0] is not slots:
+            self._indices = slots, np.asarray(slots, dtype=np.int64)
+        return self._indices[1]
+
+    def shared(self, slots: Sequence[int], most: int, tokens: int) -> Groups | None:
+        """Which of these requests' contexts begin alike, in groups of at most `most` rows, by multiples of `tokens`;
         None if none do."""
+        page = self.block_size
         whole_blocks = self._computed[slots] // page
         return self.tables.groups(slots, whole_blocks, most, math.lcm(tokens, page) // page)
 
+    def plain(self, plan: StepPlan) -> bool:
+        """Whether the draw alone decides the tokens of all rows that sample; called after `advance`."""
+        rows = self._rows(plan.slots)
+        plain = self._computed[rows] >= self._plain_from[rows]
+        return bool(plain.all()) or bool(plain[np.asarray(plan.samples)].all())
+
     def sample_rows(self, plan: StepPlan) -> list[Row]:
-        """The rows that sample, as the host knows them; called before `note`."""
+        """The rows that sample, as the host knows them; called after `advance`."""
         rows = []
-        for slot, past, count, samples in zip(
-            plan.slots, self.past_lens(plan), plan.num_tokens, plan.samples, strict=True
-        ):
+        for slot, samples in zip(plan.slots, plan.samples, strict=True):
             if samples:
                 held = self._held[slot]
                 if held is None:
                     raise AssertionError(f"slot {slot} is sampled but empty")
-                rows.append(Row(slot, held.params, held.num_prompt, past + count))
+                rows.append(Row(slot, held.params, held.num_prompt, int(self._computed[slot])))
         return rows
 
-    def reports(self, plan: StepPlan) -> bool:
-        """Whether some of the plan's requests are to be told of their prompt's probabilities."""
-        held = (self._held[slot] for slot in plan.slots)
-        return any(one is not None and one.params.prompt_logprobs is not None for one in held)
-
-    def prompt_rows(self, plan: StepPlan, hidden: Tensor) -> list[PromptRow]:
-        """Rows whose prompt is to be reported on; called before `note`. `hidden` [T, H] are the batch's states."""
+    def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
+        if self._reporting.isdisjoint(plan.slots):
+            return []
         found = []
         start = 0
         for row, (slot, count) in enumerate(zip(plan.slots, plan.num_tokens, strict=True)):
             held = self._held[slot]
             asked = None if held is None else held.params.prompt_logprobs
             if held is not None and asked is not None:
-                first = int(self._computed[slot])
-                known = min(count, held.num_prompt - 1 - first)
+                first = int(self._computed[slot]) + 1
+                known = min(count, held.num_prompt - first)
                 if known > 0:
-                    following = self.tokens[slot, first + 1 : first + 1 + known]
-                    found.append(PromptRow(row, asked, hidden[start : start + known], following))
+                    found.append(PromptRow(row, start, asked, self.tokens[slot, first : first + known]))
             start += count
         return found
 
-    def note(self, plan: StepPlan) -> None:
-        """The plan was launched: mirror what it computes."""
-        self._computed[plan.slots] += plan.num_tokens
+    def advance(self, plan: StepPlan, layout: Layout[Batch]) -> None:
+        self.count(layout.batch)
+        self.mirror(plan)
 
-    def lay_out(self, batch: Batch, into: StepInput, page: int) -> None:
-        """Write the tokens, positions, cells and lengths of a batch into `into`'s tensors."""
+    def mirror(self, plan: StepPlan) -> None:
+        """The plan was launched: note on the host what it computes."""
+        self._computed[self._rows(plan.slots)] += plan.num_tokens
+
+    def write_step(self, batch: Batch, into: StepInput) -> None:
+        """Write the tokens, positions, cells and lengths of a batch into `into`'s tensors, on the device."""
         rows, tokens = into.num_rows, into.num_tokens
         layout_kernel[(triton.cdiv(max(rows, tokens), _BLOCK),)](
             batch.slots,
@@ -171,19 +202,19 @@ class ResidentSlots:
             self.num_slots,
             self.tokens.stride(0),
             self.block_tables.stride(0),
-            PAGE=page,
+            PAGE=self.block_size,
             BLOCK=_BLOCK,
         )
 
-    def advance(self, batch: Batch) -> None:
-        """The batch's tokens are computed."""
+    def count(self, batch: Batch) -> None:
+        """The batch's tokens are computed: count them on the device."""
         rows = batch.slots.shape[0]
         advance_kernel[(triton.cdiv(rows, _BLOCK),)](
             batch.slots, batch.query_start, self.computed, rows, self.num_slots, BLOCK=_BLOCK
         )
 
     def append(self, slots: Tensor, sampled: Tensor) -> None:
-        """One sampled token [S] for each of these slots [S]."""
+        """Append one sampled token [S] to each of these slots [S], on the device."""
         count = slots.shape[0]
         append_kernel[(triton.cdiv(count, _BLOCK),)](
             slots, sampled, self.tokens, self.length, count, self.num_slots, self.tokens.stride(0), BLOCK=_BLOCK
@@ -198,10 +229,11 @@ class ResidentSlots:
             params = PreparedParams.of(row, self.vocab_size, self._logprobs_mode)
             self._held[row.slot] = _Held(params, row.num_prompt)
             self._computed[row.slot] = row.num_computed
+            self._note(row.slot, params, row.num_prompt)
             self.tables.fill(row)
             count, blocks = len(row.tokens), len(row.blocks[0])
             header[:6] = row.slot, count, row.num_computed, offset, offset + count, blocks
-            header[6:] = packed_params(params, row.num_prompt)
+            header[6:] = packed_words(params, row.num_prompt)
             pieces += [np.asarray(row.tokens, dtype=np.int32), np.asarray(row.blocks[0], dtype=np.int32)]
             offset += count + blocks
             longest = max(longest, count, blocks)
@@ -220,6 +252,14 @@ class ResidentSlots:
             PARAMS=NUM_PARAMS,
             BLOCK=_FILL_BLOCK,
         )
+
+    def _note(self, slot: int, params: PreparedParams, num_prompt: int) -> None:
+        """Remember what decides how the slot's steps are launched."""
+        banned = len(params.banned_ids) > 0
+        self._plain_from[slot] = (num_prompt + params.min_tokens if banned else 0) if params.drawn else _NEVER
+        self._reporting.discard(slot)
+        if params.prompt_logprobs is not None:
+            self._reporting.add(slot)
 
 
 def make_batch(plan: StepPlan, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
@@ -240,7 +280,7 @@ def make_batch(plan: StepPlan, device: torch.device) -> tuple[Batch, Tensor, Ten
 
 
 def empty_step(rows: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """The tensors that `lay_out` fills."""
+    """The tensors that `write_step` fills."""
     return {
         "input_ids": torch.empty(tokens, dtype=torch.int64, device=device),
         "positions": torch.empty(tokens, dtype=torch.int64, device=device),

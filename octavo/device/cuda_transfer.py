@@ -1,0 +1,114 @@
+"""`CudaLink`: transfers, streams, events and graphs of an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.device.transfer import Download, Event, Graph, Lane, Recorder
+
+
+class CudaDownload:
+    """A copy to pinned memory, and the event that follows it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    @property
+    def arrived(self) -> Event:
+        return self._event
+
+    def wait(self) -> Tensor:
+        self._event.synchronize()
+        return self._values
+
+
+class CudaLane:
+    """A stream of its own, ordered with the computing stream by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._read: torch.cuda.Event | None = None
+        self._staging: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def send(self, array: np.ndarray, into: Tensor) -> None:
+        host = self._pinned(array)
+        if self._read is None:
+            self.done()  # the first values wait for the work that allocated their place
+        assert self._read is not None
+        with torch.cuda.stream(self._stream):
+            self._read.wait()
+            into.copy_(host, non_blocking=True)
+            self._arrived = self._stream.record_event()
+        self._arrived.wait()
+
+    def _pinned(self, array: np.ndarray) -> Tensor:
+        """A copy in pinned memory that is kept, so that the host can go on while the device reads it.
+
+        Copied by one thread: torch's own copy wakes many threads, which takes longer than copying a megabyte.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()  # it has passed long ago
+        size, dtype = array.size, torch.from_numpy(array).dtype
+        if self._staging is None or self._staging.numel() < size or self._staging.dtype != dtype:
+            self._staging = torch.empty(2 * size, dtype=dtype, pin_memory=True)
+        host = self._staging[:size].view(array.shape)
+        np.copyto(host.numpy(), array)
+        return host
+
+    def done(self) -> None:
+        self._read = torch.cuda.current_stream(self._stream.device).record_event()
+
+
+class CudaRecorder:
+    """CUDA graphs of one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.empty_cache()
+        self._device = device
+        self._free = torch.cuda.mem_get_info(device)[0]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, launch: Callable[[], None]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            launch()
+        return graph
+
+    def taken(self) -> int:
+        return self._free - torch.cuda.mem_get_info(self._device)[0]
+
+
+class CudaLink:
+    """An NVIDIA GPU, whose work is queued on torch's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        """The pinned copy may be dropped at once: torch keeps its memory until the transfer has read it."""
+        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Download:
+        return CudaDownload(tensor)
+
+    def stream(self) -> Lane:
+        return CudaLane(self.torch_device)
+
+    def event(self) -> Event | None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def recorder(self) -> Recorder | None:
+        return CudaRecorder(self.torch_device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)

@@ -1,0 +1,54 @@
+"""`Blocks`: the KV cache of all layers in one allocation, so that blocks are copied for all layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from octavo.device.transfer import Link
+from octavo.nn.attention.layer import PagedAttention
+
+
+class Blocks:
+    """`[layers, blocks, ...]`, of which each layer's `cache` is a view.
+
+    Attributes:
+        size: tokens of a block.
+    """
+
+    def __init__(
+        self, layers: Sequence[PagedAttention], shape: Sequence[int], size: int, dtype: torch.dtype, link: Link
+    ) -> None:
+        """Allocate the cache and bind it to the layers.
+
+        Args:
+            shape: of one layer's cache, `AttentionBackend.cache_shape`.
+        """
+        self.size = size
+        self._layers = layers
+        self._link = link
+        self._cache = torch.empty((len(layers), *shape), dtype=dtype, device=link.torch_device)
+        for layer, cache in zip(layers, self._cache, strict=True):
+            layer.cache = cache
+
+    @classmethod
+    def none(cls, link: Link) -> Blocks:
+        """The cache of a model that keeps nothing."""
+        return cls((), (0,), 1, torch.float32, link)
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, destination) blocks one after the other, in all layers: one gather and one scatter."""
+        origin: dict[int, int] = {}
+        for source, destination in copies:
+            origin[destination] = origin.get(source, source)
+        pairs = self._link.upload(np.array([list(origin.values()), list(origin)], dtype=np.int64))
+        cells = self._cache.view(torch.uint8) if self._cache.dtype.itemsize == 1 else self._cache
+        cells.index_copy_(1, pairs[1], cells.index_select(1, pairs[0]))
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._cache = torch.empty(0)
+        for layer in self._layers:
+            layer.cache = torch.empty(0)

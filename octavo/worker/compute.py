@@ -1,0 +1,32 @@
+"""`compute`: a laid-out step to hidden states. Eager, recorded, warm-up, calibration and encoder steps all run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from octavo.models.model import EncoderModel, Model
+from octavo.nn.step import StepInput
+from octavo.worker.hooks import Hooks
+
+NO_HOOKS = Hooks()
+
+
+def compute(
+    model: Model | EncoderModel, step: StepInput, hooks: Hooks = NO_HOOKS, payload: Mapping[str, Any] | None = None
+) -> Tensor:
+    """Embed the step's tokens, let hooks overwrite embeddings, and run the layers.
+
+    Returns:
+        [T, hidden_size] before the final norm, or [S, hidden_size] of `step.hidden_rows`.
+    """
+    hooks.bind(step)
+    fed = payload is not None and hooks.feed(payload)
+    if fed:
+        step.input_ids.clamp_(min=0)  # -1 stands where an embedding was given in place of a token
+    x = model.embed(step)
+    if fed and payload is not None:
+        hooks.embed(x, payload)
+    return model.forward(x, step)

@@ -1,0 +1,66 @@
+"""`PromptSlots`: the form of `Slots` for models that keep nothing between steps. A prompt comes with its only step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.core.plan import StepPlan
+from octavo.device.transfer import upload
+from octavo.nn.attention.whole import Group, groups_of
+from octavo.nn.step import StepInput
+from octavo.worker.parts import Layout
+from octavo.worker.step import PromptRow
+
+
+class PromptSlots:
+    """The prompts of the step that is being computed."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self._device = device
+        self._prompts: dict[int, list[int]] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        self._prompts = {row.slot: row.tokens for row in plan.new}
+
+    def lay_out(self, plan: StepPlan) -> Layout[None]:
+        prompts = [self._prompts.get(slot, []) for slot in plan.slots]
+        if any(len(tokens) != count for tokens, count in zip(prompts, plan.num_tokens, strict=True)):
+            raise AssertionError("an encoder was given a part of a prompt")
+        counts = np.asarray(plan.num_tokens, dtype=np.int64)
+        ends = counts.cumsum()
+        positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        ids = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in prompts])
+        lengths = upload(counts.astype(np.int32), self._device)
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        batch = StepInput(
+            input_ids=upload(ids, self._device),
+            positions=upload(positions, self._device),
+            query_start=torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+            seq_lens=lengths,
+            block_tables=nothing.new_empty(len(counts), 0, dtype=torch.int32),
+            slot_mapping=nothing,
+            logit_rows=nothing,
+            max_query_len=int(counts.max()),
+            max_seq_len=int(counts.max()),
+            query_lens=plan.num_tokens,
+        )
+        return Layout(batch, nothing, None)
+
+    def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
+        return []
+
+    def advance(self, plan: StepPlan, layout: Layout[Any]) -> None:
+        """Nothing is kept."""
+
+
+class WholePrompts:
+    """What an encoder's attention prepares for a step."""
+
+    def prepare(self, step: StepInput, block_size: int) -> list[Group]:
+        """Sequences of one length, which are computed together."""
+        assert step.query_lens is not None
+        return groups_of(step.query_lens, step.device)

@@ -1,0 +1,236 @@
+"""`Singles` and `Ragged`: batches at fixed addresses, into which a recorded step's rows are sent.
+
+A batch of one token a row is a list of slots. A batch with prompts has its whole layout in one array, sent in one
+transfer. The rest of either is padding: rows of slot `num_slots`, which have length 0 and write nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.plan import StepPlan
+from octavo.device.transfer import upload
+from octavo.nn.attention.base import FusedBackend
+from octavo.nn.step import SharedContexts, StepInput
+from octavo.worker.resident.sharing import Groups, shared_room
+from octavo.worker.resident.slots import Batch, DeviceSlots, empty_step
+
+MAX_ROWS = 1024
+MAX_TOKENS = 1024
+"""For longer steps with prompts, launching takes no longer than computing."""
+_MAX_PROMPTS = 16
+"""Prompts in a recorded step. A step of more is launched operation by operation."""
+_SHARING = (8, 16, 32, 64, 128, 192, 256, 384, 512)
+"""Batch sizes with a recording for contexts that begin alike."""
+
+
+def sizes(max_rows: int) -> list[int]:
+    """Batch sizes of decoding to record, ascending; the largest is `max_rows` or 1,024."""
+    top = min(max_rows, MAX_ROWS)
+    wanted = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *range(576, MAX_ROWS + 1, 64)]
+    return sorted({size for size in wanted if size < top} | {top})
+
+
+def token_counts(max_tokens: int) -> list[int]:
+    """Numbers of tokens to record, ascending, none above `max_tokens`; the smaller ones are batch sizes of decoding."""
+    wanted = [16, 32, *range(64, 513, 64), *range(640, MAX_TOKENS + 1, 128)]
+    return [count for count in wanted if count <= max_tokens]
+
+
+def least(sorted_sizes: Sequence[int], wanted: int) -> int:
+    """The smallest of some sizes that holds `wanted`; 0 if none does."""
+    index = bisect.bisect_left(sorted_sizes, wanted)
+    return sorted_sizes[index] if index < len(sorted_sizes) else 0
+
+
+class Singles:
+    """Batches of one token a row. Every recorded size uses the beginning of the buffers.
+
+    Attributes:
+        sizes: numbers of rows, ascending.
+        sharing: those that also have a recording for contexts that begin alike.
+        rows: [largest] int32, the slots.
+    """
+
+    def __init__(self, slots: DeviceSlots, attention: FusedBackend, max_rows: int, *, shares: bool) -> None:
+        device = slots.device
+        self.sizes = sizes(max_rows)
+        largest = self.sizes[-1]
+        self._slots = slots
+        self._most, self._unit = attention.sharing()
+        self.rows = torch.full((largest,), slots.num_slots, dtype=torch.int32, device=device)
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._buffers = empty_step(largest, largest, device)
+        self.sharing = [size for size in _SHARING if size in self.sizes and shares and self._most > 1]
+        room = shared_room(self.sharing[-1], self._most) if self.sharing else 0
+        self._shared = torch.zeros(room, dtype=torch.int32, device=device)
+
+    def batch(self, size: int) -> Batch:
+        return Batch(self.rows[:size], self._starts[: size + 1], self._starts[:size])
+
+    def step(self, size: int, *, shares: bool) -> StepInput:
+        """The input of a step that is recorded, for `batch(size)`."""
+        batch, slots = self.batch(size), self._slots
+        return StepInput(
+            **{name: buffer[:size] for name, buffer in self._buffers.items()},
+            query_start=batch.query_start,
+            block_tables=slots.block_tables,
+            table_rows=batch.slots,
+            logit_rows=self._starts[:size],
+            max_query_len=1,
+            max_seq_len=slots.max_model_len,
+            shared=SharedContexts.of(self._shared[: shared_room(size, self._most)], size) if shares else None,
+        )
+
+    def send(self, slots: Sequence[int], size: int) -> None:
+        """Send the slots of a batch, padded up to a recorded size."""
+        rows = np.full(size, self._slots.num_slots, dtype=np.int32)
+        rows[: len(slots)] = slots
+        self.rows[:size].copy_(upload(rows, self._slots.device))
+
+    def groups(self, slots: Sequence[int]) -> Groups | None:
+        """Which of these contexts begin alike; None if none do."""
+        return self._slots.shared(slots, self._most, self._unit)
+
+    def send_groups(self, groups: Groups, size: int) -> None:
+        """Send what contexts have in common, padded up to a recorded size."""
+        shared = groups.padded(size, self._most, self._slots.block_size)
+        self._shared[: len(shared)].copy_(upload(shared, self._slots.device))
+
+
+A = TypeVar("A", Tensor, np.ndarray)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts(Generic[A]):
+    """The layout of a batch of up to T tokens: parts of one int32 array, on the host or the device.
+
+    The batch's rows are followed by one row that holds all padding tokens, and by empty rows.
+
+    Attributes:
+        slots: [T + 2], of the rows.
+        query_start: [T + 3].
+        row_of_token: [T].
+        logit_rows: [T], tokens that get logits.
+        sample_slots: [T], the slots of these.
+        single: [T], rows with one query.
+        tiles: [2 n], tiles of the other rows.
+    """
+
+    slots: A
+    query_start: A
+    row_of_token: A
+    logit_rows: A
+    sample_slots: A
+    single: A
+    tiles: A
+
+    @classmethod
+    def of(cls, packed: A, tokens: int, tiles: int) -> _Parts[A]:
+        """Views of the beginning of `packed`; each part starts on a multiple of 16 bytes."""
+        ends = _ends(tokens, tiles)
+        return cls(*(packed[begin:end] for begin, end in ends))
+
+    @staticmethod
+    def room(tokens: int, tiles: int) -> int:
+        """The length of `packed`."""
+        return -(-_ends(tokens, tiles)[-1][1] // 4) * 4
+
+
+def _ends(tokens: int, tiles: int) -> list[tuple[int, int]]:
+    """Where the parts begin and end."""
+    lengths = (tokens + 2, tokens + 3, tokens, tokens, tokens, tokens, 2 * tiles)
+    starts = itertools.accumulate((-(-length // 4) * 4 for length in lengths), initial=0)
+    return [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+
+
+class Ragged:
+    """Batches in which prompts take part, by their number of tokens.
+
+    A recording does not know which rows its tokens will belong to; it reads that from the layout. Attention is recorded
+    with as many programs as such a step can need, of which some find nothing to do.
+
+    Attributes:
+        counts: numbers of tokens, ascending.
+    """
+
+    def __init__(self, slots: DeviceSlots, attention: FusedBackend, max_tokens: int) -> None:
+        self.counts = token_counts(max_tokens)
+        self._slots = slots
+        self._attention = attention
+        if not self.counts:
+            return
+        device, largest = slots.device, self.counts[-1]
+        self._tiles = {count: attention.most_tiles(count, _MAX_PROMPTS, device) for count in self.counts}
+        room = _Parts.room(largest, self._tiles[largest])
+        self._packed = torch.empty(room, dtype=torch.int32, device=device)
+        self._parts = {count: _Parts.of(self._packed, count, self._tiles[count]) for count in self.counts}
+        self._buffers = empty_step(largest + 2, largest, device)
+
+    def bucket(self, plan: StepPlan) -> int:
+        """The recorded number of tokens for the plan; 0 if there is none."""
+        prompts = sum(count > 1 for count in plan.num_tokens)
+        return least(self.counts, plan.total_tokens) if prompts <= _MAX_PROMPTS else 0
+
+    def batch(self, size: int) -> Batch:
+        parts = self._parts[size]
+        return Batch(parts.slots, parts.query_start, parts.row_of_token)
+
+    def sample_slots(self, size: int) -> Tensor:
+        """[size] int32, the slots of the tokens that get logits, then padding."""
+        return self._parts[size].sample_slots
+
+    def step(self, size: int) -> StepInput:
+        """The input of a step that is recorded, for `batch(size)`."""
+        parts, slots = self._parts[size], self._slots
+        buffers = {name: buffer[:size] for name, buffer in self._buffers.items()}
+        return StepInput(
+            **buffers | {"seq_lens": self._buffers["seq_lens"][: size + 2]},
+            query_start=parts.query_start,
+            block_tables=slots.block_tables,
+            table_rows=parts.slots,
+            logit_rows=parts.logit_rows,
+            hidden_rows=parts.logit_rows,
+            max_query_len=size,
+            max_seq_len=slots.max_model_len,
+        )
+
+    def foreseen(self, size: int) -> object:
+        """What becomes `step.attn`."""
+        parts = self._parts[size]
+        return self._attention.foreseen(parts.tiles, parts.single, size)
+
+    def send(self, plan: StepPlan | None, size: int) -> None:
+        """Send the plan's layout; None is a batch that is all padding."""
+        host = np.zeros(_Parts.room(size, self._tiles[size]), dtype=np.int32)
+        into = _Parts.of(host, size, self._tiles[size])
+        into.slots.fill(self._slots.num_slots)
+        into.query_start[1:].fill(size)
+        into.sample_slots.fill(self._slots.num_slots)
+        into.single.fill(size + 1)
+        into.tiles[::2] = size + 1
+        if plan is not None:
+            self._fill(into, plan)
+        self._packed[: len(host)].copy_(upload(host, self._slots.device))
+
+    def _fill(self, into: _Parts[np.ndarray], plan: StepPlan) -> None:
+        counts = np.asarray(plan.num_tokens, dtype=np.int32)
+        rows, tokens = len(counts), plan.total_tokens
+        into.slots[:rows] = plan.slots
+        np.cumsum(counts, out=into.query_start[1 : rows + 1])
+        into.row_of_token[:tokens] = np.repeat(np.arange(rows, dtype=np.int32), counts)
+        into.row_of_token[tokens:] = rows
+        sampled = np.flatnonzero(plan.samples)
+        into.logit_rows[: len(sampled)] = into.query_start[1 + sampled] - 1
+        into.sample_slots[: len(sampled)] = into.slots[sampled]
+        tiles, single = self._attention.cut(counts, self._slots.past(plan).tolist(), self._slots.device)
+        into.tiles[: len(tiles)] = tiles
+        into.single[: len(single)] = single

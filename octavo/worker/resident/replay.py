@@ -1,0 +1,328 @@
+"""`GraphReplay`: steps recorded once for each shape and replayed, so that a step costs the host two launches.
+
+Two graphs a batch size: layout and forward pass, which leaves hidden states in a fixed buffer; then head, draw and the
+appending of the tokens. Batches that need more than the plain draw replay the first alone. All inputs are read from the
+slots, so a decoding step whose rows did not change sends nothing.
+
+Some batch sizes have a second forward pass, which reads once what contexts have in common. Steps with prompts have one
+for each number of tokens; launched operation by operation, they take the host about as long as the GPU takes for a
+thousand tokens. Their tokens are drawn by the graphs of decoding.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.core.plan import StepPlan
+from octavo.core.spans import Spans, Watched
+from octavo.device.transfer import Graph, Link, Recorder, download
+from octavo.models.model import Model
+from octavo.nn.attention.base import FusedBackend
+from octavo.nn.step import StepInput
+from octavo.sampling.allowed import Allowed
+from octavo.sampling.drawn import Drawn
+from octavo.sampling.resident import ResidentSampler, Sampled
+from octavo.worker.compute import compute
+from octavo.worker.hooks import ORDINARY, Hooks, Variant
+from octavo.worker.resident.batches import Ragged, Singles, least
+from octavo.worker.resident.sharing import Groups
+from octavo.worker.resident.slots import Batch, DeviceSlots
+from octavo.worker.step import Step
+
+log = logging.getLogger(__name__)
+
+_WORTH = 32 << 20
+"""Reading contexts once pays from this number of bytes a layer on: what two more launches take, at 4 TB/s."""
+_WORTH_OF_PADDING = 2 << 20
+"""And for each row of padding this many more, of a model of 8 billion parameters."""
+
+
+class Key(NamedTuple):
+    """What a forward pass is recorded for.
+
+    Attributes:
+        rows: of the batch, padding included.
+        queries: tokens of each row; 0 where rows differ.
+        tokens: of the batch, padding included.
+        shares: contexts that begin alike are read once.
+        variant: the hooks' form of the model.
+    """
+
+    rows: int
+    queries: int
+    tokens: int
+    shares: bool = False
+    variant: Variant = ORDINARY
+
+
+class _Loaded(NamedTuple):
+    """The batch of single tokens that was sent last, and how it is computed."""
+
+    version: int
+    slots: Sequence[int]
+    variant: Variant
+    key: Key
+
+    def is_for(self, version: int, plan: StepPlan, variant: Variant) -> bool:
+        same = self.slots is plan.slots or self.slots == plan.slots
+        return same and version == self.version and variant == self.variant
+
+
+class _Taken(NamedTuple):
+    """What `takes` found out for `forward`: the recorded size, and whether it is of single tokens."""
+
+    size: int
+    variant: Variant
+    decodes: bool
+
+
+class GraphReplay:
+    """A `Replay` of graphs on fixed buffers. Nothing is taken before `capture`."""
+
+    draws = False
+
+    def __init__(
+        self,
+        model: Model,
+        attention: FusedBackend,
+        slots: DeviceSlots,
+        sampler: ResidentSampler,
+        link: Link,
+        hooks: Hooks,
+    ) -> None:
+        self.count = 0
+        self._model = model
+        self._attention = attention
+        self._slots = slots
+        self._sampler = sampler
+        self._link = link
+        self._hooks = hooks
+        self._forwards: dict[Key, Graph] = {}
+        self._samples: dict[tuple[int, Variant], Graph] = {}
+        self._loaded: _Loaded | None = None
+        self._taken = _Taken(0, ORDINARY, decodes=False)
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        recorder: Recorder,
+        max_rows: int,
+        max_tokens: int,
+        loaded: Collection[int] = (),
+        *,
+        shares: bool = True,
+    ) -> None:
+        """Record decoding and the shorter steps with prompts, in all variants.
+
+        The largest size comes first, so that the others find their memory in its pool. What is recorded must have been
+        compiled and loaded before. Of the sizes in `loaded` only the matrix products depend on the very size, and these
+        are loaded; so only the powers of two among them are run first.
+
+        Args:
+            max_rows, max_tokens: of a step.
+            shares: also record what reads once what contexts have in common.
+        """
+        began = time.perf_counter()
+        self._hooks.select(ORDINARY)
+        self._reserve_singles(max_rows, shares=shares)
+        variants = self._hooks.variants()
+        with no_collection():
+            for variant in variants:
+                self._hooks.select(variant)
+                self._capture_singles(recorder, variant, loaded)
+        seconds, taken = time.perf_counter() - began, recorder.taken() / (1 << 30)
+        log.info("captured decoding at %d batch sizes in %.1f s and %.2f GiB", len(self._singles.sizes), seconds, taken)
+        began = time.perf_counter()
+        self._hooks.select(ORDINARY)
+        self._reserve_ragged(max_tokens)
+        with no_collection():
+            for variant in variants:
+                self._hooks.select(variant)
+                self._capture_ragged(recorder, variant, loaded)
+        seconds = time.perf_counter() - began
+        log.info("captured steps of %d numbers of tokens in %.1f s", len(self._ragged.counts), seconds)
+        self._hooks.select(ORDINARY)
+
+    def _reserve_singles(self, max_rows: int, *, shares: bool) -> None:
+        layers = [layer for layer in self._model.attention_layers if layer.spec.window is None]
+        self._singles = Singles(self._slots, self._attention, max_rows, shares=shares and bool(layers))
+        self._block_bytes = layers[0].cache[0].nbytes if layers else 0
+        largest = self._singles.sizes[-1]
+        self._sampled = torch.empty(largest, dtype=torch.int32, device=self._slots.device)
+        self._hidden = self._single(largest).clone()
+
+    def _reserve_ragged(self, max_tokens: int) -> None:
+        self._ragged = Ragged(self._slots, self._attention, max_tokens)
+        if self._ragged.counts:
+            largest = self._ragged.counts[-1]
+            self._ragged.send(None, largest)
+            self._ragged_hidden = self._mixed(largest).clone()
+
+    def _capture_singles(self, recorder: Recorder, variant: Variant, loaded: Collection[int]) -> None:
+        every = self._singles.sizes
+        for size in reversed(every):
+            shares = size in self._singles.sharing
+            if not _is_loaded(size, every, loaded):
+                self._forward(size)
+                self._sample(size)
+                if shares:
+                    self._forward(size, shares=True)
+            self._link.synchronize()
+            self._forwards[Key(size, 1, size, False, variant)] = recorder.record(partial(self._forward, size))
+            self._samples[size, variant] = recorder.record(partial(self._sample, size))
+            if shares:
+                graph = recorder.record(partial(self._forward, size, shares=True))
+                self._forwards[Key(size, 1, size, True, variant)] = graph
+
+    def _capture_ragged(self, recorder: Recorder, variant: Variant, loaded: Collection[int]) -> None:
+        every = self._ragged.counts
+        for size in reversed(every):
+            if not _is_loaded(size, every, loaded):
+                self._ragged.send(None, size)
+                self._forward_mixed(size)
+            self._link.synchronize()
+            self._forwards[Key(size + 2, 0, size, False, variant)] = recorder.record(partial(self._forward_mixed, size))
+
+    # What is recorded
+
+    def _forward(self, size: int, *, shares: bool = False) -> None:
+        self._hidden[:size].copy_(self._single(size, shares=shares))
+
+    def _single(self, size: int, *, shares: bool = False) -> Tensor:
+        """A step of decoding: its hidden states [size, hidden_size]."""
+        step = self._singles.step(size, shares=shares)
+        return self._computed(self._singles.batch(size), step, lambda: self._attention.prepare(step, self._page))
+
+    def _forward_mixed(self, size: int) -> None:
+        self._ragged_hidden[:size].copy_(self._mixed(size))
+
+    def _mixed(self, size: int) -> Tensor:
+        """A step with prompts: hidden states [size, hidden_size] of the tokens that get logits."""
+        return self._computed(self._ragged.batch(size), self._ragged.step(size), lambda: self._ragged.foreseen(size))
+
+    def _computed(self, batch: Batch, step: StepInput, prepare: Callable[[], object]) -> Tensor:
+        self._slots.write_step(batch, step)
+        step.attn = prepare()
+        hidden = compute(self._model, step, self._hooks)
+        self._slots.count(batch)
+        return hidden
+
+    def _sample(self, size: int) -> None:
+        logits = self._model.logits(self._hidden[:size])
+        rows = self._singles.rows[:size]
+        self._sampled[:size].copy_(self._sampler.draw(logits, rows))
+        self._slots.append(rows, self._sampled[:size])
+
+    @property
+    def _page(self) -> int:
+        return self._slots.block_size
+
+    # Replay
+
+    def takes(self, plan: StepPlan, variant: Variant) -> bool:
+        """Whether a graph of the plan's size was recorded for the variant."""
+        if not self._samples or (self._singles.sizes[0], variant) not in self._samples:
+            return False
+        decodes = max(plan.num_tokens) == 1 and all(plan.samples)
+        size = least(self._singles.sizes, len(plan.slots)) if decodes else self._ragged.bucket(plan)
+        self._taken = _Taken(size, variant, decodes)
+        return size > 0
+
+    @torch.inference_mode()
+    def forward(self, step: Step, allowed: Allowed | None) -> None:
+        """Replay the step's forward pass, which leaves the hidden states where the graphs of the draw expect them."""
+        (size, variant, decodes), plan = self._taken, step.plan
+        if decodes:
+            key = self._load(plan, size, variant)
+            self._forwards[key].replay()
+            count = len(plan.slots)
+            step.hidden, step.rows = self._hidden[:count], self._singles.rows[:count]
+            step.recorded = key.rows, variant
+        else:
+            self._ragged.send(plan, size)
+            self._forwards[Key(size + 2, 0, size, False, variant)].replay()
+            self._adopt(step, size, variant)
+        self._slots.mirror(plan)
+        self.count += 1
+
+    def _load(self, plan: StepPlan, size: int, variant: Variant) -> Key:
+        """Send the batch, unless the last one had the same rows; by which graph it is computed."""
+        version = self._slots.tables.version
+        if self._loaded is not None and self._loaded.is_for(version, plan, variant):
+            return self._loaded.key
+        slots, key = plan.slots, Key(size, 1, size, False, variant)
+        larger = next((each for each in self._singles.sharing if each >= size), 0)
+        if larger and (groups := self._worth_sharing(slots, larger - size)) is not None:
+            key = Key(larger, 1, larger, True, variant)
+            self._singles.send_groups(groups, larger)
+        self._singles.send(slots, key.rows)
+        self._loaded = _Loaded(version, slots, variant, key)
+        return key
+
+    def _worth_sharing(self, slots: Sequence[int], padding: int) -> Groups | None:
+        """What these contexts have in common, if reading it once pays for `padding` more rows."""
+        groups = self._singles.groups(slots)
+        worth = _WORTH + padding * _WORTH_OF_PADDING
+        return groups if groups is not None and groups.saved * self._block_bytes >= worth else None
+
+    def _adopt(self, step: Step, size: int, variant: Variant) -> None:
+        """Move a mixed batch's hidden states and slots to where the graphs of the draw expect them.
+
+        `size` is a batch size of decoding, or larger than all of them are.
+        """
+        count = sum(step.plan.samples)
+        hidden, slots = self._ragged_hidden, self._ragged.sample_slots(size)
+        batch = least(self._singles.sizes, count)
+        if not batch or not count:
+            step.hidden, step.rows = hidden[:count], slots[:count]
+            return
+        self._loaded = None
+        self._hidden[:count].copy_(hidden[:count])
+        self._singles.rows[:batch].copy_(slots[:batch])
+        step.hidden, step.rows = self._hidden[:count], self._singles.rows[:count]
+        step.recorded = batch, variant
+
+    @torch.inference_mode()
+    def sample(self, step: Step, allowed: Allowed | None) -> Drawn | None:
+        """The plain draw of the step just replayed; None if some row needs more, or none was recorded."""
+        if step.recorded is None or step.rows is None or not self._slots.plain(step.plan):
+            return None
+        with self._sampler.allowing(allowed):
+            self._samples[step.recorded].replay()
+        return Sampled(download(self._sampled[: len(step.rows)]), [])
+
+    def retract(self, step: Step) -> Tensor:
+        raise AssertionError("tokens are not drawn with the forward pass")
+
+    def watch(self, spans: Spans) -> None:
+        spans.watch(Watched(self, "forward", "replay layers"))
+        spans.watch(Watched(self, "sample", "replay sampling"))
+
+    def close(self) -> None:
+        self._forwards.clear()
+        self._samples.clear()
+
+
+def _is_loaded(size: int, every: Sequence[int], loaded: Collection[int]) -> bool:
+    """Whether a size can be recorded without being run first."""
+    return size in loaded and size & (size - 1) != 0 and size != every[-1]
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Exempt all objects from the collection in each capture, which takes longer than the capture on a large heap."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,61 @@
+"""Running a device's largest and oddest steps once, so that later ones compile nothing and allocate no memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.core.params import SamplingParams
+from octavo.core.plan import NewRow, StepPlan
+from octavo.worker.resident.batches import token_counts
+from octavo.worker.resident.slots import DeviceSlots
+from octavo.worker.runner import Runner
+
+
+def most_rows(num_slots: int, max_tokens: int) -> int:
+    """The most rows of a step, padding included: a recorded step of T tokens has T + 2."""
+    return max([num_slots, *(count + 2 for count in token_counts(max_tokens))])
+
+
+def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int) -> None:
+    """Run the steps before anything lives in slots or cache. `max_tokens` is the bound of a step."""
+    all_slots = slots.num_slots
+    long = min(slots.max_model_len - 1, max_tokens)
+    long_rows = min(max(1, max_tokens // long), all_slots)
+    rest = min(slots.max_model_len - 1, max(9, max_tokens - all_slots + 1))
+    for counts in ([1, 1, 9], [2, 2], [long] * long_rows, [1] * (all_slots - 1) + [rest]):
+        step = runner.forward(_trial(counts[-all_slots:]))
+        runner.sample(step, {})
+        step.result()
+
+
+def _trial(counts: list[int]) -> StepPlan:
+    """A step of `counts` tokens a row, all in block 0, that uses every way of sampling."""
+    bans = {"bad_token_ids": [[2], [0, 3]], "allowed_token_ids": [0, 1, 2]}
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 1, "prompt_logprobs": 1, "repetition_penalty": 1.1, "logit_bias": {0: 1.0}},
+        {"temperature": 1, "top_k": 2, "top_p": 0.9, "min_p": 0.1, "frequency_penalty": 0.1, **bans},
+    ]
+    new = [
+        NewRow(
+            slot=slot,
+            tokens=[0] * count,
+            num_prompt=count,
+            params=SamplingParams(min_tokens=1, **ways[slot % len(ways)]),
+            seed=0,
+            stop_ids=[1],
+            num_computed=0,
+            blocks=[[]],
+        )
+        for slot, count in enumerate(counts)
+    ]
+    return StepPlan(
+        id=-1,
+        new=new,
+        slots=list(range(len(counts))),
+        num_tokens=counts,
+        num_drafts=[0] * len(counts),
+        samples=[True] * len(counts),
+        block_writes=[],
+        copies=[],
+        freed=[],
+    )

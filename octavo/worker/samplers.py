@@ -1,0 +1,89 @@
+"""`TorchSampler` and `NativeSampler`: the forms of `Sampler` that draw in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.output import TokenLogprobs
+from octavo.core.spans import Spans, Watched
+from octavo.native.program import Pool
+from octavo.native.sampling import sample
+from octavo.sampling.allowed import Allowed, forbid
+from octavo.sampling.drawn import Drawn, DrawnHere
+from octavo.sampling.prompt_logprobs import prompt_logprobs
+from octavo.sampling.sampler import Sampler, bad_rows, logprobs_of
+from octavo.sampling.state import SampleResult, SampleRow
+from octavo.worker.slots import HostSlots
+from octavo.worker.step import PromptRow, Step
+
+
+class TorchSampler:
+    """A row's token depends on its request and its mask alone."""
+
+    def __init__(self, slots: HostSlots) -> None:
+        self._slots = slots
+        self._sampler = Sampler()
+
+    def choose(self, logits: Tensor, slots: Sequence[int], allowed: Allowed | None = None) -> SampleResult:
+        """A token for each of the slots, from logits [S, vocab] of any floating dtype, which may be changed."""
+        if allowed is not None:
+            forbid(logits, allowed)
+        if self._slots.plain(slots):
+            return self._sampler.greedy(logits)
+        return self._sampler.sample(logits, self._slots.sample_rows(slots))
+
+    def sample(self, logits: Tensor, step: Step, allowed: Allowed | None) -> Drawn:
+        result = self.choose(logits, step.rows, allowed)
+        self._slots.append(step.rows, result.tokens.numpy())
+        tokens = result.tokens.tolist()
+        for row in result.bad_rows:
+            tokens[row] = -1
+        return DrawnHere(tokens, result.logprobs)
+
+    def prompt(self, row: PromptRow, logits_of: Callable[[Tensor], Tensor]) -> Callable[[], list[TokenLogprobs]]:
+        assert row.hidden is not None
+        found = prompt_logprobs(row.hidden, row.following, row.count, logits_of)
+        return lambda: found
+
+    def watch(self, spans: Spans) -> None:
+        spans.watch(Watched(self, "choose", "choose"))
+
+
+class NativeSampler(TorchSampler):
+    """The same by the native kernels, apart from log-probabilities."""
+
+    def __init__(self, slots: HostSlots, pool: Pool) -> None:
+        """`pool`: the kernels' threads."""
+        super().__init__(slots)
+        self._pool = pool
+
+    def choose(self, logits: Tensor, slots: Sequence[int], allowed: Allowed | None = None) -> SampleResult:
+        table = self._slots
+        asking = {i: one.logprobs for i, one in enumerate(table.params(slots)) if one is not None}
+        if allowed is not None:
+            forbid(logits, allowed.of([i for i, count in asking.items() if count is not None]))
+        values = logits.float()
+        values = values if values.stride(1) == 1 else values.contiguous()
+        tokens, peaks = sample(
+            self._pool,
+            values.data_ptr(),
+            values.stride(0),
+            values.shape[1],
+            np.array(slots),
+            table.sampling,
+            table.tokens,
+            table.length,
+            None if allowed is None else allowed.addresses(len(slots)),
+        )
+        bad, chosen = bad_rows(peaks), torch.from_numpy(tokens)
+        asking = {i: report for i, report in asking.items() if i not in bad}
+        told = logprobs_of(logits, asking, chosen, partial(self._rows_of, slots))
+        return SampleResult(chosen, told, bad)
+
+    def _rows_of(self, slots: Sequence[int], some: list[int]) -> list[SampleRow]:
+        return self._slots.sample_rows([slots[i] for i in some])

@@ -1,0 +1,143 @@
+"""A plan becomes the same batch wherever running requests live, and blocks are copied as if one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.core.params import SamplingParams
+from octavo.core.plan import NewRow, StepPlan
+from octavo.device.cpu import CpuDevice
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.attention.reference import ReferenceAttention
+from octavo.worker.blocks import Blocks
+from octavo.worker.slots import HostSlots
+
+SLOTS, LENGTH, PAGE, VOCAB = 4, 40, 4, 50
+
+
+@st.composite
+def plans(draw: Any) -> list[StepPlan]:
+    """Steps in which requests come, compute parts of their prompts or single tokens, and are replaced by others."""
+    left = [0] * SLOTS
+    known: list[list[int]] = [[] for _ in range(SLOTS)]
+    made = []
+    for step in range(draw(st.integers(1, 5))):
+        new = []
+        for slot in range(SLOTS):
+            if not left[slot] and draw(st.booleans()):
+                tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LENGTH - 6))
+                computed = draw(st.integers(0, len(tokens) - 1))
+                blocks = [10 * slot + i + 100 * step for i in range(-(-LENGTH // PAGE))]
+                reports = draw(st.sampled_from([None, 2]))
+                params = SamplingParams(temperature=0, prompt_logprobs=reports)
+                new.append(NewRow(slot, tokens, len(tokens), params, 0, [], computed, [blocks]))
+                left[slot], known[slot] = len(tokens) - computed, tokens
+        rows = [slot for slot in draw(st.permutations(range(SLOTS))) if left[slot]]
+        if not rows:
+            continue
+        counts = [draw(st.integers(1, left[slot])) for slot in rows]
+        for slot, count in zip(rows, counts, strict=True):
+            left[slot] -= count
+        samples = [not left[slot] for slot in rows]
+        writes = [(slot, 0, 0, 7 + slot) for slot in rows if draw(st.booleans())]
+        made.append(StepPlan(step, new, rows, counts, [0] * len(rows), samples, writes, [], []))
+    return made
+
+
+class Truth:
+    """What each slot holds, in plain lists."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.blocks: dict[int, list[int]] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in plan.new:
+            self.tokens[row.slot], self.computed[row.slot] = row.tokens, row.num_computed
+            self.blocks[row.slot] = list(row.blocks[0])
+        for slot, _, index, block in plan.block_writes:
+            self.blocks[slot][index] = block
+
+    def batch(self, plan: StepPlan) -> dict[str, list[int]]:
+        """The fields of `StepInput`, token by token."""
+        ids, positions, cells, starts, lens, rows = [], [], [], [0], [], []
+        for slot, count, samples in zip(plan.slots, plan.num_tokens, plan.samples, strict=True):
+            for position in range(self.computed[slot], self.computed[slot] + count):
+                ids.append(self.tokens[slot][position])
+                positions.append(position)
+                cells.append(self.blocks[slot][position // PAGE] * PAGE + position % PAGE)
+            starts.append(len(ids))
+            lens.append(self.computed[slot] + count)
+            if samples:
+                rows.append(len(ids) - 1)
+            self.computed[slot] += count
+        return {
+            "input_ids": ids,
+            "positions": positions,
+            "slot_mapping": cells,
+            "query_start": starts,
+            "seq_lens": lens,
+            "logit_rows": rows,
+        }
+
+
+def check(slots: Any, steps: list[StepPlan]) -> None:
+    truth = Truth()
+    for plan in steps:
+        slots.apply(plan)
+        truth.apply(plan)
+        before = dict(truth.computed)
+        layout, prompts = slots.lay_out(plan), slots.prompt_rows(plan)
+        expected = truth.batch(plan)
+        assert {name: getattr(layout.input, name).tolist() for name in expected} == expected
+        assert layout.input.max_query_len == max(plan.num_tokens)
+        assert layout.input.max_seq_len == max(expected["seq_lens"])
+        sampled = [slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
+        assert (layout.rows if isinstance(layout.rows, list) else layout.rows.tolist()) == sampled
+        for prompt in prompts:
+            slot = plan.slots[prompt.row]
+            first = before[slot] + 1
+            assert prompt.start == sum(plan.num_tokens[: prompt.row])
+            assert prompt.following.tolist() == truth.tokens[slot][first : first + plan.num_tokens[prompt.row]]
+        slots.advance(plan, layout)
+
+
+@given(plans())
+def test_in_the_hosts_memory(steps: list[StepPlan]) -> None:
+    check(HostSlots(SLOTS, LENGTH, PAGE, VOCAB), steps)
+
+
+@given(plans())
+@settings(max_examples=15)
+def test_on_a_device(steps: list[StepPlan]) -> None:
+    pytest.importorskip("triton")
+    from octavo.worker.resident.slots import DeviceSlots
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check(DeviceSlots(SLOTS, LENGTH, PAGE, VOCAB, device), steps)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=5), st.sampled_from(["f", "b"]))
+def test_blocks_are_copied_one_after_the_other(copies: list[tuple[int, int]], kind: str) -> None:
+    """Also where one copy reads what another writes."""
+    layers = [PagedAttention(AttentionSpec(1, 1, 2, 1.0), ReferenceAttention()) for _ in range(2)]
+    dtype = torch.float32 if kind == "f" else torch.float8_e4m3fn
+    blocks = Blocks(layers, (6, 3), 3, dtype, CpuDevice())
+    expected = []
+    for i, layer in enumerate(layers):
+        layer.cache.copy_(torch.arange(18).view(6, 3) % 13 + i)
+        whole = layer.cache.float().clone()
+        for source, destination in copies:
+            whole[destination] = whole[source]
+        expected.append(whole.tolist())
+    blocks.copy(copies)
+    assert [layer.cache.float().tolist() for layer in layers] == expected
+    blocks.close()
+    assert all(layer.cache.numel() == 0 for layer in layers)
