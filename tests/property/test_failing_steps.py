@@ -166,8 +166,8 @@ def test_a_search_whose_books_fail_ends_whole_and_leaves_nothing_behind(place, a
 def test_an_ending_that_can_not_be_worked_out_ends_that_request_alone(at, depth, monkeypatch, caplog):
     """At its first, a later or its last token, with steps in flight behind it."""
 
-    def repeats(tokens, rule):
-        if len(tokens) == at:
+    def repeats(tokens, rule, start):
+        if len(tokens) - start == at:
             raise KeyError("a pattern")
         return False
 

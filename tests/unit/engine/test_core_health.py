@@ -47,7 +47,7 @@ def test_health_tells_a_stall_from_idleness_and_from_death(short_path):
 
 
 def test_a_row_that_can_not_be_taken_in_ends_one_stream_and_the_core_stays_well(short_path, monkeypatch):
-    def repeats(tokens, rule):
+    def repeats(tokens, rule, start):
         raise KeyError("a pattern")
 
     monkeypatch.setattr(endings, "repeats", repeats)
