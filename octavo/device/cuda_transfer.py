@@ -71,10 +71,13 @@ class CudaRecorder:
     """CUDA graphs of one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.empty_cache()
         self._device = device
-        self._free = torch.cuda.mem_get_info(device)[0]
         self._pool = torch.cuda.graph_pool_handle()
+        self._free = 0
+
+    def start(self) -> None:
+        torch.cuda.empty_cache()
+        self._free = torch.cuda.mem_get_info(self._device)[0]
 
     def record(self, launch: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()

@@ -58,12 +58,16 @@ class Graph(Protocol):
 class Recorder(Protocol):
     """Records work as graphs that share one pool of memory."""
 
+    def start(self) -> None:
+        """Return cached memory to the device, for the pool to take."""
+        ...
+
     def record(self, launch: Callable[[], None]) -> Graph:
         """Record what `launch` launches. The same work must have run before, so that nothing is compiled now."""
         ...
 
     def taken(self) -> int:
-        """Bytes of device memory taken since the recorder was made."""
+        """Bytes of device memory taken since `start`."""
         ...
 
 

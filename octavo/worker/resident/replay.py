@@ -132,6 +132,7 @@ class GraphReplay:
             shares: also record what reads once what contexts have in common.
         """
         began = time.perf_counter()
+        recorder.start()
         self._hooks.select(ORDINARY)
         self._reserve_singles(max_rows, shares=shares)
         variants = self._hooks.variants()
