@@ -1,4 +1,4 @@
-"""One benchmarked request over HTTP: streamed from an OpenAI-compatible server, every token's arrival noted."""
+"""One benchmarked request over HTTP: streams from an OpenAI-compatible server and records every arrival time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.bench.samples import Sample
 
 @dataclass(slots=True)
 class Timing:
-    """How a request went; times in seconds, `arrivals` since it was sent, one for each chunk that held text."""
+    """The times of a request in seconds. `arrivals` are relative to sending, one per chunk with text."""
 
     prompt_tokens: int
     output_tokens: int = 0
@@ -31,23 +31,23 @@ class Timing:
 
     @property
     def ttft(self) -> float:
-        """Time to first token."""
+        """Time to first token, in seconds."""
         return self.arrivals[0]
 
     @property
     def gaps(self) -> list[float]:
-        """Inter-token latencies."""
+        """Inter-token latencies, in seconds."""
         return [b - a for a, b in itertools.pairwise(self.arrivals)]
 
     @property
     def tpot(self) -> float:
-        """Mean time per output token after the first; 0 with a single one."""
+        """Mean time per output token after the first, in seconds; 0 for a single token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The server under test and what every request to it holds."""
+    """The server under test, and the fields of every request to it."""
 
     base_url: str
     endpoint: str
@@ -69,7 +69,7 @@ class Target:
 
 
 async def measure(client: httpx.AsyncClient, target: Target, sample: Sample) -> Timing:
-    """Send one request and read its stream; a failure of any kind is noted in the timing, never raised."""
+    """Send one request and read its stream. Failures are recorded in the timing, never raised."""
     timing = Timing(sample.prompt_tokens, started=time.perf_counter())
     try:
         async with client.stream(
@@ -89,7 +89,7 @@ async def measure(client: httpx.AsyncClient, target: Target, sample: Sample) -> 
 
 
 async def _read(lines: AsyncIterator[str], timing: Timing) -> None:
-    """Note arrivals from the lines of a server-sent event stream until it ends."""
+    """Record arrivals from the lines of a server-sent event stream until it ends."""
     counted: int | None = None
     async for line in lines:
         if not line.startswith("data:"):
@@ -112,7 +112,7 @@ async def _read(lines: AsyncIterator[str], timing: Timing) -> None:
 
 
 def _has_text(event: Mapping[str, Any]) -> bool:
-    """Whether a chunk brings generated text of any kind."""
+    """Whether a chunk contains generated text of any kind."""
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
         if choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"):

@@ -1,4 +1,4 @@
-"""The least time that a machine could take for some requests, from what it moves and multiplies at best."""
+"""A lower bound on the time for some requests, from the machine's peak bandwidth and arithmetic rate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from octavo.core.info import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine does at best; `device/ceilings.py` measures it.
+    """Peak rates of the machine, measured by `device/ceilings.py`.
 
     Attributes:
-        bytes_per_s: read and written by a large copy.
-        operations_per_s: of a large matrix product in the model's dtype; a multiplication and an addition are two.
+        bytes_per_s: bytes read and written per second by a large copy.
+        operations_per_s: of a large matrix product in the model's dtype; a multiply-add counts as two.
     """
 
     bytes_per_s: float
@@ -28,10 +28,10 @@ class Ceilings:
 
 
 def floor_seconds(lengths: Sequence[tuple[int, int]], info: ModelInfo, ceilings: Ceilings) -> float:
-    """The least seconds for requests that all come at once and share nothing.
+    """Return the least seconds for requests that all arrive at once and share no prefix.
 
-    Prompts cost operations; a step of decoding costs the reading of all weights or, for many rows, operations, and the
-    reading of each row's keys and values. Attention's own operations are left out, so that the floor is one.
+    Prompts cost arithmetic. A decoding step costs reading all weights or, with many rows, arithmetic, plus reading each
+    row's keys and values. Attention's arithmetic is left out, which keeps this a lower bound.
 
     Args:
         lengths: (prompt, output) tokens of each request.
@@ -42,7 +42,7 @@ def floor_seconds(lengths: Sequence[tuple[int, int]], info: ModelInfo, ceilings:
     read = info.step_weight_bytes / ceilings.bytes_per_s
     for step in range(1, max((wanted for _, wanted in lengths), default=0)):
         alive = [given + step for given, wanted in lengths if wanted > step]
-        # No more rows than the engine runs at once: the rest means more steps.
+        # The engine runs at most max_num_seqs rows at once; more rows take more steps.
         rounds = -(-len(alive) // info.max_num_seqs)
         decoding += max(rounds * read, len(alive) * operations / ceilings.operations_per_s)
         decoding += sum(alive) * info.kv_bytes_per_token / ceilings.bytes_per_s

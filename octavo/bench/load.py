@@ -1,4 +1,4 @@
-"""Sends many requests to a server, paced as asked, and gathers how each of them went."""
+"""Load generator: sends requests to a server at a given pace and collects their timings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Pace:
     """When requests are sent.
 
     Attributes:
-        rate: requests a second on average; infinite sends all at once.
-        burstiness: shape of the gamma distribution of the gaps; 1 is a Poisson process, less comes in bursts.
-        max_concurrency: requests under way at once; None for no limit.
+        rate: mean requests per second; infinite sends all at once.
+        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less than 1 is burstier.
+        max_concurrency: maximum requests in flight; None for no limit.
     """
 
     rate: float = float("inf")
@@ -31,7 +31,7 @@ class Pace:
     max_concurrency: int | None = None
 
     def delays(self, count: int, rng: random.Random) -> Iterator[float]:
-        """Seconds from the start to each request."""
+        """Yield each request's delay from the start, in seconds."""
         at = 0.0
         for _ in range(count):
             yield at
@@ -48,7 +48,7 @@ async def run_load(
     done: Callable[[], None] = lambda: None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> tuple[list[Timing], float]:
-    """All requests' timings in the order of the samples, and the seconds from first request to last answer."""
+    """Return all timings in the order of the samples, and the seconds from the first request to the last response."""
     gate = asyncio.Semaphore(pace.max_concurrency or len(samples) or 1)
     delays = pace.delays(len(samples), random.Random(seed))
     async with open_client(len(samples), transport) as client:
@@ -66,7 +66,7 @@ async def run_load(
 
 
 def open_client(connections: int, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    """A client that neither times out on slow answers nor queues requests of its own accord."""
+    """Return a client that neither times out on slow responses nor queues requests itself."""
     limits = httpx.Limits(max_connections=connections + 8, max_keepalive_connections=connections + 8)
     return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30), limits=limits, transport=transport)
 
@@ -77,10 +77,10 @@ async def wait_ready(
     transport: httpx.AsyncBaseTransport | None = None,
     waiting: Callable[[str], None] | None = None,
 ) -> None:
-    """Return once the server answers at all; `waiting` is told of a server that does not yet.
+    """Return once the server responds; call `waiting` with its address while it does not.
 
     Raises:
-        ConfigError: it did not within `timeout` seconds.
+        ConfigError: no response within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     async with open_client(1, transport) as client:
@@ -104,10 +104,10 @@ async def wait_ready(
 async def profile(
     base_url: str, headers: Mapping[str, str], verb: str, transport: httpx.AsyncBaseTransport | None = None
 ) -> dict[str, Any]:
-    """Have the server "start" or "stop" a profile; what it answers, if that is an object.
+    """Post to /start_profile or /stop_profile. Return the response if that is a JSON object, else {}.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the server refused.
     """
     async with open_client(1, transport) as client:
         response = await client.post(f"{base_url}/{verb}_profile", headers=headers)
@@ -126,10 +126,10 @@ async def profile(
 async def first_model(
     base_url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport | None = None
 ) -> str:
-    """The name of the first model that the server lists.
+    """Return the name of the first model that the server lists.
 
     Raises:
-        ConfigError: it lists none.
+        ConfigError: the server lists no model.
     """
     async with open_client(1, transport) as client:
         response = await client.get(base_url + "/v1/models", headers=headers)

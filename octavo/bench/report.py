@@ -1,4 +1,4 @@
-"""From timings to the figures that benches of this field print and save, under the names they use."""
+"""Benchmark figures from timings, under the names that serving benchmarks commonly use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 50
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value under which `percent` of the values lie, linearly interpolated; NaN of nothing."""
+    """Return the value below which `percent` of the values lie, linearly interpolated; NaN if there are none."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -34,7 +34,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run's figures; `series` holds, per metric, one value a request (for itl one a gap), in milliseconds."""
+    """The figures of a run. `series` maps a metric to one value per request (itl: one per gap), in milliseconds."""
 
     duration: float
     completed: int
@@ -46,7 +46,7 @@ class Summary:
 
     @classmethod
     def of(cls, timings: Iterable[Timing], duration: float, goals: Mapping[str, float] | None = None) -> Summary:
-        """`goals`: metric -> the most milliseconds that a good request takes."""
+        """Summarize timings. `goals`: metric -> the maximum milliseconds of a good request."""
         everything = list(timings)
         done = [t for t in everything if t.ok]
         ms = 1000.0
@@ -66,7 +66,7 @@ class Summary:
         )
 
     def figures(self, metrics: Sequence[str], percentiles: Sequence[float]) -> dict[str, Any]:
-        """The result as it is saved."""
+        """Return the result in the form that is saved."""
         figures: dict[str, Any] = {
             "duration": self.duration,
             "completed": self.completed,
@@ -87,7 +87,7 @@ class Summary:
         return figures
 
     def text(self, metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-        """The result as it is printed."""
+        """Return the result in the form that is printed."""
         figures = self.figures(metrics, percentiles)
         lines = [
             " Serving Benchmark Result ".center(WIDTH, "="),
@@ -119,7 +119,7 @@ class Summary:
 
 
 def save(figures: Mapping[str, Any], path: Path) -> None:
-    """Write JSON, figures that do not exist (no request went through) as null."""
+    """Write JSON. Undefined figures (no request succeeded) become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
     path.write_text(json.dumps(clean, indent=1) + "\n", encoding="utf-8")

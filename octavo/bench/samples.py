@@ -1,4 +1,4 @@
-"""What a bench sends: prompts with the number of tokens to ask for, made up or read from a data set."""
+"""Benchmark requests: prompts and output lengths, synthetic or read from a data set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.core.errors import ConfigError
 T = TypeVar("T")
 
 ASSUMED_VOCABULARY = range(1000, 30_000)
-"""Ids that every current model's vocabulary has, for when its tokenizer is not at hand."""
+"""Ids that every current model's vocabulary has, for use without its tokenizer."""
 
 
 class TextTokens(Protocol):
@@ -30,7 +30,7 @@ class TextTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. `prompt_tokens` is a count; where no tokenizer was at hand it is an estimate."""
+    """One request. `prompt_tokens` is a count, or an estimate if no tokenizer is available."""
 
     prompt: str | list[int]
     prompt_tokens: int
@@ -38,7 +38,7 @@ class Sample:
 
 
 class Source:
-    """Makes prompts of a wanted length, as ids or as text, and counts those it is given."""
+    """Makes prompts of a given length, as ids or as text, and counts the tokens of given prompts."""
 
     def __init__(self, rng: random.Random, tokenizer: TextTokens | None, *, as_text: bool) -> None:
         self.rng = rng
@@ -73,7 +73,7 @@ WORDS = (
 def random_samples(
     source: Source, count: int, *, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0
 ) -> list[Sample]:
-    """Random tokens behind a common random prefix; lengths vary by up to `range_ratio` either way."""
+    """Return random prompts behind a common random prefix. Lengths vary by up to `range_ratio` either way."""
 
     def around(length: int) -> int:
         return max(1, source.rng.randint(round(length * (1 - range_ratio)), round(length * (1 + range_ratio))))
@@ -89,7 +89,7 @@ def random_samples(
 def prefix_repetition(
     source: Source, count: int, *, num_prefixes: int, prefix_len: int, suffix_len: int, output_len: int
 ) -> list[Sample]:
-    """`num_prefixes` random prefixes, each shared by an equal part of the requests, in shuffled order."""
+    """Return requests with `num_prefixes` random prefixes, each shared by an equal number of requests, shuffled."""
     prefixes = [source.draw(prefix_len) for _ in range(num_prefixes)]
     samples = []
     for at in range(count):
@@ -100,7 +100,7 @@ def prefix_repetition(
 
 
 def sharegpt(source: Source, count: int, path: Path, *, output_len: int | None = None) -> list[Sample]:
-    """First question and answer of conversations in ShareGPT's JSON form; the answer's length is what is asked for."""
+    """Return the first question of each conversation in a ShareGPT JSON file; output lengths are the first answers'."""
     pairs = [turns[:2] for turns in map(_turns, _load_json(path)) if len(turns) >= 2]
     source.rng.shuffle(pairs)
     samples = (
@@ -111,7 +111,7 @@ def sharegpt(source: Source, count: int, path: Path, *, output_len: int | None =
 
 
 def custom(source: Source, count: int, path: Path, *, output_len: int | None = None) -> list[Sample]:
-    """Lines of JSON with `prompt` and, unless `output_len` is given, `output_tokens`."""
+    """Read lines of JSON with `prompt` and, unless `output_len` is given, `output_tokens`."""
     samples = []
     for number, line in _lines(path):
         try:
@@ -158,7 +158,7 @@ def _read(path: Path, parse: Callable[[str], T]) -> T:
 
 
 def _repeat(samples: list[Sample], count: int, path: Path) -> list[Sample]:
-    """Exactly `count` samples, beginning again where the data set is too short."""
+    """Return exactly `count` samples, repeating the data set if it is too short."""
     if not samples:
         raise ConfigError(f"--dataset-path {path} holds no usable prompt")
     return [samples[at % len(samples)] for at in range(count)]

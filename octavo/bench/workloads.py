@@ -1,7 +1,7 @@
 """The offline workloads, the same on every machine and for every engine: token-id prompts and output lengths.
 
-How long requests are follows from the workload's name alone; which tokens they hold follows from the seed, so that two
-runs with different seeds share no prefix. They are meant to run greedily with end-of-sequence ignored.
+A workload's name determines its lengths; the seed determines its tokens, so that two runs with different seeds share no
+prefix. Run them greedily with end-of-sequence ignored.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 RESERVED = 1000
-"""Ids at either end of the vocabulary that no prompt uses: special tokens live there."""
+"""Ids at either end of the vocabulary that no prompt uses: special tokens are usually there."""
 
 
 class Work(NamedTuple):
-    """One request: its prompt, and how many tokens it generates."""
+    """One request: its prompt and its number of output tokens."""
 
     prompt: list[int]
     output_tokens: int
 
 
 class _Draw:
-    """The two independent sources of chance: `shape` for lengths, `ids` for tokens."""
+    """Two independent random generators: `shape` for lengths, `ids` for tokens."""
 
     def __init__(self, name: str, seed: int, vocab_size: int) -> None:
         self.shape = random.Random(sum(ord(letter) * 131**place for place, letter in enumerate(name)))
@@ -34,7 +34,7 @@ class _Draw:
         return [self.tokens.randrange(RESERVED, self.vocab_size - RESERVED) for _ in range(count)]
 
     def lengths(self, count: int, *, mean: float, sigma: float, low: int, high: int) -> list[int]:
-        """Log-normal lengths of the given mean, held between `low` and `high`."""
+        """Return log-normal lengths of the given mean, clipped to `low` and `high`."""
         mu = math.log(mean) - sigma**2 / 2
         return [min(high, max(low, round(self.shape.lognormvariate(mu, sigma)))) for _ in range(count)]
 
@@ -54,7 +54,7 @@ def _even(prompt: int, answer: int) -> Callable[[_Draw, int], list[Work]]:
     return lambda draw, requests: [Work(draw.ids(prompt), answer) for _ in range(requests)]
 
 
-# name -> (requests at scale 1, maker, what it stands for)
+# name -> (requests at scale 1, generator, description)
 WORKLOADS: dict[str, tuple[int, Callable[[_Draw, int], list[Work]], str]] = {
     "chat": (1000, _chat, "conversations: about 220 tokens in and 200 out, log-normal"),
     "decode": (256, _even(128, 512), "many streams, bound by decoding"),
@@ -66,7 +66,7 @@ WORKLOADS: dict[str, tuple[int, Callable[[_Draw, int], list[Work]], str]] = {
 
 
 def workload(name: str, *, seed: int = 0, vocab_size: int = 128_000, scale: float = 1.0) -> list[Work]:
-    """The requests of a workload; `scale` changes how many they are, never how long.
+    """Return the requests of a workload. `scale` multiplies their number, not their lengths.
 
     Raises:
         KeyError: no workload has that name.

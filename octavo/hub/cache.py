@@ -1,4 +1,4 @@
-"""Where Octavo keeps what it downloads and derives, and what is entrusted to it."""
+"""Folders for Octavo's downloads, derived files and user data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """$OCTAVO_CACHE; else octavo/ in the user's cache folder ($XDG_CACHE_HOME or ~/.cache). It may not exist yet."""
+    """Return $OCTAVO_CACHE, else octavo/ in $XDG_CACHE_HOME or ~/.cache. The folder may not exist."""
     own = os.environ.get("OCTAVO_CACHE")
     if own:
         return Path(own).expanduser()
@@ -16,7 +16,7 @@ def cache_dir() -> Path:
 
 
 def data_dir() -> Path:
-    """$OCTAVO_DATA; else octavo/ in the user's data folder ($XDG_DATA_HOME or ~/.local/share). It may not exist yet."""
+    """Return $OCTAVO_DATA, else octavo/ in $XDG_DATA_HOME or ~/.local/share. The folder may not exist."""
     own = os.environ.get("OCTAVO_DATA")
     if own:
         return Path(own).expanduser()
@@ -25,6 +25,6 @@ def data_dir() -> Path:
 
 
 def kernel_dir() -> Path:
-    """$OCTAVO_KERNEL_CACHE; else the cache folder: what is compiled or tried out on this machine, and can be again."""
+    """Return $OCTAVO_KERNEL_CACHE, else the cache folder: holds compiled kernels and tuning results."""
     own = os.environ.get("OCTAVO_KERNEL_CACHE")
     return Path(own).expanduser() if own else cache_dir()

@@ -1,4 +1,4 @@
-"""`ModelFiles`: a model that was found on this machine, whatever name or place it came from."""
+"""`ModelFiles`: a model found on this machine, independent of where it came from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Where a model's parts lie, and its configuration in Hugging Face's vocabulary.
+    """The paths of a model's files, and its configuration in Hugging Face's vocabulary.
 
     Attributes:
         name: what the user asked for.
@@ -19,7 +19,7 @@ class ModelFiles:
         config: the content of config.json, or its equivalent made from GGUF metadata.
         generation_config: the content of generation_config.json, or its equivalent from GGUF metadata and the
             catalogue.
-        own_fields: fields that the config had before the user overrode some.
+        own_fields: the original values of config fields that the user has overridden.
     """
 
     name: str
@@ -32,5 +32,5 @@ class ModelFiles:
 
     @property
     def weight_bytes(self) -> int:
-        """What the weight files take on the disk."""
+        """Size of the weight files on disk, in bytes."""
         return sum(path.stat().st_size for path in self.weights)

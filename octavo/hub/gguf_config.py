@@ -12,15 +12,15 @@ from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_file import GGUFFile
 from octavo.hub.rope_factors import llama3_scaling
 
-# GGUF's word -> (Hugging Face's class, model_type)
+# GGUF architecture -> (Hugging Face class, model_type)
 _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-# general.file_type -> dtype; a quantized file says nothing of the dtype it came from, and bfloat16 is what models of
-# these families were trained in.
+# general.file_type -> dtype. A quantized file does not state its original dtype; bfloat16 is what models of these
+# families were trained in.
 _FILE_DTYPES = {0: "float32", 1: "float16"}
 _SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -33,10 +33,11 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:
-    """The equivalent of config.json.
+    """Return the equivalent of config.json.
 
     Raises:
-        ModelFileError: unknown architecture (the message lists those known), a missing key or tensor, one part of many.
+        ModelFileError: the architecture is unknown (the message lists the known ones), a key or tensor is missing, or
+            the file is one part of several.
     """
     keys = _Keys(file)
     if file.metadata.get("split.count", 1) > 1:
@@ -54,7 +55,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
-    """The equivalent of generation_config.json: tokens that end a turn, and sampling defaults if the file has some."""
+    """Return the equivalent of generation_config.json: end-of-turn tokens and sampling defaults."""
     config: dict[str, Any] = {}
     ends: list[int] = []
     for key in ("eos", "eot", "eom"):
@@ -71,7 +72,7 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
 
 
 class _Keys:
-    """Metadata below the architecture's prefix."""
+    """Access to the metadata below the architecture's prefix."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
@@ -184,7 +185,7 @@ def _rope_scaling(file: GGUFFile, keys: _Keys, theta: float) -> dict[str, Any] |
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: GGUF stores 1e-5 as 9.999999747378752e-06."""
+    """Return the shortest decimal that is the same float32: GGUF stores 1e-5 as 9.999999747378752e-06."""
     single = struct.pack("<f", value)
     for digits in range(1, 9):
         short = float(f"{value:.{digits}g}")

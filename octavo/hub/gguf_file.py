@@ -1,7 +1,7 @@
-"""The head of a GGUF file: its metadata, and where its tensors lie. Format: ggml's docs/gguf.md, versions 2 and 3.
+"""The header of a GGUF file: metadata and tensor locations. Format: ggml's docs/gguf.md, versions 2 and 3.
 
-The `gguf` library reads the same, but makes several array views of every string: 2.5 s for a vocabulary of 49,152,
-before every start of every process. Here a string costs a length and a slice, and only when somebody asks for it.
+The `gguf` library reads the same data, but creates several array views per string: 2.5 s for a vocabulary of 49,152, at
+the start of every process. This reader costs a length and a slice per string, and decodes strings on demand.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAX_DIMS = 4
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor's place.
+    """The location of one tensor.
 
     Attributes:
-        shape: outermost dimension first, as torch and numpy have it (the file stores the reverse).
+        shape: outermost dimension first, as in torch and numpy (the file stores the reverse).
         kind: ggml's type number (`gguf.GGMLQuantizationType`).
         offset: of its first byte in the file.
-        num_bytes: of its data as stored.
+        num_bytes: size of its data as stored.
     """
 
     name: str
@@ -44,7 +44,7 @@ class GGUFTensor:
 
 
 class Metadata(Mapping[str, Any]):
-    """The key-value part. A value is decoded when first asked for: arrays become lists, strings `str`."""
+    """The key-value section. Values are decoded on first access: arrays become lists, strings `str`."""
 
     def __init__(self, reader: _Reader, places: dict[str, tuple[int, int]]) -> None:
         self._reader = reader
@@ -66,7 +66,7 @@ class Metadata(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """What the head of the file says."""
+    """The parsed header of a GGUF file."""
 
     path: Path
     metadata: Metadata
@@ -74,7 +74,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Reads and checks the head of a GGUF file: every length within the file, every tensor wholly there.
+    """Read and check the header of a GGUF file: all lengths and tensors must lie within the file.
 
     Raises:
         ModelFileError: not a GGUF file, an unsupported version, corrupt or truncated; the message names the file.
@@ -101,7 +101,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class _Reader:
-    """Bounds-checked access to the mapped file; all errors name the file."""
+    """Bounds-checked access to the mapped file. Every error names the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -121,7 +121,7 @@ class _Reader:
         return value
 
     def string(self, place: int, what: str) -> tuple[str, int]:
-        """A string and the place after it."""
+        """Return a string and the offset after it."""
         start = place + 8
         end = start + self.number("Q", place)
         self.check(place, end - place, what)
@@ -131,7 +131,7 @@ class _Reader:
             raise self.corrupt(f"{what} is not UTF-8") from exc
 
     def array_head(self, place: int, what: str) -> tuple[int, int]:
-        """An array's element type and length."""
+        """Return an array's element type and length."""
         kind, count = self.number("I", place), self.number("Q", place + 4)
         if kind not in _SCALARS and kind != _STRING:
             raise self.corrupt(f"{what} is an array of the unknown type {kind}")
@@ -139,7 +139,7 @@ class _Reader:
         return kind, count
 
     def after(self, kind: int, place: int, what: str) -> int:
-        """The place after a value."""
+        """Return the offset after a value."""
         if kind in _SIZES:
             end = place + _SIZES[kind]
         elif kind == _STRING:
@@ -230,7 +230,7 @@ def _num_bytes(reader: _Reader, name: str, shape: tuple[int, ...], kind: int) ->
     return math.prod(shape) // per_block * block_bytes
 
 
-# Values a block -> {ggml's type number: bytes a block}, as in `gguf.GGML_QUANT_SIZES`, whose import takes 0.2 s.
+# Values per block -> {ggml type number: bytes per block}. From `gguf.GGML_QUANT_SIZES`, whose import takes 0.2 s.
 _BLOCK_BYTES = {
     1: {0: 4, 1: 2, 24: 1, 25: 2, 26: 4, 27: 8, 28: 8, 30: 2},
     32: {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 9: 40, 20: 18, 39: 17},

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, with errors that name the file."""
+"""JSON files of a checkpoint. Errors name the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.core.errors import ModelFileError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Return the object in a JSON file.
 
     Raises:
         ModelFileError: not readable, not JSON, or not an object.
@@ -27,5 +27,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """As `read_json`; {} if there is no such file."""
+    """Like `read_json`, but return {} if the file does not exist."""
     return read_json(path) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""One process at a time, for work whose result all can share."""
+"""Mutual exclusion between processes, for work that all can share the result of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # not a Unix: without locks work may be done twice, and atomic renames keep it correct
+except ImportError:  # not a Unix: without locks, work may be done twice; atomic renames keep the result correct
     fcntl = None  # type: ignore[assignment]
 
 _POLL_S = 0.1
@@ -17,10 +17,10 @@ _POLL_S = 0.1
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds an advisory lock on a file, which is created. `waiting` is called now and then while another holds it.
+    """Hold an advisory lock on a file, which is created if missing. Call `waiting` periodically while another holds it.
 
-    The kernel releases the lock of a process that dies. The file stays: removing it would let two processes hold locks
-    on two files of one name.
+    The kernel releases the lock of a process that dies. The file is kept: if it were removed, two processes could hold
+    locks on different files with the same name.
     """
     with path.open("a") as file:
         if fcntl is not None:

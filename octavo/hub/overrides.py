@@ -1,4 +1,4 @@
-"""The user's word against the model's configuration: fields replaced before anything reads them."""
+"""User overrides of a model's configuration, applied before it is first read."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _ROPE_FIELDS = (*_ROPE_KINDS, *_ROPE_NUMBERS, "truncate")
 
 
 def with_overrides(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFiles:
-    """The model with some fields of its configuration replaced.
+    """Return the model with some fields of its configuration replaced.
 
-    A nested configuration (`text_config`) is merged with what is given for it; any other value replaces the model's.
-    Rotary settings may be given in the newer and the older words, whichever the model uses, and the model's own
-    `rope_theta` stays where none is given.
+    A nested configuration (`text_config`) is merged with the given one; any other value replaces the model's. Rotary
+    settings may use the newer or the older field names, independent of the model's. The model's `rope_theta` is kept
+    unless a new one is given.
 
     Raises:
-        ConfigError: a value that the field can't have; the text names the field.
+        ConfigError: a value is invalid for its field; the text names the field.
     """
     if not overrides:
         return files
@@ -84,7 +84,7 @@ def _checked_rope(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _check_kind(name: str, value: Any, mine: Any) -> None:
-    """Whether a value is of the kind of the model's own, or null."""
+    """Raise ConfigError unless a value has the type of the model's own value, or is null."""
     if name == "rope_theta" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
         raise _wrong(name, f"{value!r} must be a number over 0")
     if value is None or mine is None or name in ROPE_SETTINGS:

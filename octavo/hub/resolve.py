@@ -1,4 +1,4 @@
-"""From what the user typed to files on this machine."""
+"""Resolution of a model name to files on this machine."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def resolve(
     progress: Progress | None = None,
     download_dir: str | None = None,
 ) -> ModelFiles:
-    """Finds a model: a catalogue's name (pulled if it is absent), a folder, a .gguf file, or a Hugging Face id.
+    """Find a model: a catalogue name (pulled if missing), a folder, a .gguf file, or a Hugging Face id.
 
-    A name of the catalogue wins over a folder of that name in the current directory; write ./NAME for the folder.
+    A catalogue name takes precedence over a folder of that name in the current directory; write ./NAME for the folder.
 
     Args:
         revision: branch, tag or commit of a Hugging Face repository.
-        tokenizer_only: only the tokenizer's files are needed; config and weights may be absent.
-        download_dir: where downloaded models are kept, in place of the usual caches.
-        weights: False where random weights will do: a folder with only config.json is enough.
+        tokenizer_only: only the tokenizer's files are needed; config and weights may be missing.
+        download_dir: folder for downloaded models, instead of the usual caches.
+        weights: False if random weights are used: a folder with only config.json is enough.
 
     Raises:
-        ModelNotFoundError: nothing of that name; the text says where was looked, and how to get the model.
+        ModelNotFoundError: no model has that name; the text says where it was searched, and how to get it.
         ModelFileError: found, but corrupt, truncated or incomplete; the text names the file.
     """
     need_weights = weights and not tokenizer_only
@@ -74,7 +74,7 @@ def resolve(
 
 
 def eos_token_ids(files: ModelFiles) -> list[int]:
-    """Tokens that end a sequence: those of the generation config and of the model's config, in that order."""
+    """Return the end-of-sequence tokens: those of the generation config, then those of the model's config."""
     found: list[int] = []
     for config in (files.generation_config, files.config, files.config.get("text_config") or {}):
         value = config.get("eos_token_id")
@@ -149,7 +149,7 @@ def _incomplete(folder: Path, has_config: bool, tokenizer_only: bool) -> ModelFi
     also = f" It has {others[0]}, which Octavo does not read; convert it to safetensors." if others else ""
     return ModelFileError(
         f"{folder} has config.json but no weights: neither {INDEX} nor {SINGLE} nor another *.safetensors file.{also} "
-        "For random weights say --load-format dummy."
+        "For random weights, use --load-format dummy."
     )
 
 

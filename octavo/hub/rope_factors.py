@@ -1,4 +1,4 @@
-"""GGUF keeps Llama 3's rotary scaling as one divisor a frequency; Hugging Face keeps the formula. This goes back."""
+"""Recover the formula of Llama 3's rotary scaling from GGUF, which stores one divisor per frequency."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _TOLERANCE = 1e-3
 
 
 def llama3_scaling(path: Path, tensor: GGUFTensor, theta: float) -> dict[str, Any] | None:
-    """The `rope_scaling` whose divisors are those in the tensor (rope_freqs.weight, one for each pair of channels).
+    """Return the `rope_scaling` that yields the divisors in the tensor (rope_freqs.weight, one per pair of channels).
 
-    Llama 3 divides a frequency by 1 where its wave is short, by `factor` where it is long, and in between its inverse
-    goes linearly from the one to the other with `original / wavelength` from `low` to `high`. Only the ratios of
-    `original`, `low` and `high` matter to that, so `low` is taken as 1, which is what all released models have.
-    None means that the divisors are all 1.
+    Llama 3 divides a frequency by 1 where its wavelength is short and by `factor` where it is long. In between, the
+    inverse divisor is linear in `original / wavelength`, from `low` to `high`. Only the ratios of `original`, `low` and
+    `high` matter, so `low` is set to 1, the value in all released models. Return None if all divisors are 1.
 
     Raises:
         ModelFileError: the divisors do not follow that formula.
@@ -46,7 +45,7 @@ def llama3_scaling(path: Path, tensor: GGUFTensor, theta: float) -> dict[str, An
 
 
 def _fit(path: Path, waves: list[float], divisors: list[float], factor: float) -> tuple[float, float]:
-    """`original` and `high` from the two outermost frequencies in the blended range, where all is linear."""
+    """Return `original` and `high`, from the two outermost frequencies in the blended range, which is linear."""
     blended = [
         (1 / wave, (1 / divisor - 1 / factor) / (1 - 1 / factor))
         for wave, divisor in zip(waves, divisors, strict=True)

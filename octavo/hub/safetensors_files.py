@@ -1,4 +1,4 @@
-"""Which safetensors files a folder's model has, and whether they are whole; their content is not read.
+"""List and check the safetensors files of a folder; tensor data is not read.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, then the tensors).
 """
@@ -19,10 +19,10 @@ _MAX_HEADER = 100 * 1024 * 1024  # the format's own limit
 
 
 def safetensors_files(folder: Path) -> tuple[Path, ...]:
-    """The model's weight files, checked; empty if the folder has none.
+    """Return the model's weight files, checked; empty if the folder has none.
 
     Raises:
-        ModelFileError: a corrupt index, a shard that is missing, corrupt or truncated.
+        ModelFileError: a corrupt index, or a shard that is missing, corrupt or truncated.
     """
     if (folder / INDEX).is_file():
         paths = _from_index(folder / INDEX)
@@ -36,7 +36,7 @@ def safetensors_files(folder: Path) -> tuple[Path, ...]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Reads the header and compares it with the file's length.
+    """Check that the header matches the file's length.
 
     Raises:
         ModelFileError: not readable, corrupt or truncated.
