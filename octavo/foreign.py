@@ -1,5 +1,7 @@
-"""Settings that users bring from other engines, as flags or as keywords: those whose feature is not here yet, and those
-that need no setting here. And routes whose feature is not here."""
+"""Flags, keyword arguments and routes of other engines that Octavo doesn't have.
+
+Flags and arguments are refused if their feature is not supported, and accepted with a notice if they are not needed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A feature Octavo lacks: refused with `reason`, unless the value asks for nothing but the default."""
+    """An unsupported feature: refused with `reason`, unless the value requests nothing or the default."""
 
     reason: str
     neutral: frozenset[str] = frozenset()
@@ -24,7 +26,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Needless:
-    """A flag that changes nothing here: accepted, and `notice` says why. `no_reason` refuses its `--no-` form."""
+    """A flag without effect: accepted with `notice`, which says why. `no_reason` refuses its `--no-` form."""
 
     notice: str
     takes_value: bool = False
@@ -46,25 +48,25 @@ def _switch(what: str) -> Missing:
 _LORA = "LoRA adapters are"
 
 _MEDIA = "images, audio and video are"
-_ONE_ENGINE = "there is one engine and one way in which it runs"
+_ONE_ENGINE = "there is one engine with one execution mode"
 
 _MODEL: dict[str, Missing | Needless] = {
-    "code-revision": Needless("Octavo never runs code that comes with a model", takes_value=True),
+    "code-revision": Needless("Octavo never runs code shipped with a model", takes_value=True),
     "hf-token": Missing(
-        "a token on the command line is not supported, for every user can read it: set the variable HF_TOKEN"
+        "a token on the command line can be read by other users and is not supported: set the variable HF_TOKEN"
     ),
-    "hf-config-path": _value("a config from another place is"),
+    "hf-config-path": _value("a separate config location is"),
     "config-format": _value("another config format is", "auto", "hf"),
-    "model-loader-extra-config": _value("extra settings of loaders are", "{}"),
-    "ignore-patterns": Needless("only the files that are needed are downloaded", takes_value=True),
-    "use-tqdm-on-load": Needless("progress is shown on a terminal and not elsewhere"),
+    "model-loader-extra-config": _value("extra loader settings are", "{}"),
+    "ignore-patterns": Needless("only the needed files are downloaded", takes_value=True),
+    "use-tqdm-on-load": Needless("progress is shown only on a terminal"),
     "mm-processor-kwargs": _value(_MEDIA, "{}"),
     "mm-processor-cache-gb": _value(_MEDIA, "0"),
     "allowed-media-domains": _value(_MEDIA),
     "max-loras-per-batch": _value(_LORA),
     "lora-dtype": _value(_LORA, "auto"),
     "fully-sharded-loras": _switch(_LORA),
-    "calculate-kv-scales": Needless("scales for an FP8 KV cache are measured where the checkpoint has none"),
+    "calculate-kv-scales": Needless("scales of an FP8 KV cache are measured if the checkpoint has none"),
 }
 _ENGINE: dict[str, Missing | Needless] = {
     "nnodes": _one("more than one host"),
@@ -76,9 +78,9 @@ _ENGINE: dict[str, Missing | Needless] = {
     "disable-custom-all-reduce": Needless("there is one device"),
     "max-parallel-loading-workers": Needless("there is one device", takes_value=True),
     "ray-workers-use-nsight": Needless("there are no Ray workers"),
-    "weight-transfer-config": _value("sending weights otherwise than by files is", '{"backend": "disk"}'),
+    "weight-transfer-config": _value("sending weights other than by files is", '{"backend": "disk"}'),
     "worker-cls": _value("another worker is", "auto"),
-    "worker-extension-cls": _value("extensions of the worker are", ""),
+    "worker-extension-cls": _value("a worker extension is", ""),
     "scheduler-cls": _value("another scheduler is"),
     "prefix-caching-hash-algo": Needless("blocks are compared by their tokens, not by a hash", takes_value=True),
     "max-num-partial-prefills": Needless("--max-num-batched-tokens is the only bound", takes_value=True),
@@ -89,33 +91,33 @@ _ENGINE: dict[str, Missing | Needless] = {
         no_reason="a request starts only when there is room for its whole prompt",
     ),
     "num-lookahead-slots": _value("speculative decoding is", "0"),
-    "num-scheduler-steps": _one("several steps under one plan"),
+    "num-scheduler-steps": _one("more than one step per plan"),
     "multi-step-stream-outputs": Needless(_ONE_ENGINE),
-    "scheduler-delay-factor": _value("waiting before a prompt is computed is", "0", "0.0"),
+    "scheduler-delay-factor": _value("delaying prompts is", "0", "0.0"),
     "use-v2-block-manager": Needless(_ONE_ENGINE),
     "disable-async-output-proc": Needless("see --no-async-scheduling"),
-    "max-seq-len-to-capture": Needless("graphs are recorded for decoding of any length", takes_value=True),
-    "cudagraph-capture-sizes": Needless("graphs are recorded for the sizes that come", takes_value=True),
+    "max-seq-len-to-capture": Needless("graphs are captured for decoding of any length", takes_value=True),
+    "cudagraph-capture-sizes": Needless("graphs are captured for the batch sizes that occur", takes_value=True),
     "tokenizer-pool-size": Needless("long texts are tokenized in threads", takes_value=True),
     "tokenizer-pool-type": Needless("long texts are tokenized in threads", takes_value=True),
-    "additional-config": _value("settings beyond the flags are", "{}"),
+    "additional-config": _value("additional settings are", "{}"),
     "speculative-model": _value("speculative decoding is"),
     "num-speculative-tokens": _value("speculative decoding is"),
     "kv-offloading-backend": _value("offloading of the KV cache is", "native"),
-    "collect-detailed-traces": Needless("a trace always tells of its queue, prefill and decode", takes_value=True),
+    "collect-detailed-traces": Needless("a trace always contains queue, prefill and decode", takes_value=True),
     "show-hidden-metrics-for-version": Needless("no metric is hidden", takes_value=True),
     "disable-hybrid-kv-cache-manager": Needless(_ONE_ENGINE),
 }
 _SERVER: dict[str, Missing | Needless] = {
     "headless": _switch("an engine without a server is"),
-    "exclude-tools-when-tool-choice-none": Needless("the model is never told of tools that it may not call"),
-    "tool-strict-level": Needless("calls always keep to the schemas of the tools", takes_value=True),
-    "tool-server": _value("tools that the server runs are"),
-    "enable-reasoning": Needless("reasoning is told apart where the model marks it"),
-    "enable-request-id-headers": Needless("every answer has X-Request-Id"),
+    "exclude-tools-when-tool-choice-none": Needless("the prompt never contains tools that may not be called"),
+    "tool-strict-level": Needless("calls always match the tools' schemas", takes_value=True),
+    "tool-server": _value("tools run by the server are"),
+    "enable-reasoning": Needless("reasoning is separated if the model marks it"),
+    "enable-request-id-headers": Needless("every response has X-Request-Id"),
     "enable-server-load-tracking": Needless("/load always answers"),
     "enable-offline-docs": Needless("the page /docs never needs the Internet"),
-    "log-error-stack": Needless("unexpected errors are always logged with their stack"),
+    "log-error-stack": Needless("unexpected errors are always logged with their stack trace"),
     "h11-max-incomplete-event-size": Needless("headers are bounded by another parser of HTTP", takes_value=True),
     "h11-max-header-count": Needless("headers are bounded by another parser of HTTP", takes_value=True),
     "disable-frontend-multiprocessing": Needless("server and engine are always two processes"),
@@ -132,7 +134,7 @@ FLAGS: dict[str, Missing | Needless] = {
     "prefill-context-parallel-size": _one("context parallelism"),
     "enable-expert-parallel": _switch("expert parallelism is"),
     "quantization": Missing(
-        "quantizing weights as they are loaded is not supported: a GGUF file that is quantized stays so by itself",
+        "quantizing weights at load time is not supported; a quantized GGUF file needs no flag",
         frozenset({"none", "None", "auto"}),
     ),
     "enable-lora": _switch(_LORA),
@@ -146,14 +148,14 @@ FLAGS: dict[str, Missing | Needless] = {
     "kv-events-config": _value("publishing of KV cache events is"),
     "kv-offloading-size": _value("offloading of the KV cache is", "0"),
     "cpu-offload-gb": _value("offloading of weights is", "0", "0.0"),
-    "guided-decoding-backend": Needless("one backend makes every form of output", takes_value=True),
+    "guided-decoding-backend": Needless("one backend serves every form of output", takes_value=True),
     "task": _value("the older name of --runner (for embeddings say --runner pooling) is", "auto", "generate"),
     "tokenizer-mode": _value("another tokenizer mode is", "auto", "hf"),
     "model-impl": _value("another model implementation is", "auto"),
     "limit-mm-per-prompt": _value("images, audio and video are"),
     "allowed-local-media-path": _value("images, audio and video are", ""),
-    "enable-auto-tool-choice": Needless("the model may always choose to call the tools of a request"),
-    "trust-remote-code": Needless("Octavo never runs code that comes with a model"),
+    "enable-auto-tool-choice": Needless("automatic tool choice is always enabled"),
+    "trust-remote-code": Needless("Octavo never runs code shipped with a model"),
     "swap-space": Needless("there is no swap space: preempted requests are recomputed", takes_value=True),
     "preemption-mode": Needless("preemption is by recompute, helped by the prefix cache", takes_value=True),
     "disable-log-requests": Needless("requests are logged only with --enable-log-requests"),
@@ -167,7 +169,7 @@ FLAGS: dict[str, Missing | Needless] = {
 }
 
 ENGINE_FLAGS = {name: entry for name, entry in FLAGS.items() if name not in _SERVER}
-"""Those that are no matter of a server."""
+"""The flags that also apply without a server."""
 
 SHORT = {
     "-tp": "tensor-parallel-size",
@@ -181,13 +183,13 @@ SHORT = {
     "-O": "optimization-level",
 }
 
-_NO_LOG = Needless("an engine in a script logs no lines of load; see LLM.stats()")
+_NO_LOG = Needless("an engine in a script does not log its load; see LLM.stats()")
 
-# Arguments of vLLM's `LLM` and `AsyncEngineArgs` that are no flags of a foreign feature.
+# Arguments of vLLM's `LLM` and `AsyncEngineArgs` that do not correspond to a flag above.
 _KEYWORDS: dict[str, Missing | Needless] = {
     "disable-log-stats": _NO_LOG,
     "enable-log-requests": _NO_LOG,
-    "served-model-name": Needless("only a server has use for names"),
+    "served-model-name": Needless("only a server uses model names"),
 }
 
 ROUTES = {
@@ -195,7 +197,7 @@ ROUTES = {
     "/v1/unload_lora_adapter": f"{_LORA} not supported by this version",
     "/v1/audio/": "speech is not supported by this version",
     "/v1/realtime": "speech is not supported by this version",
-    "/v1/images/": "images are not made by this version",
+    "/v1/images/": "image generation is not supported by this version",
     "/api/": "Ollama's API is not served. Use OpenAI's, with the base URL /v1: POST /v1/chat/completions",
     "/generate": "POST /v1/completions continues a text",
     "/v1/engines": "GET /v1/models lists the models",
@@ -204,14 +206,14 @@ ROUTES = {
     "/v1/fine_tuning/": "training is not supported",
     "/v1/moderations": "serve a classifier and ask /classify instead",
 }
-"""Path, or the beginning of paths that ends with a slash -> why there is no such route."""
+"""Path, or path prefix ending with a slash -> why there is no such route."""
 
 
 def check_keyword(name: str, value: Any) -> bool:
-    """Whether an argument of a Python call is one of the table; what it asks for is then had already, or not needed.
+    """Return whether an argument of a Python call is in the table and accepted: it has no effect.
 
     Raises:
-        ConfigError: its feature does not exist; the text gives the reason and the way out.
+        ConfigError: its feature is not supported; the text gives the reason and the alternative.
     """
     flag = name.replace("_", "-")
     entry = _KEYWORDS.get(flag) or FLAGS.get(flag)

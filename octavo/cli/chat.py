@@ -73,7 +73,7 @@ async def find_speaker(parser: OctavoParser, args: argparse.Namespace) -> Speake
 
 
 async def local_server() -> str | None:
-    """The default address, if a server answers there."""
+    """Return the default address if a server responds there, else None."""
     with contextlib.suppress(httpx.HTTPError):
         async with httpx.AsyncClient(timeout=1) as client:
             if (await client.get(f"{DEFAULT_URL}/health")).is_success:
@@ -90,7 +90,7 @@ async def own_engine(parser: OctavoParser, args: argparse.Namespace, fields: dic
 
 
 class Conversation:
-    """History and the loop over questions."""
+    """Conversation history and the question loop."""
 
     def __init__(self, runner: asyncio.Runner, speaker: Speaker, args: argparse.Namespace) -> None:
         self._runner, self._speaker = runner, speaker
@@ -125,7 +125,7 @@ class Conversation:
         self._messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def ask(self, question: str) -> bool:
-        """Put a question and print the answer as it comes. False if it failed; the question is then forgotten."""
+        """Ask a question and stream the answer to the terminal. Return False, and drop the question, if it failed."""
         self._messages.append({"role": "user", "content": question})
         answer = Answer()
         try:

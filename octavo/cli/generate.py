@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from octavo.text.frontend import Frontend
 
 RAW_TOKENS = 256
-"""The limit of a raw continuation: unlike an answer in a chat, it has no end of its own."""
+"""Default token limit of a raw continuation: unlike a chat answer, it has no natural end."""
 PROGRESS_S = 5.0
-"""Seconds between two lines of progress where the answer is printed at its end."""
+"""Seconds between two progress lines if the answer is printed only at its end."""
 
 
 def run(argv: list[str]) -> int:
@@ -86,7 +86,7 @@ async def complete(args: argparse.Namespace, config: EngineConfig, fields: dict[
 
 
 def render(frontend: Frontend, text: str, args: argparse.Namespace) -> tuple[str, bool]:
-    """The prompt, and whether a chat template made it."""
+    """Return the prompt, and whether a chat template made it."""
     has_template = frontend.chat is not None
     if args.as_chat is False or (args.as_chat is None and not has_template):
         if args.system_prompt:

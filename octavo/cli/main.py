@@ -1,4 +1,4 @@
-"""The `octavo` command: finds the subcommand and loads its module, and only that."""
+"""The `octavo` command: selects the subcommand and imports only its module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.version import __version__
 
 COMMANDS = {
     "serve": "serve a model over HTTP, the way OpenAI's clients expect",
-    "chat": "talk to a model in the terminal",
+    "chat": "chat with a model in the terminal",
     "generate": "complete one prompt and print the answer",
     "run-batch": "answer a file of requests and exit",
     "bench": "measure throughput, latency, or a running server",
@@ -31,13 +31,13 @@ Octavo serves large language models.
 
 
 class Command(Protocol):
-    """What a subcommand's module holds."""
+    """The interface of a subcommand's module."""
 
     def run(self, argv: list[str]) -> int: ...
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 done, 1 failed, 2 misused, 128 + N ended by signal N."""
+    """Run the command line. Return its exit status: 0 done, 1 failed, 2 misused, 128 + N ended by signal N."""
     words = sys.argv[1:] if argv is None else argv
     if len(words) > 1 and words[0] == "help":
         words = [words[1], "--help"]
@@ -75,7 +75,7 @@ def _run(name: str, argv: list[str]) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone (`octavo ... | head`); keep the interpreter from flushing into it at exit.
+        # The reader of our output has closed (`octavo ... | head`). Keep the interpreter from flushing into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

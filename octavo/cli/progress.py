@@ -1,4 +1,4 @@
-"""Progress of what takes long, on standard error: bars where a terminal is attached, else a line for each phase."""
+"""Progress on standard error: bars on a terminal, else one line per phase."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Display(Protocol):
 
 
 def open_display() -> Display:
-    """The display that suits standard error; draws while it is entered."""
+    """Return the display that suits standard error. It draws while it is entered."""
     return BarDisplay() if sys.stderr.isatty() else LineDisplay()
 
 
 class BarDisplay:
-    """One bar for each file that comes, a moving one for each phase; both vanish at the end."""
+    """A bar for each download and a spinner for each phase; both disappear at the end."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -74,7 +74,7 @@ class BarDisplay:
 
 
 class LineDisplay:
-    """One line when a download begins; phases are silent, for they are told at the end."""
+    """One line at the start of a download. Phases are not shown; they are summarized at the end."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -85,7 +85,7 @@ class LineDisplay:
             say(f"{phase} ({total / 1e6:.0f} MB)" if total else phase)
 
     def phase(self, name: str, seconds: float | None) -> None:
-        """Nothing to say yet."""
+        """Ignore phases."""
 
     def __enter__(self) -> Self:
         return self
@@ -93,4 +93,4 @@ class LineDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to end."""
+        """Nothing to clean up."""

@@ -1,4 +1,4 @@
-"""`octavo pull`: get a model before it is needed, or list those with a short name."""
+"""`octavo pull`: download a model in advance, or list the models with a short name."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def make_parser() -> OctavoParser:
     parser = OctavoParser(
         "octavo pull",
         words="[NAME]",
-        description="Download a model and print its path. One of the catalogue goes into Octavo's cache folder "
+        description="Download a model and print its path. A catalogue model is stored in Octavo's cache folder "
         "($OCTAVO_CACHE), one of the Hugging Face Hub into Hugging Face's ($HF_HOME). A model that is already there "
         "is checked, not downloaded again.",
     )
     about = f"a name listed by --list, or a Hugging Face id, OWNER/NAME (default: {DEFAULT_MODEL})"
     parser.add_argument("name", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=about)
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id (default: main)")
-    parser.add_argument("--download-dir", metavar="FOLDER", help="folder for it, in place of those caches")
+    parser.add_argument("--download-dir", metavar="FOLDER", help="folder to download into, instead of those caches")
     parser.add_argument("--list", action="store_true", help="list the models known by name and exit")
     return parser
 

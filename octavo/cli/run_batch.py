@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from octavo.text.frontend import Frontend
 
 _TOLD_EVERY_S = 10.0
-# The settings of the server that have to do with answers, not with HTTP.
+# The server settings that affect answers, not HTTP.
 _SERVER_FLAGS = frozenset(
     {
         "served-model-name",
@@ -89,10 +89,10 @@ def make_parser() -> OctavoParser:
 
 @contextmanager
 def local_input(name: str, folder: Path | None) -> Iterator[Path]:
-    """The input as a file here."""
+    """Provide the input as a local file."""
     if not is_url(name):
         path = Path(name)
-        if not path.is_file():  # said before the model is loaded
+        if not path.is_file():  # checked before the model is loaded
             raise ConfigError(f"--input-file {name}: there is no such file; give the path of a JSONL file or its URL.")
         yield path
         return
@@ -104,7 +104,7 @@ def local_input(name: str, folder: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def local_output(name: str, folder: Path | None) -> Iterator[Path]:
-    """Where the output is to be written; sent to its URL at the end, if that is what it has."""
+    """Provide a local path for the output. Upload it at the end if `name` is a URL."""
     if not is_url(name):
         path = Path(name)
         if not path.parent.is_dir():
@@ -125,9 +125,10 @@ def is_url(name: str) -> bool:
 
 
 def download(url: str, path: Path) -> None:
-    """
+    """Download a URL to a file.
+
     Raises:
-        ConfigError: it did not come.
+        ConfigError: the download failed.
     """
     import httpx
 
@@ -141,9 +142,10 @@ def download(url: str, path: Path) -> None:
 
 
 def upload(path: Path, url: str) -> None:
-    """
+    """Upload a file by HTTP PUT.
+
     Raises:
-        ConfigError: it was not taken.
+        ConfigError: the upload failed.
     """
     import httpx
 
@@ -158,7 +160,7 @@ def upload(path: Path, url: str) -> None:
 async def answer(
     source: Path, output: Path, engine: EngineConfig, server: ServerConfig, max_inflight: int | None
 ) -> None:
-    """Start the engine, answer the file, and say how it went."""
+    """Start the engine, answer the file, and report the outcome."""
     from octavo.cli.start import open_frontend
 
     async with open_frontend(engine, server) as frontend:
@@ -174,7 +176,7 @@ async def answer(
 async def answer_with(
     frontend: Frontend, source: Path, output: Path, config: ServerConfig, max_inflight: int | None
 ) -> Tally:
-    """Answer the file with an engine that runs."""
+    """Answer the file with a running engine."""
     from octavo.server.app import background_executor, make_context
     from octavo.server.batch.offline import read_input, run_file
 

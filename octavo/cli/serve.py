@@ -27,20 +27,20 @@ def run(argv: list[str]) -> int:
 
 
 def refuse_swallowed_model(parser: OctavoParser, found: Mapping[str, Any]) -> None:
-    """Exits if no model was given, but a flag of several values ends in one: `--api-key KEY MODEL` takes both."""
+    """Exit if no model was given and a flag with several values ends in one: `--api-key KEY MODEL` takes both."""
     if "model.model" in found:
         return
     for flag in flags_of(SERVER_GROUPS):
         given: tuple[str, ...] = found.get(flag.target, ()) if flag.many else ()
         if len(given) > 1 and (given[-1] in CATALOGUE or os.path.exists(given[-1])):
             parser.error(
-                f"--{flag.name} takes all the words that follow it, {given[-1]!r} too; put the model first: "
+                f"--{flag.name} takes all values that follow it, {given[-1]!r} too; put the model first: "
                 f"octavo serve {given[-1]} --{flag.name} ..."
             )
 
 
 def announce(text: str) -> None:
-    """To standard output at once, for whoever waits for it there may be a pipe away."""
+    """Write a line to standard error and flush, for processes that read it through a pipe."""
     print(text, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Starting an engine under a user's eyes: the download, the phases, and what the memory went to."""
+"""Starting an engine with output for the user: download, phases and memory use."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def open_frontend(config: EngineConfig, server: ServerConfig | None = None) -> AsyncIterator[Frontend]:
-    """The front end of an engine in a process of its own, which lives as long as the block.
+    """Open the front end of an engine in its own process, for the time of the block.
 
     Args:
-        server: for a server, its settings; it also gets a table of what the memory went to.
+        server: the settings of a server, which also gets a table of memory use; None otherwise.
     """
     from octavo.python.async_llm import AsyncLLM
     from octavo.server.process.log import log_settings
@@ -49,7 +49,7 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
 
 
 def memory_rows(info: ModelInfo) -> list[tuple[str, str]]:
-    """What the engine holds, as rows of a table."""
+    """Return the engine's memory use as rows of a table."""
     context = f"{info.max_model_len:,} tokens"
     together = info.kv_tokens // info.max_model_len
     started = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in info.phases.items())
@@ -75,7 +75,7 @@ def _cache_rows(info: ModelInfo) -> list[tuple[str, str]]:
 
 
 def print_memory(info: ModelInfo) -> None:
-    """The table, on standard error."""
+    """Print the table to standard error."""
     rows = memory_rows(info)
     width = max(len(label) for label, _ in rows)
     for label, value in rows:

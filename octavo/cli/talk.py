@@ -1,4 +1,4 @@
-"""Where a conversation's answers come from: a server over HTTP, or an engine of our own."""
+"""Sources of a conversation's answers: a server over HTTP, or an engine in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(slots=True)
 class Answer:
-    """An answer as it grows, and what it cost."""
+    """An answer while it is generated, and its usage."""
 
     text: str = ""
     prompt_tokens: int = 0
@@ -54,14 +54,14 @@ class Speaker(Protocol):
     name: str
 
     def answer(self, messages: Messages, answer: Answer) -> AsyncIterator[str]:
-        """Pieces of the answer as they come; `answer` is filled in on the way."""
+        """Yield the answer's pieces as they arrive, and fill in `answer`."""
         ...
 
     async def close(self) -> None: ...
 
 
 class RemoteSpeaker:
-    """Asks an OpenAI-compatible server."""
+    """Client of an OpenAI-compatible server."""
 
     def __init__(self, url: str, model: str, fields: dict[str, Any], client: httpx.AsyncClient) -> None:
         self.name = f"{model} at {url}"
@@ -71,9 +71,10 @@ class RemoteSpeaker:
     async def connect(
         cls, url: str, fields: dict[str, Any], *, model: str | None, api_key: str | None, client: httpx.AsyncClient
     ) -> RemoteSpeaker:
-        """
+        """Connect to a server.
+
         Raises:
-            ConfigError: nothing usable answers there.
+            ConfigError: no usable server responds at the URL.
         """
         url = url.rstrip("/").removesuffix("/v1")
         if api_key:
@@ -115,7 +116,7 @@ class RemoteSpeaker:
 
 
 class LocalSpeaker:
-    """Asks an engine through its front end."""
+    """Client of an engine's front end."""
 
     def __init__(self, frontend: Frontend, fields: dict[str, Any], engine: contextlib.AsyncExitStack) -> None:
         self.name = frontend.info.name
@@ -133,7 +134,7 @@ class LocalSpeaker:
 async def generate(
     frontend: Frontend, prompt: str, fields: dict[str, Any], answer: Answer, *, rendered: bool = False
 ) -> AsyncIterator[str]:
-    """Pieces of the prompt's completion. `rendered`: a chat template made it, special tokens and all.
+    """Yield the pieces of a prompt's completion. `rendered`: a chat template made it, including special tokens.
 
     Raises:
         InvalidRequestError: a sampling field or the prompt's length is out of range.
@@ -157,7 +158,7 @@ async def generate(
 
 
 def _piece(line: str, answer: Answer) -> str:
-    """The text in one line of a chat stream; usage and the end go into `answer`."""
+    """Return the text in one line of a chat stream; store usage and finish reason in `answer`."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":
         return ""

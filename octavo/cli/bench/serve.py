@@ -1,4 +1,4 @@
-"""`octavo bench serve`: how a running OpenAI-compatible server does under load."""
+"""`octavo bench serve`: a running OpenAI-compatible server under load."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def add_request_flags(parser: OctavoParser) -> None:
 
 
 async def bench(args: argparse.Namespace) -> int:
-    """The command's exit code: 0 if any request was answered."""
+    """Return the command's exit code: 0 if any request succeeded."""
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be greater than zero")
     wanted = parse_result_flags(args)
@@ -113,7 +113,7 @@ async def bench(args: argparse.Namespace) -> int:
 
 
 async def find_target(args: argparse.Namespace) -> Target:
-    """Where and how to ask, once the server answers."""
+    """Return the target of all requests, once the server responds."""
     base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
     headers = parse_headers(args)
     patience = args.ready_check_timeout_sec
@@ -129,7 +129,7 @@ async def find_target(args: argparse.Namespace) -> Target:
 
 
 def report(args: argparse.Namespace, wanted: Wanted, model: str, timings: list[Timing], duration: float) -> int:
-    """Print the figures, and save them where that is asked for; the command's exit code."""
+    """Print the figures, and save them if requested. Return the command's exit code."""
     summary = Summary.of(timings, duration, wanted.goals)
     print(summary.text(wanted.metrics, wanted.percentiles))
     if args.save_result or args.save_detailed:
@@ -157,10 +157,10 @@ async def run_with_bar(
 
 
 def find_tokenizer(model: str, *, required: bool) -> TextTokens | None:
-    """The model's tokenizer if its files are on this machine.
+    """Return the model's tokenizer if its files are on this machine, else None.
 
     Raises:
-        OctavoError: it is not, and the user asked for this one.
+        OctavoError: it is not, and `required` is set.
     """
     from octavo.hub.resolve import resolve
     from octavo.text.tokenizers.tokenizer import load_tokenizer
@@ -196,12 +196,12 @@ def parse_headers(args: argparse.Namespace) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What of the figures is told.
+    """Which figures to report.
 
     Attributes:
         metrics: of `TITLES`.
         percentiles: from 0 to 100.
-        goals: metric -> the most milliseconds that a good request takes.
+        goals: metric -> the maximum milliseconds of a good request.
     """
 
     metrics: list[str]

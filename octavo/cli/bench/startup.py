@@ -1,4 +1,4 @@
-"""`octavo bench startup`: seconds from exec until an engine is ready, and its phases, in a process of its own."""
+"""`octavo bench startup`: seconds from exec until an engine is ready, and its phases, in a child process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.cli.flags.parser import OctavoParser, say
 
 _CHILD = "OCTAVO_BENCH_STARTUP_CHILD"
 _READY = "ready: "
-"""What the line begins with that the child prints as soon as its engine is ready."""
+"""Prefix of the line that the child prints as soon as its engine is ready."""
 _CACHES = ("TRITON_CACHE_DIR", "OCTAVO_KERNEL_CACHE")
 
 
@@ -56,8 +56,11 @@ def make_parser() -> OctavoParser:
 
 
 def _in_child(argv: list[str], caches: dict[str, str]) -> dict[str, Any]:
-    """One start's figures. `ready_seconds` is this process's clock, from just before exec until the child says so: what
-    the child can't time itself, the interpreter and its imports, is included."""
+    """Start once in a child process and return the figures.
+
+    `ready_seconds` is measured here, from just before exec until the child is ready: it includes the interpreter and
+    its imports, which the child can't time itself.
+    """
     command = [sys.executable, "-m", "octavo", "bench", "startup", *argv]
     began = time.perf_counter()
     figures: dict[str, Any] = {}

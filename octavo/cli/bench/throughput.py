@@ -1,4 +1,4 @@
-"""`octavo bench throughput`: all requests handed over at once, in this process."""
+"""`octavo bench throughput`: all requests submitted at once, in this process."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def make_parser() -> OctavoParser:
     parser = OctavoParser(
         "octavo bench throughput",
         words="[MODEL]",
-        description="Hand all requests over at once and time the whole. Greedy, end-of-sequence ignored.",
+        description="Submit all requests at once and time the total. Greedy, end-of-sequence ignored.",
     )
     add_data_flags(parser, num_prompts=100)
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures there")

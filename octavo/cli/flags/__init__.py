@@ -1,1 +1,1 @@
-"""Settings as they are given: on the command line, in a config file, by variables."""
+"""Settings from the command line, config files and environment variables."""

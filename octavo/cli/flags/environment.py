@@ -1,4 +1,4 @@
-"""Environment variables: those that users bring from other servers in other units, and those without an effect."""
+"""Environment variables: those of other servers, in other units, and those without an effect."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from octavo.core.profiling import FOLDER_VARIABLES
 PREFIX = "VLLM_"
 _OURS = "OCTAVO_"
 _OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP|SCTP)")
-"""What it sets in every container beside a service that is called octavo."""
+"""Variables that Kubernetes sets in every container beside a service named octavo."""
 _READ_ELSEWHERE = frozenset({"OCTAVO_CACHE", "OCTAVO_DATA", "OCTAVO_KERNEL_CACHE", *FOLDER_VARIABLES})
 
 
 def _gibibytes(text: str) -> str:
-    """A number of GiB as a size; 0 leaves the choice to us, as it does there."""
+    """Convert a number of GiB to a size; 0 selects the default, as in the other server."""
     return f"{text}GiB" if text.strip() not in ("", "0") else ""
 
 
 OTHER_WORDS: Mapping[str, Mapping[str, Callable[[str], str]]] = {
     "kv-cache-memory-bytes": {"VLLM_CPU_KVCACHE_SPACE": _gibibytes},
 }
-"""Flag -> variable -> its value in the flag's words, or an empty text for no value."""
+"""Flag -> variable -> function that converts its value to the flag's form; an empty text means no value."""
 
-_ONE_PROCESS = "the engine runs in one process of its own"
+_ONE_PROCESS = "the engine always runs in one separate process"
 _NO_COMPILE = "models are not compiled"
-_NO_TELEMETRY = "nothing is ever reported to anybody"
+_NO_TELEMETRY = "there is no telemetry"
 _NEEDLESS: Mapping[str, str] = {
     "NO_USAGE_STATS": _NO_TELEMETRY,
     "DO_NOT_TRACK": _NO_TELEMETRY,
@@ -36,13 +36,13 @@ _NEEDLESS: Mapping[str, str] = {
     "WORKER_MULTIPROC_METHOD": _ONE_PROCESS,
     "ENABLE_V1_MULTIPROCESSING": _ONE_PROCESS,
     "HOST_IP": "there is one host; --host says where the server listens",
-    "PORT": "it never set the server's port; --port does",
+    "PORT": "it does not set the server's port; use --port",
     "DISABLE_COMPILE_CACHE": _NO_COMPILE,
     "TORCH_COMPILE_LEVEL": _NO_COMPILE,
-    "ATTENTION_BACKEND": "see --attention-backend, which knows its names",
-    "ENGINE_READY_TIMEOUT_S": "the server waits for its engine as long as that lives",
+    "ATTENTION_BACKEND": "use --attention-backend, which accepts its names",
+    "ENGINE_READY_TIMEOUT_S": "the server waits for its engine as long as it is alive",
     "ENGINE_ITERATION_TIMEOUT_S": "see --stall-after",
-    "ALLOW_LONG_MAX_MODEL_LEN": "a context that is longer than the model's is refused",
+    "ALLOW_LONG_MAX_MODEL_LEN": "a context longer than the model's is refused",
     "ENABLE_RESPONSES_API_STORE": "responses are kept unless a request says `store: false`",
     "CACHE_ROOT": "set OCTAVO_CACHE",
     "USE_MODELSCOPE": "models come from Hugging Face, or from a folder",
@@ -52,15 +52,15 @@ _NEEDLESS: Mapping[str, str] = {
     "IMAGE_FETCH_TIMEOUT": "images are not supported by this version",
     "AUDIO_FETCH_TIMEOUT": "audio is not supported by this version",
     "VIDEO_FETCH_TIMEOUT": "video is not supported by this version",
-    "BATCH_INVARIANT": "see docs/gpu.md on what makes answers repeatable",
+    "BATCH_INVARIANT": "see docs/gpu.md about repeatable answers",
 }
 
 
 def notices(environ: Mapping[str, str], read: Collection[str]) -> Iterator[str]:
-    """A line for each variable of ours, or of the other server's, that changes nothing here.
+    """Yield a notice for each variable of Octavo, or of the other server, that has no effect.
 
     Args:
-        read: our own variables that set flags; those of the other server's of the same ending are read.
+        read: Octavo's variables that set flags; the other server's variables with the same suffix are read too.
     """
     ours = {name.removeprefix(_OURS) for name in read}
     others = {name for names in OTHER_WORDS.values() for name in names} | _READ_ELSEWHERE

@@ -1,4 +1,4 @@
-"""The flags of what is logged."""
+"""The flags for logging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`OctavoParser`: argparse with both spellings of a dash, near matches, and plain words on flags of other servers."""
+"""`OctavoParser`: argparse with both spellings of a dash, suggestions, and explanations for flags of other servers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ELSEWHERE = {
     "--n-gpu-layers": "--device",
     "--parallel": "--max-num-seqs",
 }
-"""Flags of other engines -> those that do the same here."""
+"""Flags of other engines -> equivalent flags of Octavo."""
 
 
 def say(text: str) -> None:
-    """A line to the terminal that is not the command's output."""
+    """Write a line that is not the command's output to the terminal."""
     print(f"octavo: {text}", file=sys.stderr, flush=True)
 
 
@@ -40,12 +40,11 @@ class _Formatter(argparse.HelpFormatter):
 class OctavoParser(argparse.ArgumentParser):
     """A command's parser.
 
-    `--max_model_len` is read as `--max-model-len`. Flags named in `foreign.FLAGS` that this command does not have
-    itself are refused with the reason, or accepted with a notice; any other unknown flag is refused with those that
-    come nearest.
+    `--max_model_len` is read as `--max-model-len`. Flags in `foreign.FLAGS` that this command does not have itself are
+    refused with the reason, or accepted with a notice. Any other unknown flag is refused with the closest matches.
 
     Args:
-        words: the positional arguments as the usage line shows them.
+        words: the positional arguments as shown in the usage line.
     """
 
     def __init__(self, prog: str, *, words: str = "", **kwargs: Any) -> None:
@@ -64,9 +63,9 @@ class OctavoParser(argparse.ArgumentParser):
         self.exit(2, f"octavo: error: {message}\nTry: {self.prog} --help\n")
 
     def screen(self, argv: list[str]) -> list[str]:
-        """The words without the flags that need no answer from this parser.
+        """Remove the flags of the table that are accepted but have no effect.
 
-        Exits with status 2 at a flag whose feature does not exist.
+        Exit with status 2 at a flag whose feature does not exist.
         """
         kept: list[str] = []
         words = iter(range(len(argv)))
@@ -89,7 +88,7 @@ class OctavoParser(argparse.ArgumentParser):
         return kept
 
     def judge(self, name: str, value: str | None, *, negated: bool = False) -> None:
-        """Pass over a flag of the table silently or with a notice, or exit with the reason why it can't be had."""
+        """Accept a flag of the table, with a notice if it has one, or exit with the reason why it is not supported."""
         entry = FLAGS[name]
         if isinstance(entry, Needless):
             if negated and entry.no_reason:
@@ -109,7 +108,7 @@ class OctavoParser(argparse.ArgumentParser):
         return sorted(self._option_string_actions)
 
     def _foreign(self, word: str) -> tuple[str | None, bool, str | None]:
-        """(name in the table, written as --no-name, value after =) if the word is a flag that only the table knows."""
+        """Return (name in the table, written as --no-name, value after =) if the flag is only in the table."""
         head, equals, tail = word.partition("=")
         value = tail if equals else None
         if head in self._option_string_actions:
@@ -141,9 +140,9 @@ class OctavoParser(argparse.ArgumentParser):
 
 
 def gather_dotted(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """`--name.key value` of flags that are known, made one `--name {"key": value}`; keys may go deeper: `--name.a.b 1`.
+    """Merge `--name.key value` of known flags into one `--name {"key": value}`. Keys may be nested: `--name.a.b 1`.
 
-    A value that is JSON is taken as such, any other as text.
+    Values that are JSON are parsed; any other value is text.
     """
     kept: list[str] = []
     gathered: dict[str, dict[str, Any]] = {}
@@ -162,7 +161,7 @@ def gather_dotted(words: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def put(into: dict[str, Any], path: str, value: Any) -> None:
-    """Set what lies at `a.b` in nested objects."""
+    """Set the value at path `a.b` in nested objects."""
     *above, last = path.split(".")
     for key in above:
         into = into.setdefault(key, {})
@@ -177,13 +176,13 @@ def _json_or_text(text: str) -> Any:
 
 
 def _canonical(text: str) -> str:
-    """One spelling of a JSON object."""
+    """Return the canonical text of a JSON object."""
     value = _json_or_text(text)
     return json.dumps(value, sort_keys=True) if isinstance(value, dict) else text
 
 
 def _dashes(word: str) -> str:
-    """The name with dashes; the keys after a dot stay as they are."""
+    """Replace underscores by dashes in the name; keys after a dot are unchanged."""
     if not word.startswith("--"):
         return word
     head, equals, tail = word.partition("=")

@@ -1,4 +1,4 @@
-"""The flags that say how to sample, for commands that generate."""
+"""The sampling flags, for commands that generate."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def add_sampling_flags(parser: OctavoParser) -> None:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `SamplingParams` that the command line sets.
+    """Return the fields of `SamplingParams` that the command line sets.
 
     Raises:
-        InvalidRequestError: one is out of range; better said now than when the model has been loaded.
+        InvalidRequestError: one is out of range. Checked here, before the model is loaded.
     """
     from octavo.core.params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""Reading values as people write them on a command line: `8k`, `512MiB`, `2G`, JSON."""
+"""Parsers of values as users write them on a command line: `8k`, `512MiB`, `2G`, JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def _flag(read: Callable[[str], T]) -> Callable[[str], T]:
-    """`read`, with its errors in the form that argparse shows."""
+    """Wrap `read`: convert ValueError to the exception that argparse reports."""
 
     @functools.wraps(read)
     def wrapped(text: str) -> T:
@@ -39,21 +39,21 @@ duration = _flag(quantities.duration)
 
 
 def word(text: str) -> str:
-    """Text that is not empty, as what a shell makes of a variable that is not set would be."""
+    """Return a text; refuse an empty one, such as an unset shell variable."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the text is empty; give one, or leave the flag out")
     return text
 
 
 def port(text: str) -> int:
-    """A TCP port; 0 lets the system choose."""
+    """Parse a TCP port; 0 lets the system choose."""
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: give a number from 0 to 65535")
     return int(text)
 
 
 def paths(text: str) -> tuple[str, ...]:
-    """`/health,/metrics`."""
+    """Parse a comma-separated list of paths, such as `/health,/metrics`."""
     found = tuple(part.strip() for part in text.split(",") if part.strip())
     for path in found:
         if not path.startswith("/"):
@@ -62,7 +62,7 @@ def paths(text: str) -> tuple[str, ...]:
 
 
 def show_bytes(value: float) -> str:
-    """`123.4 MiB`."""
+    """Format a number of bytes, as `123.4 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
             break
@@ -71,7 +71,7 @@ def show_bytes(value: float) -> str:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """`{"name": value}`."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:

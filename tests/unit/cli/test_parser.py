@@ -31,10 +31,10 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2: tensor parallelism is not supported"),
         (["-tp", "4"], "tensor parallelism is not supported"),
         (["--tensor_parallel_size=8"], "--tensor-parallel-size 8: tensor parallelism"),
-        (["--quantization", "fp8"], "--quantization fp8: quantizing weights as they are loaded is not supported"),
+        (["--quantization", "fp8"], "--quantization fp8: quantizing weights at load time is not supported"),
         (["--enable-lora"], "LoRA adapters are not supported"),
         (["--speculative-config.method", "ngram"], "speculative decoding is not supported"),
-        (["-cc.cudagraph_mode", "x", "--tool-server", "demo"], "tools that the server runs are not supported"),
+        (["-cc.cudagraph_mode", "x", "--tool-server", "demo"], "tools run by the server are not supported"),
         (["--hf-token", "t"], "set the variable HF_TOKEN"),
         (["--no-enable-chunked-prefill"], "raise --max-num-batched-tokens"),
     ],
@@ -138,7 +138,7 @@ def test_json_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_one_spelling_of_json_is_as_good_as_another(capsys: pytest.CaptureFixture[str]) -> None:
     make_parser().parse_args(["--additional-config", "{ }"])
-    assert "settings beyond the flags are not supported" in refused(capsys, "--additional-config", '{"x": 1}')
+    assert "additional settings are not supported" in refused(capsys, "--additional-config", '{"x": 1}')
 
 
 def test_variables_without_an_effect_are_named() -> None:
@@ -160,6 +160,6 @@ def test_variables_without_an_effect_are_named() -> None:
     assert list(notices(environ, {"OCTAVO_API_KEY"})) == [
         "OCTAVO_APIKEY has no effect: there is no such variable; did you mean OCTAVO_API_KEY?",
         "OCTAVO_PORT has no effect: there is no such variable; docs/configuration.md lists those there are",
-        "VLLM_DO_NOT_TRACK has no effect: nothing is ever reported to anybody",
+        "VLLM_DO_NOT_TRACK has no effect: there is no telemetry",
         "VLLM_NEVER_HEARD_OF has no effect: this server has no such setting",
     ]
