@@ -1,1 +1,1 @@
-"""The engine in a Python program: `LLM`, `AsyncLLM`, `LLMEngine` and what they take; `octavo` has their names."""
+"""The Python API: `LLM`, `AsyncLLM`, `LLMEngine` and their arguments. `octavo` re-exports the names."""

@@ -1,4 +1,4 @@
-"""`LLMEngine`: the engine in this process for scripts that add requests and take steps themselves."""
+"""`LLMEngine`: the engine in this process, for scripts that add requests and step it themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Load the model. Errors are those of `LLM`."""
+        """Load the model. Raises the same errors as `LLM`."""
         return cls(LocalEngine(**vars(engine_args)))
 
     @property
@@ -51,10 +51,10 @@ class LLMEngine:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> str:
-        """Queue one request; what it brings comes from `step`, as `params.output_kind` says. Returns its id.
+        """Queue one request and return its id. `step` returns its output, as `params.output_kind` requires.
 
         Raises:
-            InvalidRequestError: it can't be served, or its id is that of a request which has not ended.
+            InvalidRequestError: it can't be served, or its id belongs to an unfinished request.
         """
         refuse(lora_request=lora_request, trace_headers=trace_headers)
         options = tokenization(tokenization_kwargs)
@@ -64,14 +64,14 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute once for all requests there is room for; what is new of them."""
+        """Run one step for all scheduled requests. Return their new output."""
         outputs = []
         for delta in self._engine.core.loop.step():
             outputs += self._push(delta)
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; nothing more comes of them."""
+        """Abort requests; `step` returns no more output for them."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if self._open.pop(request_id, None) is not None:
                 self._engine.core.loop.abort(request_id)
@@ -86,7 +86,7 @@ class LLMEngine:
         return self._engine.script_tokenizer()
 
     def reset_prefix_cache(self) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+        """Like `LLM.reset_prefix_cache`."""
         self._engine.core.loop.reset_prefix_cache()
         return True
 

@@ -1,4 +1,4 @@
-"""`EngineArgs`: an engine's settings, kept in an object as scripts have it until an engine is made of them."""
+"""`EngineArgs`: an object with an engine's settings, for scripts that build settings before the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P = TypeVar("P", bound=argparse.ArgumentParser)
 
 
 class EngineArgs:
-    """Any keywords of `LLM`, which are attributes then: `LLM(**vars(args))` makes the engine.
+    """Any keyword arguments of `LLM`, as attributes: `LLM(**vars(args))` creates the engine.
 
     Raises:
         ConfigError, TypeError: as `LLM`.
@@ -26,11 +26,11 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: P) -> P:
-        """Let a script's parser take the flags of `octavo serve` that are the engine's, with dashes or underscores.
+        """Add the engine flags of `octavo serve` to a script's parser, with dashes or underscores.
 
-        One that is not given is None. What is parsed are keywords of `LLM`: `LLM(**vars(parser.parse_args()))`, as far
-        as the script has no flags of its own, and `EngineArgs.from_cli_args` in any case. Flags of other engines are
-        taken as well; what they ask for is judged when an engine is made.
+        Flags that are not given are None. The parsed names are keyword arguments of `LLM`: use
+        `LLM(**vars(parser.parse_args()))` if the script has no flags of its own, else `EngineArgs.from_cli_args`. Flags
+        of other engines are parsed too, and checked when the engine is created.
         """
         group = parser.add_argument_group("engine")
         for flag in flags_of(ENGINE_GROUPS):
@@ -49,10 +49,10 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """What `add_cli_args` took, without a script's own arguments.
+        """Return the settings parsed by `add_cli_args`, without the script's own arguments.
 
         Raises:
-            ConfigError: a setting that can't be had.
+            ConfigError: a setting is not supported.
         """
         names = [*(_keyword(flag.name) for flag in flags_of(ENGINE_GROUPS)), *map(_keyword, ENGINE_FLAGS)]
         given = {name: getattr(args, name, None) for name in names}
@@ -60,7 +60,7 @@ class EngineArgs:
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The same for `AsyncLLM.from_engine_args`."""
+    """`EngineArgs` for `AsyncLLM.from_engine_args`."""
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -81,7 +81,7 @@ def _keyword(name: str) -> str:
 
 
 def _spelled(name: str) -> list[str]:
-    """A flag with dashes, and with underscores where that is another word."""
+    """Return a flag with dashes, and with underscores if that differs."""
     if name.startswith("-"):
         return [name]
     return list(dict.fromkeys([f"--{name}", f"--{_keyword(name)}"]))

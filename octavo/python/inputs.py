@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` are called with, brought into one form; what can't be had is refused here by name."""
+"""Normalization of the arguments of `LLM` and `AsyncLLM`. Unsupported arguments are refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.text.prompts.prompt import Prompt
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
 
-# vLLM's tokenization_kwargs -> the arguments of our preparers
+# vLLM's tokenization_kwargs -> arguments of Octavo's preparers
 _TOKENIZATION = {
     "add_special_tokens": "add_special_tokens",
     "truncate_prompt_tokens": "truncate",
@@ -37,7 +37,7 @@ _WRITTEN = (
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list of them."""
+    """Return one prompt or several as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Sequence):
@@ -49,7 +49,7 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def one_each(value: Any, count: int, name: str) -> list[Any]:
-    """One value for all prompts, or a list with one for each."""
+    """Return one value for all prompts, or a list with one for each, as a list of `count`."""
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
@@ -58,7 +58,7 @@ def one_each(value: Any, count: int, name: str) -> list[Any]:
 
 
 def sampling_of(params: Params, default: SamplingParams, count: int) -> list[SamplingParams]:
-    """Each prompt's parameters, checked anew, for they may have been changed since they were made."""
+    """Return each prompt's parameters, validated again because they may have changed since their creation."""
     found = one_each(params or default, count, "sampling_params")
     odd = next((one for one in found if not isinstance(one, SamplingParams)), None)
     if odd is not None:
@@ -68,10 +68,10 @@ def sampling_of(params: Params, default: SamplingParams, count: int) -> list[Sam
 
 
 def refuse(**given: Any) -> None:
-    """Refuses arguments that are known and not supported, unless they ask for nothing.
+    """Refuse known but unsupported arguments, unless their value requests nothing.
 
     Raises:
-        UnsupportedError: it names the argument, the value and what to do.
+        UnsupportedError: names the argument, the value and the remedy.
     """
     for name, value in given.items():
         values = value if isinstance(value, list | tuple) else [value]
@@ -80,7 +80,7 @@ def refuse(**given: Any) -> None:
 
 
 def tokenization(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`tokenization_kwargs` as arguments of a preparer."""
+    """Convert `tokenization_kwargs` to arguments of a preparer."""
     unknown = next((name for name in given or () if name not in _TOKENIZATION), None)
     if unknown is not None:
         raise UnsupportedError(
@@ -92,16 +92,16 @@ def tokenization(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
-    """One conversation or several, as a list of them."""
+    """Return one conversation or several as a list."""
     several = bool(messages) and isinstance(messages, Sequence) and not isinstance(messages[0], Mapping)
     return list(messages) if several else [messages]  # type: ignore[arg-type,list-item]
 
 
 def written_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the keywords of `LLM.chat` those that bear on the prompt, as the template's renderer has them.
+    """Return the keyword arguments of `LLM.chat` that affect the prompt, in the template renderer's form.
 
     Raises:
-        TypeError: one of them bears on something else, or on nothing.
+        TypeError: an argument affects something else, or is unknown.
     """
     options = dict(given)
     refuse(**{name: options.pop(name, None) for name in ("lora_request", "mm_processor_kwargs")})
@@ -115,7 +115,7 @@ def written_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def no_running_reset() -> UnsupportedError:
-    """For whoever wants the KV cache of what runs forgotten."""
+    """The error for a request to drop the KV cache of running requests."""
     return UnsupportedError(
         "reset_running_requests is not supported: running requests keep their KV cache. Abort them first.",
         param="reset_running_requests",
@@ -124,7 +124,7 @@ def no_running_reset() -> UnsupportedError:
 
 
 def check_chat(content_format: str, tools: Sequence[Any] | None) -> None:
-    """Refuses what no chat template can be given."""
+    """Refuse values that no chat template accepts."""
     if content_format not in get_args(ContentFormat):
         raise InvalidRequestError(
             f"chat_template_content_format must be one of {', '.join(get_args(ContentFormat))}.",

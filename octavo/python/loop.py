@@ -1,4 +1,4 @@
-"""`SharedLoop`: an engine loop that several calls of one program drive by turns."""
+"""`SharedLoop`: an engine loop shared by several calls of one program."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _STARVED_PAUSE_S = 0.001
 
 
 class SharedLoop:
-    """Who waits for news steps the loop; what that brings to others' requests is kept for them.
+    """The caller that waits for output steps the loop; output of other callers' requests is queued for them.
 
-    So two streams may be read in turn, and a call may be made while a stream is open.
+    So two streams may be read alternately, and a call may be made while a stream is open.
 
     Attributes:
-        loop: for whoever drives it alone.
+        loop: for exclusive use.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
         self._mail: dict[str, deque[TokenDelta]] = {}
-        """Request -> the news, not read yet, of the `run` that it belongs to."""
+        """Request id -> unread output, in the queue of the `run` that it belongs to."""
 
     def run(self, requests: Sequence[GenerateRequest]) -> Generator[TokenDelta, None, None]:
-        """The news of these requests until all have ended. Closing the iterator early aborts what is left.
+        """Yield the output of these requests until all have ended. Closing the iterator early aborts the rest.
 
         Raises:
-            InvalidRequestError: one of them can never fit; none has been computed then.
+            InvalidRequestError: a request can never fit; then none has been computed.
         """
         mail: deque[TokenDelta] = deque()
         open_choices: dict[str, int] = {}
@@ -57,18 +57,18 @@ class SharedLoop:
             for request_id in open_choices:
                 del self._mail[request_id]
                 self.loop.abort(request_id)
-            while self.loop.busy and not self._mail:  # else the other runs see to it
+            while self.loop.busy and not self._mail:  # otherwise the other runs handle it
                 self.loop.step()
 
     def abort(self, request_id: str, index: int) -> None:
-        """End one choice of a request; its `run` is told so."""
+        """Abort one choice of a request; its `run` receives the end."""
         self._deliver(self.loop.abort(request_id, index))
 
     def sleep(self, level: int, mode: PauseMode) -> None:
-        """Pause what runs as the mode says, then give memory back.
+        """Pause as the mode requires, then release memory.
 
         Raises:
-            EngineStateError: the engine was not made for it.
+            EngineStateError: the engine does not support sleep.
         """
         self.loop.check_sleep(level)
         self._deliver(self.loop.pause(mode))
@@ -77,7 +77,7 @@ class SharedLoop:
         self.loop.sleep(level)
 
     def wake_up(self, parts: Iterable[Part]) -> bool:
-        """Take the memory of these parts again; whether the engine is awake."""
+        """Allocate the memory of these parts again. Return whether the engine is awake."""
         self._deliver(self.loop.wake_up(parts))
         return not self.loop.paused
 
@@ -89,11 +89,11 @@ class SharedLoop:
         *,
         flush_cache: bool = True,
     ) -> None:
-        """Put other weights in the place of those in use; a pause that there is goes on afterwards.
+        """Replace the current weights. An active pause stays active.
 
         Args:
             stage: reads the weights.
-            mode: what becomes of what runs.
+            mode: what happens to running requests.
         """
         staged, was_paused = stage(self.loop.check_weights()), self.loop.paused
         if not was_paused or mode is PauseMode.ABORT:
@@ -110,14 +110,15 @@ class SharedLoop:
         return self.loop.stats()
 
     def close(self) -> None:
-        """Free the device. No `run` may go on after it."""
+        """Release the device. No `run` may continue afterwards."""
         self.loop.close()
 
     def _step(self) -> None:
-        """
+        """Step once.
+
         Raises:
-            EngineStateError: the engine sleeps, so that there is nothing to wait for.
-            DeviceLostError: nothing can be computed any more.
+            EngineStateError: the engine sleeps, so no output can arrive.
+            DeviceLostError: the device is lost; nothing can be computed any more.
         """
         self.loop.check_alive()
         if self.loop.settled:

@@ -1,4 +1,4 @@
-"""The engine's counters as `LLM.get_metrics` gives them, with the names and labels of the server's /metrics."""
+"""The engine's counters for `LLM.get_metrics`, with the names and labels of the server's /metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.server.metrics.metrics import PREFIXES
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number, or in a subclass several, with what it is of."""
+    """A number, or in a subclass several, with its name and labels."""
 
     name: str
     labels: dict[str, str]
@@ -22,21 +22,21 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """Goes up and down."""
+    """A value that goes up and down."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """Only grows."""
+    """A value that only increases."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """`buckets` are cumulative: upper bound -> how many were no larger."""
+    """`buckets` are cumulative: upper bound -> number of values up to and including it."""
 
     count: int
     sum: float
@@ -44,7 +44,7 @@ class Histogram(Metric):
 
 
 def metrics_of(info: ModelInfo, stats: EngineStats) -> list[Metric]:
-    """All of them, once under each of the prefixes of /metrics."""
+    """Return all metrics, once under each prefix of /metrics."""
     labels = {"model_name": info.name}
     return [metric for prefix in PREFIXES for metric in _metrics(prefix, labels, stats)]
 

@@ -1,4 +1,4 @@
-"""How far a call of `LLM` has got: a bar on standard error, or one of the caller's own."""
+"""Progress of a call of `LLM`: a bar on standard error, or the caller's own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 UseTqdm = bool | Callable[..., Any] | None
-"""Whether a bar is shown; None where standard error is a terminal. Or what makes one: `tqdm`, or a callable like it."""
+"""Whether to show a bar; None shows it if standard error is a terminal. Or a factory: `tqdm`, or a callable like it."""
 
 
 class Bar(Protocol):
-    """What is asked of a bar, by tqdm's names."""
+    """The methods used of a bar, with tqdm's names."""
 
     def update(self, n: int, /) -> Any: ...
 
@@ -21,7 +21,7 @@ class Bar(Protocol):
 
 
 class PromptProgress:
-    """Counts prompts that are done and tells a bar of each. As a context it closes the bar, come what may."""
+    """Counts completed prompts and updates a bar. A context manager that always closes the bar."""
 
     def __init__(self, bar: Bar | None) -> None:
         self._bar = bar
@@ -30,7 +30,7 @@ class PromptProgress:
         self._read = self._written = 0
 
     def took(self, prompt_tokens: int, output_tokens: int) -> None:
-        """One more prompt is done."""
+        """Count one completed prompt."""
         if self._bar is None:
             return
         self._read += prompt_tokens
@@ -51,7 +51,7 @@ class PromptProgress:
 
 
 def open_progress(wanted: UseTqdm, total: int, description: str = "Processed prompts") -> PromptProgress:
-    """Progress over so many prompts, shown as `wanted`."""
+    """Return progress over `total` prompts, shown as `wanted`."""
     if wanted is None:
         wanted = sys.stderr.isatty()
     if callable(wanted):
@@ -60,7 +60,7 @@ def open_progress(wanted: UseTqdm, total: int, description: str = "Processed pro
 
 
 class _RichBar:
-    """Drawn where standard error is a terminal; elsewhere one line at the end."""
+    """A bar on a terminal; otherwise one line at the end."""
 
     def __init__(self, total: int, description: str) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""`ScriptTokenizer`: the tokenizer under the names that scripts know from Hugging Face's."""
+"""`ScriptTokenizer`: the tokenizer with the method names of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 
 
 class ScriptTokenizer(Tokenizer):
-    """What `LLM.get_tokenizer` gives. `decode` shows special tokens unless told otherwise, as scripts expect it.
+    """The result of `LLM.get_tokenizer`. Like Hugging Face's, `decode` shows special tokens by default.
 
     Args:
-        tokenizer: whose parts it shares.
+        tokenizer: the tokenizer whose data is shared.
         chat: for `apply_chat_template`.
     """
 
@@ -29,7 +29,7 @@ class ScriptTokenizer(Tokenizer):
         return self.vocab_size
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> dict[str, Any]:
-        """`input_ids` and `attention_mask`, of one text or of several; nothing is padded."""
+        """Return `input_ids` and `attention_mask` of one text or of several, without padding."""
         texts = [text] if isinstance(text, str) else text
         made = [self.encode(part, add_special_tokens=add_special_tokens) for part in texts]
         masks = [[1] * len(tokens) for tokens in made]
@@ -38,25 +38,25 @@ class ScriptTokenizer(Tokenizer):
         return {"input_ids": made, "attention_mask": masks}
 
     def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Text of one token or of several."""
+        """Return the text of one token or of several."""
         return super().decode([ids] if isinstance(ids, int) else ids, skip_special_tokens=skip_special_tokens)
 
     def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token as the vocabulary writes it -> its id."""
+        """Return a dictionary from token, as the vocabulary writes it, to id."""
         vocab: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
         return vocab
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> str | list[str | None] | None:
-        """Tokens as the vocabulary writes them; None for ids outside it."""
+        """Return tokens as the vocabulary writes them; None for ids outside it."""
         if isinstance(ids, int):
             return self._token(ids)
         return [self._token(one) for one in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | list[int | None] | None:
-        """Ids of tokens as the vocabulary writes them; None for others."""
+        """Return the ids of tokens as the vocabulary writes them; None for unknown ones."""
         if isinstance(tokens, str):
             return self._id(tokens)
         return [self._id(one) for one in tokens]
@@ -72,10 +72,10 @@ class ScriptTokenizer(Tokenizer):
         tokenize: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """The prompt that the model's template, or another, makes of a conversation: its tokens or its text.
+        """Render a conversation with the model's template, or another. Return its token ids or its text.
 
         Raises:
-            InvalidRequestError: there is no template, or it can't write these messages.
+            InvalidRequestError: there is no template, or it can't render these messages.
         """
         template = self._chat if chat_template is None else ChatTemplate(chat_template, self)
         if template is None:

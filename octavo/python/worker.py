@@ -1,4 +1,4 @@
-"""What `LLM` can do to what runs its model: give it other weights, and profile it."""
+"""Worker control in `LLM`: weight updates and profiling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.python.loop import SharedLoop
 
 
 class WorkerMethods(ABC):
-    """The part of `LLM` for trainers and research."""
+    """The methods of `LLM` for trainers and research."""
 
     @property
     @abstractmethod
@@ -29,17 +29,17 @@ class WorkerMethods(ABC):
         weight_version: str | None = None,
         abort_all_requests: bool = False,
     ) -> None:
-        """Go on with the weights of another checkpoint of the same model, which are read beside those in use.
+        """Load the weights of another checkpoint of the same model and continue with them.
 
         Args:
-            model_path: a folder or a .gguf file. Its tokenizer and its settings are not read.
-            load_format: as the setting of this name; by default it goes by the files.
-            flush_cache: forget what was computed with the old weights; open streams compute their tokens so far again.
-            weight_version: what the weights are called, in `stats()`.
-            abort_all_requests: end open streams, instead of letting them go on with the new weights.
+            model_path: a folder or a .gguf file. Its tokenizer and settings are not read.
+            load_format: like the setting of this name; by default derived from the files.
+            flush_cache: drop the KV cache of the old weights; open streams recompute their tokens.
+            weight_version: name of the new weights, in `stats()`.
+            abort_all_requests: abort open streams instead of continuing them with the new weights.
 
         Raises:
-            InvalidRequestError: the checkpoint can't be read, or is of another shape. The old weights stay.
+            InvalidRequestError: the checkpoint can't be read, or has other shapes. The old weights stay.
             EngineStateError: the weights are asleep.
         """
         mode = PauseMode.ABORT if abort_all_requests else PauseMode.KEEP
@@ -48,23 +48,23 @@ class WorkerMethods(ABC):
         )
 
     def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
-        """Agree on how weights are sent: by files, for which `init_info` is empty."""
+        """Select how weights are sent: by files, for which `init_info` is empty."""
         check_transfer(request)
 
     def start_weight_update(self) -> None:
-        """Expect `update_weights`."""
+        """Begin a weight update; `update_weights` calls follow."""
         self._core.loop.check_weights().begin_weights()
 
     def update_weights(self, request: Mapping[str, Any]) -> None:
         """Read some tensors.
 
         Args:
-            request: {"update_info": {"path": a safetensors file, or a folder with some}}; or, of this process,
-                {"update_info": {"tensors": pairs of name and tensor}}.
+            request: {"update_info": {"path": a safetensors file, or a folder of them}}, or, for tensors of this
+                process, {"update_info": {"tensors": pairs of name and tensor}}.
 
         Raises:
             EngineStateError: `start_weight_update` was not called.
-            InvalidRequestError: there are none.
+            InvalidRequestError: there are no tensors.
         """
         info = request.get("update_info") or {}
         worker = self._core.loop.check_weights()
@@ -74,11 +74,12 @@ class WorkerMethods(ABC):
             worker.receive_weights(info)
 
     def finish_weight_update(self, weight_version: str | None = None, *, flush_cache: bool = True) -> None:
-        """Go on with the tensors that came, which must be all of the model. The arguments are those of
-        `update_weights_from_disk`.
+        """Switch to the received tensors, which must be all of the model's.
+
+        The arguments are those of `update_weights_from_disk`.
 
         Raises:
-            InvalidRequestError: some are missing, or of another shape. The old weights stay; all must be sent again.
+            InvalidRequestError: some are missing, or have other shapes. The old weights stay; all must be sent again.
         """
         self._core.update_weights(
             lambda worker: worker.stage_received(), PauseMode.KEEP, weight_version, flush_cache=flush_cache
@@ -91,15 +92,15 @@ class WorkerMethods(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call something where the model runs, which is this process; a list of the one result.
+        """Call a function or method in the model's process, which is this one. Return a list with its one result.
 
         Args:
             method: a function, which gets the worker (`octavo.worker.worker.Worker`, or an encoder's) and then the
                 arguments; or a name of `octavo.engine.rpc.METHODS`.
-            timeout: None, for nothing is waited for.
+            timeout: None; the call blocks until it is done.
 
         Raises:
-            InvalidRequestError: there is no method of this name, or it takes other arguments.
+            InvalidRequestError: there is no such method, or it takes other arguments.
         """
         refuse(timeout=timeout)
         if callable(method):
@@ -107,38 +108,39 @@ class WorkerMethods(ABC):
         return [bound(_Calls(self, self._core), method, args, kwargs or {})]
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Call a function with the model, whose layers and weights it may read and change; a list of the one result.
+        """Call a function with the model. Return a list with its one result.
 
-        On a CPU it is mostly a `NativeDecoder`, whose weights are packed for its kernels; with
-        `attention_backend="torch"`, and on GPUs, it is made of `torch.nn` modules.
+        The function may read and change layers and weights. On a CPU the model is usually a `NativeDecoder`, whose
+        weights are packed for its kernels. With `attention_backend="torch"`, and on GPUs, it consists of `torch.nn`
+        modules.
         """
         return self.collective_rpc(lambda worker: func(worker.model))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Note what each step does, until `stop_profile`, or until the profile is as long as it may be.
+        """Record every step until `stop_profile`, or until the profile's maximum length.
 
         Args:
-            profile_prefix: how the name of the trace's file begins.
+            profile_prefix: prefix of the trace's file name.
 
         Raises:
-            EngineStateError: the LLM was not made with `profiler_config`, or a profile is being made.
+            EngineStateError: the LLM was created without `profiler_config`, or a profile is running.
         """
         self._core.loop.start_profile(profile_prefix or "")
 
     def stop_profile(self) -> str:
-        """End the profile; the path of its trace, or nothing if there was none."""
+        """End the profile. Return the path of its trace, or an empty text if there was none."""
         return self._core.loop.stop_profile()
 
 
 class _Calls:
-    """The methods of `octavo.engine.rpc`, in this process."""
+    """The methods of `octavo.engine.rpc` in this process."""
 
     def __init__(self, llm: WorkerMethods, core: SharedLoop) -> None:
         self._llm = llm
         self._core = core
 
     def check_health(self) -> None:
-        """An engine that is asked is well."""
+        """Do nothing: an engine in this process is healthy if it can be called."""
 
     def get_weight_version(self) -> str:
         return self._core.stats().weight_version
@@ -169,7 +171,7 @@ class _Calls:
 
 
 def check_transfer(request: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError unless weights are to be sent by files."""
+    """Raise UnsupportedError unless weights are to be sent by files."""
     if request.get("init_info"):
         raise UnsupportedError(
             "init_info must be empty: weights are read from files. Give their paths to update_weights.",

@@ -1,4 +1,4 @@
-"""Work on long texts, beside the event loop, so that other streams flow on."""
+"""Work on long texts in threads, so that other streams continue."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _VERY_LONG = 1 << 18
 
 
 async def aside(length: int, work: Callable[[], T]) -> T:
-    """The result of work on so many characters, done in a thread if they are many; `Tokenizer` leaves others the GIL.
+    """Return the result of `work` on a text of `length` characters, in a thread if the text is long.
 
-    A tokenizer takes some hundred bytes for each character. What was needed for a very long text goes back to the
-    system: the C library would keep it, in each thread anew.
+    `Tokenizer` releases the GIL meanwhile. A tokenizer allocates some hundred bytes per character; after a very long
+    text this memory is returned to the system, because the C library would keep it in every thread.
     """
 
     if length <= _LONG:

@@ -1,4 +1,4 @@
-"""`ModelText`: everything about text that comes with a model, loaded from its files."""
+"""`ModelText`: a model's tokenizer, chat template and sampling defaults, loaded from its files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from octavo.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """Attributes:
-    chat: None for a model without a chat template.
-    defaults: the sampling parameters that the model's authors recommend.
-    max_tokens: to which a server cuts longer answers.
+    """The text-related parts of a model.
+
+    Attributes:
+        chat: None for a model without a chat template.
+        defaults: the sampling parameters recommended by the model's authors.
+        max_tokens: a server's limit on the length of answers.
     """
 
     tokenizer: Tokenizer
@@ -43,20 +45,20 @@ def load_text(
     """Load the tokenizer and compile the chat template.
 
     Args:
-        config: may name another model to take the tokenizer (and so the template) from, and other sampling defaults.
+        config: may name another source of the tokenizer (and so of the template), and override sampling defaults.
         chat_template: a Jinja template, or a file with one, instead of the model's own.
-        content_format: how it gets the contents of messages.
+        content_format: the form of message contents for the template.
 
     Raises:
-        ModelNotFoundError, ModelFileError, ConfigError: a file is missing or wrong; the text names it. Or a template is
-            given where there is no tokenizer.
+        ModelNotFoundError, ModelFileError, ConfigError: a file is missing or invalid (the text names it), or a template
+            is given without a tokenizer.
     """
     config = config or ModelConfig()
     defaults = _generation_config(config.generation_config, files) | _overrides(config)
     most = _max_tokens(config, defaults)
     if config.skip_tokenizer_init:
         if chat_template is not None:
-            raise ConfigError("--chat-template needs a tokenizer; leave out one of it and --skip-tokenizer-init.")
+            raise ConfigError("--chat-template needs a tokenizer; leave out --chat-template or --skip-tokenizer-init.")
         return ModelText(NoTokenizer(int(files.config.get("vocab_size") or 0)), None, defaults, most)
     loaded = load_tokenizer(tokenizer_files(config, files))
     loaded.special_in_content = config.allow_special_in_content
@@ -77,7 +79,7 @@ def _generation_config(where: str, files: ModelFiles) -> dict[str, Any]:
 
 
 def _max_tokens(config: ModelConfig, defaults: Mapping[str, Any]) -> int | None:
-    """What the operator says of the length of answers binds every request; a model's own word is a default only."""
+    """Return the limit that the operator sets on every request's length. The model's own value is only a default."""
     told = defaults if config.generation_config not in ("auto", "none", "vllm") else config.override_generation_config
     given: int | None = sampling_defaults(told).get("max_tokens")
     return given

@@ -1,4 +1,4 @@
-"""`FrontendRecipe`: all that it takes to make the front end of a model, in whichever process."""
+"""`FrontendRecipe`: the settings from which any process can create a model's front end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from octavo.text.model_text import ModelText, load_text
 
 @dataclass(frozen=True, slots=True)
 class FrontendRecipe:
-    """Called with a client of an engine core, it makes the front end; it can be pickled.
+    """Picklable. Called with a client of an engine core, it returns the front end.
 
     Attributes:
         chat_template: a Jinja template, or a file with one, instead of the model's own.
-        content_format: how it gets the contents of messages.
-        tool_call_parser, reasoning_parser: how the model writes calls and reasoning; by default as its template shows.
+        content_format: the form of message contents for the template.
+        tool_call_parser, reasoning_parser: formats of calls and reasoning; by default detected from the template.
         tool_parser_plugin: a Python file that declares more formats of calls.
-        reasoning_config: marks of reasoning of the user's own.
+        reasoning_config: custom marks of reasoning.
     """
 
     files: ModelFiles
@@ -37,9 +37,10 @@ class FrontendRecipe:
     reasoning_config: Mapping[str, Any] | None = None
 
     def load(self) -> tuple[ModelText, AnswerFormats]:
-        """
+        """Load the tokenizer, the template and the formats.
+
         Raises:
-            ModelNotFoundError, ModelFileError, ConfigError: as `load_text`; or a parser that nobody knows.
+            ModelNotFoundError, ModelFileError, ConfigError: as `load_text`; or an unknown parser.
         """
         text = load_text(self.files, self.model, chat_template=self.chat_template, content_format=self.content_format)
         return text, AnswerFormats.of(
@@ -51,7 +52,7 @@ class FrontendRecipe:
         )
 
     def make(self, engine: EngineClient, text: ModelText, answers: AnswerFormats) -> Frontend:
-        """The front end, of what was loaded."""
+        """Return the front end made from the loaded parts."""
         return Frontend(
             engine,
             text.tokenizer,

@@ -1,4 +1,4 @@
-"""Which files the engine and its front end are made of, as the settings name them."""
+"""The model and tokenizer files that the settings name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from octavo.hub.resolve import resolve
 
 
 def model_files(config: ModelConfig, *, weights: bool = True, progress: Progress = silent) -> ModelFiles:
-    """The model's, downloaded if need be, and its configuration as the user wants it.
+    """Return the model's files, downloaded if necessary, with the user's overrides of its configuration.
 
     Raises:
         ModelNotFoundError, ModelFileError: as `resolve`.
-        ConfigError: an override that can't be.
+        ConfigError: an override is invalid.
     """
     files = resolve(
         config.model,
@@ -27,7 +27,7 @@ def model_files(config: ModelConfig, *, weights: bool = True, progress: Progress
 
 
 def tokenizer_files(config: ModelConfig, files: ModelFiles) -> ModelFiles:
-    """Those with the tokenizer: the model's own `files`, or those of another model or another revision.
+    """Return the files of the tokenizer: the model's own `files`, or those of another model or revision.
 
     Raises:
         ModelNotFoundError, ModelFileError: as `resolve`.

@@ -1,1 +1,1 @@
-"""What an answer may consist of: reasoning, content, calls. Its grammar, and the router that sorts its text."""
+"""The parts of an answer: reasoning, content, tool calls. Their grammar, and the router that separates them."""

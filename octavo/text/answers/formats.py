@@ -1,4 +1,4 @@
-"""`AnswerFormats`: how a model writes tool calls and reasoning, as its chat template shows or as the user says."""
+"""`AnswerFormats`: the formats of a model's tool calls and reasoning, from its chat template or the settings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """
+    """How a model writes tool calls and reasoning.
+
     Attributes:
-        tools: how calls are written.
-        reasoning: how reasoning is marked; None if it is not.
-        template_tools: whether the chat template tells the model about tools; else this must be done in words.
+        tools: the format of tool calls.
+        reasoning: the marks around reasoning; None if the model does not mark it.
+        template_tools: whether the chat template describes tools to the model; otherwise the system message does.
     """
 
     tools: ToolFormat
@@ -37,14 +38,14 @@ class AnswerFormats:
         plugin: str | None = None,
         marks: Mapping[str, Any] | None = None,
     ) -> AnswerFormats:
-        """From a chat template, or by name.
+        """Detect the formats from a chat template, or select them by name.
 
         Args:
             plugin: a file that declares more formats of tool calls.
-            marks: what `own_marks` takes; they stand before those of `reasoning`, unless that is "none".
+            marks: arguments of `own_marks`; they override those of `reasoning`, unless that is "none".
 
         Raises:
-            ConfigError: a name that nobody knows, a file that declares no format, or marks that are none.
+            ConfigError: an unknown name, a file that declares no format, or invalid marks.
         """
         own = {} if plugin is None else load_formats(plugin)
         source = "" if chat is None else chat.source

@@ -1,4 +1,4 @@
-"""How models mark what they think before they answer."""
+"""How models mark the reasoning before their answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning stands between `begin` and `end`, first of all in the output; `begin` may end the prompt instead."""
+    """Reasoning is between `begin` and `end`, at the start of the output; `begin` may end the prompt instead."""
 
     name: str
     begin: str
@@ -27,10 +27,10 @@ _ALIASES = {"qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "g
 
 
 def reasoning_format(name: str) -> ReasoningFormat | None:
-    """By its name, or by another server's name for it; None for "none".
+    """Return the format of a name, or of another server's name for it; None for "none".
 
     Raises:
-        ConfigError: nobody knows it.
+        ConfigError: the name is unknown.
     """
     if name == "none":
         return None
@@ -43,10 +43,10 @@ def reasoning_format(name: str) -> ReasoningFormat | None:
 
 
 def own_marks(config: Mapping[str, Any]) -> ReasoningFormat | None:
-    """The marks that a setting names with `reasoning_start_str` and `reasoning_end_str`; None if it names none.
+    """Return the marks that a setting gives as `reasoning_start_str` and `reasoning_end_str`; None if it gives none.
 
     Raises:
-        ConfigError: another field, or marks that are no two texts.
+        ConfigError: an unknown field, or marks that are not two texts.
     """
     unknown = next((name for name in config if name not in _MARKS), None)
     if unknown is not None:
@@ -60,5 +60,5 @@ def own_marks(config: Mapping[str, Any]) -> ReasoningFormat | None:
 
 
 def detect_reasoning(template: str) -> ReasoningFormat | None:
-    """The marks that a chat template knows."""
+    """Return the marks that a chat template contains."""
     return next((one for one in FORMATS.values() if one.end in template), None)

@@ -1,4 +1,4 @@
-"""`RepeatedCalls`: finds a tool call that is identical to an earlier one, before any of it is sent."""
+"""`RepeatedCalls`: detects a tool call identical to an earlier one before any of it is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class RepeatedCalls:
-    """Holds the pieces of a call back while it may turn out to be identical to an earlier one."""
+    """Holds back the pieces of a call while it may still be identical to an earlier one."""
 
     def __init__(self) -> None:
         self._earlier: set[tuple[str, str]] = set()
@@ -18,7 +18,7 @@ class RepeatedCalls:
         self._held: list[Piece] = []
 
     def add(self, piece: Piece) -> list[Piece]:
-        """Take a piece of a call; return those that can be passed on now."""
+        """Add a piece of a call. Return the pieces that can be passed on now."""
         if piece.name is not None:
             self._name, self._arguments = piece.name, ""
         self._arguments += piece.text
@@ -26,14 +26,14 @@ class RepeatedCalls:
         return [] if self._may_repeat() else self.release()
 
     def end_call(self) -> bool:
-        """Whether the call that is complete now is identical to an earlier one."""
+        """End a call. Return whether it is identical to an earlier one."""
         call = self._name, self._arguments
         repeated = call in self._earlier
         self._earlier.add(call)
         return repeated
 
     def release(self) -> list[Piece]:
-        """The pieces that were held back."""
+        """Return the pieces that were held back."""
         held, self._held = self._held, []
         return held
 

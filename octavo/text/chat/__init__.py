@@ -1,1 +1,1 @@
-"""Chats: messages checked and made plain, and the model's own template that makes one text of them."""
+"""Chats: validation of messages, and the model's template that renders them to one text."""

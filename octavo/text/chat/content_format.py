@@ -1,4 +1,4 @@
-"""In which form a chat template takes a message's content: as one string, or as OpenAI's list of parts."""
+"""Detection of the form in which a chat template takes message contents: one string, or OpenAI's list of parts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 from jinja2 import nodes
 
 ContentFormat = Literal["auto", "string", "openai"]
-"""How templates get contents; "auto" goes by the template's code."""
+"""The form of contents passed to templates; "auto" detects it from the template's code."""
 
 
 def takes_parts(template: nodes.Template) -> bool:
-    """Whether a template goes through the parts of a message's content in a loop.
+    """Whether a template loops over the parts of a message's content.
 
-    Messages are `messages`, what a loop over them or an index takes out of them, and what such things are assigned to;
-    a content is their item or attribute `content`.
+    Messages are the variable `messages`, elements taken from it by a loop or index, and variables assigned from those.
+    A content is their item or attribute `content`.
     """
     known = _Known(template)
     return any(known.kind(loop.iter) == "content" for loop in template.find_all(nodes.For))
@@ -24,13 +24,13 @@ _Kind = Literal["messages", "message", "content"]
 
 
 class _Known:
-    """Names in a template that stand for messages, one of them, or its content."""
+    """Names in a template that refer to messages, a message, or its content."""
 
     def __init__(self, template: nodes.Template) -> None:
         self._names: dict[str, _Kind] = {"messages": "messages"}
         loops, assigned = list(template.find_all(nodes.For)), list(template.find_all(nodes.Assign))
         before = 0
-        while before < len(self._names):  # a name may be used above the line that gives it its meaning
+        while before < len(self._names):  # a name may be used before the line that assigns it
             before = len(self._names)
             for loop in loops:
                 if self.kind(loop.iter) == "messages":
@@ -39,7 +39,7 @@ class _Known:
                 self._learn(one.target, self.kind(one.node))
 
     def kind(self, node: nodes.Node) -> _Kind | None:
-        """What an expression stands for."""
+        """Return what an expression refers to."""
         if isinstance(node, nodes.Name):
             return self._names.get(node.name)
         if isinstance(node, nodes.Filter):

@@ -1,8 +1,8 @@
 """`ContentGuard`: text in a message that spells a special token stays text, whatever a template does with it.
 
-Before the template runs, each such text is broken by a mark behind its first character; after it has run, the marks are
-taken out again and the places where they stood are known. Nobody can know a mark beforehand. It is made of digits, so
-that templates which write contents as JSON, or as Python writes them, leave it as it is.
+Before rendering, a mark is inserted after the first character of each such text. After rendering, the marks are removed
+and their positions are known. Marks are random, so requests can't forge them. They consist of digits, so that templates
+which write contents as JSON or Python literals leave them unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from octavo.text.tokenizers.literal import LiteralText, SpecialTokens
 
 
 class ContentGuard:
-    """For one rendering.
+    """The marks of one rendering.
 
     Args:
-        special: the tokens to look for; None lets contents hold special tokens.
+        special: the tokens to look for; None allows special tokens in contents.
     """
 
     def __init__(self, special: SpecialTokens | None) -> None:
@@ -29,16 +29,16 @@ class ContentGuard:
         self._used = False
 
     def mark(self, value: Any) -> Any:
-        """The same value (text, list or object, to any depth) with marks; the value itself if there is nothing to mark.
+        """Return a value (text, list or object, of any depth) with marks; the same object if there is nothing to mark.
 
-        What is marked already is not marked again.
+        Text that is already marked is not marked again.
         """
         if self._special is None or not any(map(self._special.may_occur, _texts(value))):
             return value
         return self._marked(value)
 
     def read(self, prompt: str) -> str:
-        """What a template made of marked values, without the marks: a `LiteralText` where it spells special tokens."""
+        """Remove the marks from a rendered prompt. Return a `LiteralText` if it spells special tokens."""
         if not self._used or self._special is None:
             return prompt
         pieces = prompt.split(self._mark)
@@ -66,7 +66,7 @@ class ContentGuard:
         return self._mark.join([*pieces, text[at:]])
 
     def _list(self, values: list[Any] | tuple[Any, ...]) -> list[Any]:
-        """The list, marked also where a template that joins neighbouring parts would make a special token of them."""
+        """Mark a list, also where a template that joins adjacent parts would form a special token."""
         marked = [self._marked(one) for one in values]
         texts = [text for one in values if isinstance(one, Mapping) and isinstance(text := one.get("text"), str)]
         if len(texts) == len(values) > 1:
@@ -81,14 +81,14 @@ class ContentGuard:
 
 
 def _is_broken(span: tuple[int, int], marks: list[int]) -> bool:
-    """Whether a mark stood within the span, or behind its one character."""
+    """Whether a mark was inside the span, or after its only character."""
     begin, end = span
     after = bisect_right(marks, begin)
     return after < len(marks) and marks[after] < max(end, begin + 2)
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value, keys included; neighbouring parts of a content also as one."""
+    """Yield all texts in a value, including keys; adjacent parts of a content also joined."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

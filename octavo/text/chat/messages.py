@@ -1,4 +1,4 @@
-"""Chat messages in OpenAI's form, checked and made plain for templates."""
+"""Validation and normalization of chat messages in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], *, parts: bool = False) -> list[dict[str, Any]]:
-    """The messages with each content as one string, and the arguments of tool calls as objects.
+    """Return the messages with each content as one string, and the arguments of tool calls as objects.
 
-    Text parts of one message are joined by newlines; or else, with `parts`, each content is a list of them.
+    Text parts of a message are joined by newlines; with `parts`, each content is a list of them instead.
 
     Raises:
-        InvalidRequestError: empty, or not of OpenAI's form; the message says which one and why. `param` is "messages".
+        InvalidRequestError: empty, or not of OpenAI's form; the message names the place and the reason. `param` is
+            "messages".
         UnsupportedError: a part that is not text.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):

@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, by the model's own Jinja template, run in a sandbox."""
+"""Rendering of chat messages to a prompt with the model's own Jinja template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from octavo.text.chat.messages import plain_messages
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles that any chat may have. A template's own ones, such as "ipython", stand in its source as strings."""
+"""Roles that any chat may use. A template's own roles, such as "ipython", are string constants in its source."""
 _SYNONYMS = {"human": "user", "ai": "assistant", "bot": "assistant", "gpt": "assistant", "model": "assistant"}
 _QUOTED = re.compile(r"""(?<=['"])[A-Za-z][\w-]*(?=['"])""")
-# Stands at the end of the message that is to be continued, so that the prompt can be cut there.
+# Appended to the message that is to be continued, to find the place where the prompt is cut.
 _CUT = "\N{OBJECT REPLACEMENT CHARACTER}octavo-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 class ChatTemplate:
-    """A compiled template, or several by name, of which "tool_use" serves requests with tools and "default" all others.
+    """A compiled template, or several by name: "tool_use" serves requests with tools, "default" all others.
 
     Args:
         source: Jinja source, or name -> source.
-        content_format: what contents are rendered as, unless `render` is told otherwise.
+        content_format: form of the contents, unless `render` overrides it.
 
     Raises:
         ConfigError: the source is not valid Jinja; the message gives the line.
@@ -55,11 +55,11 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The Jinja source that serves requests with tools."""
+        """The Jinja source for requests with tools."""
         return self._sources.get("tool_use") or self._sources.get("default", "")
 
     def guard(self) -> ContentGuard:
-        """A new one for one rendering."""
+        """Return a new guard for one rendering."""
         return ContentGuard(None if self._tokenizer.special_in_content else self._tokenizer.special)
 
     def render(
@@ -75,22 +75,22 @@ class ChatTemplate:
         guard: ContentGuard | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt. It holds the special tokens already: encode it with `add_special_tokens=False`.
+        """Render a prompt. It contains the special tokens: encode it with `add_special_tokens=False`.
 
-        Where messages, tools or documents spell special tokens, it is a `LiteralText` (unless the tokenizer's
+        If messages, tools or documents spell special tokens, it is a `LiteralText` (unless the tokenizer's
         `special_in_content` is set), so that the model sees them as text.
 
         Args:
             add_generation_prompt: end with the mark that begins the assistant's answer.
-            continue_final_message: end within the last message, for the model to go on with it; no mark is added then.
-            template_kwargs, variables: further variables for the template. The former may hold any name, as a client
-                sends it (`chat_template_kwargs`); the arguments above win.
-            content_format: how the template gets contents; None as the template was made.
-            roles: those that messages may have besides `ROLES` and the ones that the template names.
-            guard: the one by which the messages are marked already; None for a new one.
+            continue_final_message: end inside the last message, so that the model continues it; no mark is added then.
+            template_kwargs, variables: further variables for the template. `template_kwargs` may contain any name, as
+                sent by a client (`chat_template_kwargs`); the arguments above take precedence.
+            content_format: form of the contents; None for the template's default.
+            roles: allowed roles besides `ROLES` and those in the template's source.
+            guard: the guard that has already marked the messages; None for a new one.
 
         Raises:
-            InvalidRequestError: the messages are not what a chat or this template takes; `param` is "messages".
+            InvalidRequestError: the messages are invalid, or this template refuses them; `param` is "messages".
         """
         name = self._choose(bool(tools))
         form = content_format or self._format
@@ -112,11 +112,11 @@ class ChatTemplate:
         return guard.read(_cut(prompt) if continue_final_message else prompt)
 
     def names_role(self, role: str) -> bool:
-        """Whether `role` is a common one, or one that the template's source names."""
+        """Whether `role` is a common role or occurs in the template's source."""
         return role in self._roles
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]], allowed: Collection[str]) -> None:
-        """Refuse misspelled roles, which most templates would write unseen. Those of a user's own may pass."""
+        """Refuse misspelled roles, which most templates would write unchecked. Unknown custom roles pass."""
         for message in messages:
             role = message["role"]
             meant = None if self.names_role(role) or role in allowed else _meant(role)
@@ -144,7 +144,7 @@ class ChatTemplate:
             return template.render(context)
         except InvalidRequestError:
             raise
-        except Exception as exc:  # whatever a template's own code raises is about the messages it was given
+        except Exception as exc:  # any exception of a template is about the messages
             raise InvalidRequestError(
                 f"The model's chat template can't render these messages: {exc}", param="messages"
             ) from exc
@@ -153,7 +153,7 @@ class ChatTemplate:
 def chat_template_of(
     tokenizer: Tokenizer, override: str | None = None, content_format: ContentFormat = "auto"
 ) -> ChatTemplate | None:
-    """The template to use: `override` (a file's path, or the source itself), else the model's; None if there is none.
+    """Return the template: `override` (a file's path, or Jinja source), else the model's; None if there is none.
 
     Raises:
         ConfigError: `override` looks like a path but is not a readable file, or a template is not valid.
@@ -163,7 +163,7 @@ def chat_template_of(
 
 
 def no_template_error() -> InvalidRequestError:
-    """For chat with a model that has no chat template."""
+    """The error for chat with a model that has no chat template."""
     return InvalidRequestError(
         "This model has no chat template, so messages can't be made into a prompt. Use /v1/completions, or start the "
         "server with --chat-template FILE.",
@@ -193,14 +193,14 @@ def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.
 
 
 def _meant(role: str) -> str | None:
-    """The common role that a misspelled or foreign one stands for; None for a role of somebody's own."""
+    """Return the common role that a misspelled or foreign one stands for; None for custom roles."""
     word = role.strip().lower()
     near = [_SYNONYMS[word]] if word in _SYNONYMS else difflib.get_close_matches(word, ROLES, n=1, cutoff=0.75)
     return near[0] if near else None
 
 
 def _to_be_cut(content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
-    """The content with the mark behind its last text."""
+    """Return the content with the mark after its last text."""
     if isinstance(content, str):
         return content + _CUT
     *before, last = content or [{"type": "text", "text": ""}]
@@ -218,7 +218,7 @@ def _cut(prompt: str) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    """The environment that Hugging Face's chat templates are written for."""
+    """Return the environment that Hugging Face's chat templates expect."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
@@ -229,7 +229,7 @@ def _environment() -> jinja2.Environment:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; in serving its body is rendered as it stands."""
+    """`{% generation %}` marks the assistant's text for training; when serving, its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -245,7 +245,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON for a model's eyes: unlike Jinja's own filter, not escaped for HTML."""
+    """JSON for a model to read: unlike Jinja's own filter, not escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

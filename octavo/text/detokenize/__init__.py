@@ -1,1 +1,1 @@
-"""Token ids made into text again, up to a stop string, choice by choice."""
+"""Detokenization with stop strings, per choice."""

@@ -1,4 +1,4 @@
-"""Token ids to text, one by one, never giving out half a character."""
+"""Incremental detokenization that never emits part of a character."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
-# Most tokens need one or two neighbours to show their text; longer waits mean bytes that never become a character.
+# Most tokens need one or two neighbours to show their text. Longer waits mean bytes that never become a character.
 _MAX_WINDOW = 16
 
 
 class Detokenizer:
-    """The text of one growing sequence. The pieces joined are `tokenizer.decode` of all ids.
+    """The text of one growing sequence. The concatenated pieces equal `tokenizer.decode` of all ids.
 
-    A token costs the same however long the sequence is. Bytes that begin a character are kept until it is whole; bytes
-    that can't be part of one come out as U+FFFD.
+    The cost per token is independent of the sequence's length. Bytes of an incomplete character are kept until it is
+    complete; invalid bytes become U+FFFD.
 
     Args:
         skip_special_tokens: leave special tokens out.
-        after_text: the sequence continues a text, so a space at its beginning belongs to it.
+        after_text: the sequence continues a text, so a leading space belongs to it.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, after_text: bool = False) -> None:
@@ -30,7 +30,7 @@ class Detokenizer:
         self._window = None if tokenizer.decoding.concatenates else _Window(tokenizer, skip_special_tokens)
 
     def push(self, token: int) -> str:
-        """The text that this token completes; often all of its own, sometimes none."""
+        """Add a token. Return the text that is complete now, which may be empty."""
         if self._window is not None:
             return self._window.push(token)
         if token in self._skipped:
@@ -39,13 +39,13 @@ class Detokenizer:
         return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:
-        """What was held back, at the end of the sequence: U+FFFD for an unfinished character, mostly nothing."""
+        """Return the text held back at the end of the sequence: U+FFFD for an incomplete character, usually nothing."""
         if self._window is not None:
             return self._window.flush()
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
-        """Without the spaces that the tokenizer itself puts at the beginning of a text."""
+        """Remove the leading spaces that the tokenizer itself inserts."""
         while self._strip and text.startswith(" "):
             text, self._strip = text[1:], self._strip - 1
         if text:
@@ -56,7 +56,7 @@ class Detokenizer:
 class _Window:
     """For tokenizers whose text is not a concatenation: decodes the last few tokens with and without the new one.
 
-    `_ids[: _read]` is text that was given out; it stays as the context in which new tokens are decoded.
+    The text of `_ids[: _read]` has been emitted; these ids are the context in which new tokens are decoded.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

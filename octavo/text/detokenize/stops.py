@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed, however the text is cut into pieces.
+    """Finds the first completed stop string, however the text is cut into pieces.
 
-    Where several end at the same character, the longest wins. Text is held back only while it could still be the
-    beginning of a stop string.
+    If several end at the same character, the longest wins. Text is held back only while it may be the beginning of a
+    stop string.
 
     Args:
-        include: give out the stop string, too.
+        include: emit the stop string, too.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -22,7 +22,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to give out now, and the stop string that was found. After one was found it is over."""
+        """Add text. Return the text safe to emit, and the stop string found, if any, which ends the matching."""
         if not self._stops or not text:
             return text, None
         buffer = self._held + text
@@ -36,17 +36,17 @@ class StopMatcher:
         return buffer[: len(buffer) - keep], None
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, buffer: str) -> tuple[int, int, str] | None:
-        """End, start and text of the stop string that ends first."""
+        """Return end, start and text of the stop string that ends first."""
         places = ((buffer.find(stop), stop) for stop in self._stops)
         return min(((start + len(stop), start, stop) for start, stop in places if start >= 0), default=None)
 
     def _suffix(self, buffer: str) -> int:
-        """Length of the longest suffix with which a stop string begins."""
+        """Return the length of the longest suffix that is the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(buffer)), 0, -1):
             tail = buffer[len(buffer) - length :]
             if any(stop.startswith(tail) for stop in self._stops):

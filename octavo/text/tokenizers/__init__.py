@@ -1,1 +1,1 @@
-"""Text to token ids, and what single ids stand for: from Hugging Face's files, from a GGUF file, or not at all."""
+"""Tokenizers, from Hugging Face's files or from a GGUF file, and a placeholder for models without one."""

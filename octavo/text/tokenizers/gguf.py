@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries, rebuilt from its metadata."""
+"""The tokenizer in a GGUF file, rebuilt from its metadata."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 def build_backend(file: GGUFFile) -> Tokenizer:
-    """The `tokenizers` object.
+    """Return the `tokenizers` object.
 
     Raises:
-        ModelFileError: a kind of tokenizer or pre-tokenizer that is not known (the message lists those that are), or
-            metadata that are missing or contradict each other.
+        ModelFileError: an unknown kind of tokenizer or pre-tokenizer (the message lists the known ones), or missing or
+            inconsistent metadata.
     """
     kind = file.metadata.get("tokenizer.ggml.model")
     tokens = _array(file, "tokenizer.ggml.tokens")
@@ -40,20 +40,20 @@ def build_backend(file: GGUFFile) -> Tokenizer:
         _add_ends(file, backend, tokens, add_bos)
     except ModelFileError:
         raise
-    except Exception as exc:  # the library raises bare Exception for contradictions between vocabulary and merges
+    except Exception as exc:  # the library raises bare Exception for inconsistent vocabulary and merges
         raise ModelFileError(f"{file.path}: no tokenizer can be built from its metadata: {exc}. {_REMEDY}") from exc
     return backend
 
 
 def special_token(file: GGUFFile, short: str) -> str | None:
-    """The text of the token which the file names as "bos", "eos", "unknown" or "padding"."""
+    """Return the text of the token that the file names as "bos", "eos", "unknown" or "padding"."""
     token = file.metadata.get(f"tokenizer.ggml.{short}_token_id")
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     return tokens[token] if isinstance(token, int) and token < len(tokens) else None
 
 
 def chat_templates(file: GGUFFile) -> dict[str, str]:
-    """Name -> template; the main one is "default"."""
+    """Return name -> template; the main one is "default"."""
     templates = {}
     for name in file.metadata.get("tokenizer.chat_templates", []):
         source = file.metadata.get(f"tokenizer.chat_template.{name}")
@@ -63,7 +63,7 @@ def chat_templates(file: GGUFFile) -> dict[str, str]:
     return templates | ({"default": main} if main else {})
 
 
-_REMEDY = "Give another place to take the tokenizer from, with --tokenizer FOLDER."
+_REMEDY = "Give another tokenizer with --tokenizer FOLDER."
 
 
 def _array(file: GGUFFile, key: str) -> list[Any]:
@@ -129,7 +129,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
 
 
 def merges_from_scores(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Pairs in the order in which they merge: by the score of their union, then those with the lower ids."""
+    """Return pairs in merge order: by the score of their union, then by lower ids."""
     found = []
     for token, score in scores.items():
         for cut in range(1, len(token)):

@@ -1,8 +1,9 @@
-"""`LiteralText`: a prompt in which some text that spells a special token is text, and how it becomes token ids.
+"""`LiteralText`: a prompt in which text that spells a special token may be plain text, and its tokenization.
 
-A tokenizer reads the text of a special token as that token wherever it stands. Here a copy of the tokenizer is used in
-which special tokens have secret names; these names are written in place of the tokens that are meant. What is left of
-the old names is text like any other, and all else (normalizers, splitting, spaces beside special tokens) is unchanged.
+A tokenizer parses the text of a special token as that token wherever it occurs. So a copy of the tokenizer is used in
+which special tokens have secret names; intended tokens are replaced by these names before encoding. Remaining
+occurrences of the original names are ordinary text. Everything else (normalizers, splitting, spaces beside special
+tokens) is unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class LiteralText(str):
     """Text of a prompt with special tokens, some of which are only spelled.
 
     Attributes:
-        literal: (begin, end) in characters of each special token's text that is text alone; in order.
+        literal: (begin, end) in characters of each special token's text that is plain text; in order.
     """
 
     __slots__ = ("literal",)
@@ -41,7 +42,7 @@ class LiteralText(str):
 
 
 def part_of(text: str, begin: int, end: int) -> str:
-    """`text[begin:end]`, in which literal spans stay literal. One that is cut spells no token any more."""
+    """Return `text[begin:end]`, in which literal spans stay literal. A span that is cut no longer spells a token."""
     if not isinstance(text, LiteralText):
         return text[begin:end]
     inside = [(low - begin, high - begin) for low, high in text.literal if begin <= low and high <= end]
@@ -49,7 +50,7 @@ def part_of(text: str, begin: int, end: int) -> str:
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, found in texts as the tokenizer itself finds them.
+    """The special tokens of a tokenizer, found in texts exactly as the tokenizer finds them.
 
     Attributes:
         tokens: text -> id.
@@ -59,18 +60,18 @@ class SpecialTokens:
         added = backend.get_added_tokens_decoder()
         self.tokens = {token.content: number for number, token in added.items() if token.special}
         self._beginnings = {text[:2] for text in self.tokens}
-        # A vocabulary of these tokens alone: whatever is between two of them is one unknown word.
+        # A vocabulary of these tokens only: the text between two of them is one unknown word.
         self._backend = tokenizers.Tokenizer(WordLevel({"": 0}, unk_token=""))
         for token in added.values():
             known = {"single_word": token.single_word, "normalized": False, "special": token.special}
             self._backend.add_tokens([tokenizers.AddedToken(token.content, **known)])
 
     def may_occur(self, text: str) -> bool:
-        """Whether a search is worth its time."""
+        """Whether the text can contain a special token; a fast check before `find`."""
         return any(beginning in text for beginning in self._beginnings)
 
     def find(self, text: str) -> list[Span]:
-        """(begin, end) of each special token's text, in order."""
+        """Return (begin, end) in characters of each special token's text, in order."""
         if not self.may_occur(text):
             return []
         try:
@@ -86,8 +87,8 @@ class Renamed:
     """A text with secret names.
 
     Attributes:
-        ends: where in `text` each name ends.
-        shifts: characters that are there too many, before the first name and after each.
+        ends: where each name ends in `text`, in characters.
+        shifts: surplus characters before the first name and after each name.
     """
 
     text: str
@@ -95,13 +96,15 @@ class Renamed:
     shifts: list[int]
 
     def original(self, place: int) -> int:
-        """The place in the text that was renamed, of a place that is not within a name."""
+        """Return the position in the original text for a position outside the names."""
         return place - self.shifts[bisect_right(self.ends, place)]
 
 
 class LiteralEncoder:
-    """Encodes `LiteralText`. The copy of the tokenizer is made when it is first needed, which takes half a second
-    for a vocabulary of 49,152 tokens."""
+    """Encodes `LiteralText`.
+
+    The copy of the tokenizer is made on first use, which takes half a second for a vocabulary of 49,152 tokens.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, special: SpecialTokens) -> None:
         self._original = backend
@@ -111,7 +114,7 @@ class LiteralEncoder:
 
     @cached_property
     def backend(self) -> tokenizers.Tokenizer:
-        """The tokenizer that knows special tokens by their secret names only."""
+        """The tokenizer that knows special tokens only by their secret names."""
         state = json.loads(self._original.to_str())
         for token in state["added_tokens"]:
             token["content"] = self._name(token["content"])
@@ -122,7 +125,7 @@ class LiteralEncoder:
         return renamed
 
     def renamed(self, text: LiteralText) -> Renamed:
-        """The text with secret names for all special tokens but the literal ones."""
+        """Return the text with secret names for all special tokens except the literal ones."""
         literal = set(text.literal)
         pieces, ends, shifts, at, length = [], [], [0], 0, 0
         for begin, end in self._special.find(text):
@@ -141,7 +144,7 @@ class LiteralEncoder:
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """Rename tokens in a model's vocabulary; no merge makes or uses them any more."""
+    """Rename tokens in a model's vocabulary, and drop the merges that make or use them."""
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}

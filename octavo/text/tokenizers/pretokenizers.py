@@ -1,6 +1,6 @@
-"""How text is cut into words before byte-level BPE merges, by the name that GGUF files give (`tokenizer.ggml.pre`).
+"""Pre-tokenizers for byte-level BPE, by their names in GGUF files (`tokenizer.ggml.pre`).
 
-A file carries only the name; the rules are those of the tokenizers that the models were trained with.
+A file contains only the name; the rules are those of the tokenizers that the models were trained with.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A rule set.
+    """A set of rules.
 
     Attributes:
-        build: makes the splitter.
-        normalizer: makes the normalizer of the text, if there is one.
-        ignore_merges: a word that is a token as a whole is taken as that token, merges or not.
+        build: creates the splitter.
+        normalizer: creates the text normalizer, if there is one.
+        ignore_merges: a word that is a token is encoded as that token, without applying merges.
         add_bos: whether prompts begin with the beginning-of-sequence token, unless the file says otherwise.
     """
 

@@ -1,4 +1,4 @@
-"""What single tokens stand for, as bytes."""
+"""The bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's way to write any byte as a visible character: printable Latin-1 as itself, the others from U+0100 on."""
+    """Return GPT-2's mapping of bytes to visible characters: printable Latin-1 to itself, the rest from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
@@ -22,18 +22,17 @@ _BYTES: dict[int, str | int] = {
     **dict.fromkeys(range(256), "\N{REPLACEMENT CHARACTER}"),
     **{ord(char): byte for char, byte in _byte_alphabet().items()},
 }
-"""For `str.translate`: each character of the alphabet becomes its byte's number, what is in Latin-1 but not in the
-alphabet something that Latin-1 lacks."""
+"""For `str.translate`: alphabet character -> byte. Other Latin-1 characters map to a character outside Latin-1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How a tokenizer's tokens make text.
+    """How a tokenizer's tokens are decoded to text.
 
     Attributes:
-        kind: "bytes" (GPT-2's alphabet) and "pieces" (SentencePiece with byte tokens) are concatenations of each
-            token's bytes; "other" is left to the library.
-        strip: spaces to drop at the very beginning of a text.
+        kind: "bytes" (GPT-2's alphabet) and "pieces" (SentencePiece with byte tokens) concatenate each token's bytes;
+            "other" is decoded by the library.
+        strip: number of spaces to drop at the beginning of a text.
     """
 
     kind: str
@@ -45,7 +44,7 @@ class Decoding:
 
 
 def decoding_of(backend: tokenizers.Tokenizer) -> Decoding:
-    """Reads it off the tokenizer's decoder."""
+    """Derive the decoding from the tokenizer's decoder."""
     decoder = backend.decoder
     if decoder is None:
         return Decoding("other")
@@ -63,11 +62,11 @@ def decoding_of(backend: tokenizers.Tokenizer) -> Decoding:
 
 
 def token_bytes(token: str, kind: str) -> bytes:
-    """The bytes of one token of the vocabulary."""
+    """Return the bytes of one token of the vocabulary."""
     if kind == "bytes":
         try:
             return token.translate(_BYTES).encode("latin-1")
-        except UnicodeEncodeError:  # a token that was added as it stands, not in the alphabet, is text
+        except UnicodeEncodeError:  # a token added verbatim, outside the alphabet, is text
             return token.encode()
     if kind == "pieces":
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):

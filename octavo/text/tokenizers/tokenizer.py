@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to token ids and back, from a checkpoint's files. The work is done by the `tokenizers` library."""
+"""`Tokenizer`: text to token ids and back, from a checkpoint's files, based on the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.text.tokenizers.literal import LiteralEncoder, LiteralText, SpecialT
 from octavo.text.tokenizers.token_bytes import decoding_of, token_bytes
 
 _LONG = 8192
-"""Characters from which a text is encoded in the library's way for batches, which leaves the GIL to others."""
+"""Characters from which a text is encoded with the library's batch method, which releases the GIL."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -26,12 +26,12 @@ class Tokenizer:
     """Text to token ids and back.
 
     Attributes:
-        vocab_size: one more than the highest id; a model's head may have more rows.
-        special_ids: tokens that are marks, not text; `decode` leaves them out unless told otherwise.
-        named_tokens: "bos_token", "eos_token" and the like -> the token's text, as chat templates use them.
+        vocab_size: the highest id plus one; a model's head may have more rows.
+        special_ids: tokens that are marks, not text; `decode` leaves them out by default.
+        named_tokens: "bos_token", "eos_token" and the like -> the token's text, for chat templates.
         chat_templates: name -> Jinja source; the main one is "default".
-        present: False for one that stands where there is none.
-        special_in_content: chat templates let the contents of messages hold special tokens.
+        present: False for the placeholder of a model without a tokenizer.
+        special_in_content: whether chat templates allow special tokens in message contents.
     """
 
     present = True
@@ -70,14 +70,14 @@ class Tokenizer:
 
     @property
     def max_token_chars(self) -> int:
-        """Characters of the longest token as the vocabulary writes it; no token stands for more characters of text."""
+        """Characters of the longest token in the vocabulary's spelling, an upper bound for any token's text."""
         if self._longest is None:
             self._longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         return self._longest
 
     @cached_property
     def special(self) -> SpecialTokens:
-        """Finds special tokens in texts."""
+        """The finder of special tokens in texts."""
         return SpecialTokens(self.backend)
 
     @cached_property
@@ -85,15 +85,14 @@ class Tokenizer:
         return LiteralEncoder(self.backend, self.special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens written out in the text are parsed as such, but for those that a `LiteralText`
-        declares to be text.
+        """Return token ids. Special tokens spelled in the text are parsed, except literal ones of a `LiteralText`.
 
         Args:
-            add_special_tokens: put the model's beginning or end mark around the text, if it uses any. A prompt made by
-                a chat template has them already.
+            add_special_tokens: add the model's beginning or end mark, if it uses any. A prompt made by a chat template
+                has them already.
 
         Raises:
-            InvalidRequestError: the text holds half of a surrogate pair, which no UTF-8 has.
+            InvalidRequestError: the text contains half of a surrogate pair, which UTF-8 can't represent.
         """
         try:
             ids: list[int] = self._encoding(text, add_special_tokens).ids
@@ -104,7 +103,7 @@ class Tokenizer:
     def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """As `encode`, and where in the text the characters of each token begin and end."""
+        """Like `encode`, and return each token's (begin, end) in characters of the text."""
         try:
             if isinstance(text, LiteralText):
                 literal = self._literal
@@ -117,7 +116,7 @@ class Tokenizer:
         return part.ids, part.offsets
 
     def encode_after(self, text: str) -> list[int]:
-        """Token ids of a text that something else precedes: as after a special token, without a text's first space.
+        """Return token ids of a text that follows something else: as after a special token, without a leading space.
 
         Raises:
             InvalidRequestError: as `encode`.
@@ -138,15 +137,15 @@ class Tokenizer:
         side: Literal["left", "right"] = "right",
         add_special_tokens: bool = True,
     ) -> tuple[list[int], list[int]]:
-        """Token ids of one text, or of two as one sequence, and each token's type: which text it belongs to.
+        """Return token ids of one text, or of two as one sequence, and each token's type: 0 or 1 for its text.
 
         Args:
-            limit: no more ids than that, the marks that the tokenizer adds among them. Of two texts the longer one
-                loses its tokens first.
-            side: where they are lost.
+            limit: maximum number of ids, including the tokenizer's marks. Of two texts, the longer one is truncated
+                first.
+            side: where texts are truncated.
 
         Raises:
-            InvalidRequestError: as `encode`; or not even the marks are within the limit.
+            InvalidRequestError: as `encode`; or the marks alone exceed the limit.
         """
         texts = [text] if pair is None else [text, pair]
         try:
@@ -168,7 +167,7 @@ class Tokenizer:
         return whole.ids, whole.type_ids
 
     def shorten(self, text: str, limit: int) -> str:
-        """The beginning of a text, as far as its first `limit` tokens reach.
+        """Return the beginning of a text that its first `limit` tokens cover.
 
         Raises:
             InvalidRequestError: as `encode`.
@@ -180,7 +179,7 @@ class Tokenizer:
         return text if len(part) <= limit else text[: part.offsets[limit - 1][1]]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
+        """Return the text. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are skipped."""
         if not self.decoding.concatenates:
             known = [token for token in ids if 0 <= token < self.vocab_size]
             text: str = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
@@ -190,12 +189,12 @@ class Tokenizer:
         return text[self.leading_spaces(text) :]
 
     def leading_spaces(self, text: str) -> int:
-        """How many of the spaces at the beginning of a whole text the tokenizer has put there itself."""
+        """Return how many of a text's leading spaces the tokenizer has inserted itself."""
         spaces = len(text) - len(text.lstrip(" "))
         return min(spaces, self.decoding.strip)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that one token stands for; they need not be whole characters. Empty outside the vocabulary."""
+        """Return the bytes of one token, which may be parts of characters. Empty outside the vocabulary."""
         known = self._bytes.get(token)
         if known is None:
             text = self.backend.id_to_token(token) if 0 <= token < self.vocab_size else None
@@ -204,14 +203,14 @@ class Tokenizer:
         return known
 
     def token_text(self, token: int) -> str:
-        """One token as text, special ones included; U+FFFD where it holds parts of characters."""
+        """Return one token as text, special ones included; U+FFFD for parts of characters."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        """As the library gives it; of a long text without the tokens' places, and with the GIL free meanwhile."""
+        """Encode with the library; a long text without token positions, and with the GIL released."""
         backend = self.backend
         if isinstance(text, LiteralText):
-            literal = self._literal  # once: another thread may replace it, and its names with it
+            literal = self._literal  # read once: another thread may replace it together with its names
             backend, text = literal.backend, literal.renamed(text).text
         if len(text) <= _LONG:
             return backend.encode(text, add_special_tokens=add_special_tokens)
@@ -219,7 +218,7 @@ class Tokenizer:
         return encoding
 
     def _mark_named_tokens(self) -> None:
-        """Marks the named tokens as special, which some checkpoints forget."""
+        """Mark the named tokens as special, which some checkpoints omit."""
         present = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
         missing = [
             token
@@ -233,10 +232,10 @@ class Tokenizer:
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The tokenizer of a checkpoint: its tokenizer.json, or the one in a GGUF file's metadata.
+    """Return the tokenizer of a checkpoint: its tokenizer.json, or the one in a GGUF file's metadata.
 
     Raises:
-        ModelFileError: absent, corrupt, or of a kind that is not known.
+        ModelFileError: missing, corrupt, or of an unknown kind.
     """
     return _from_gguf(files.path) if files.format == "gguf" else _from_folder(files.path)
 
@@ -261,7 +260,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as exc:  # the library raises bare Exception for whatever is wrong
+    except Exception as exc:  # the library raises bare Exception for any error
         raise ModelFileError(f"{path} is corrupt or in an unknown format: {exc}. Download the file again.") from exc
     config = read_json_if_there(folder / "tokenizer_config.json")
     return Tokenizer(backend, named_tokens=_named_tokens(folder, config), chat_templates=_templates(folder, config))
@@ -279,7 +278,7 @@ def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Newer checkpoints keep templates in files of their own, which win over those in the config."""
+    """Return the templates. Newer checkpoints keep them in separate files, which override those in the config."""
     templates: dict[str, str] = {}
     for content in (config, read_json_if_there(folder / "chat_template.json")):
         value = content.get("chat_template")
@@ -295,7 +294,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _shares(lengths: list[int], room: int) -> list[int]:
-    """What each of one or two texts may keep of `room` tokens, so that the longer one is cut first."""
+    """Divide `room` tokens among one or two texts, truncating the longer one first."""
     if len(lengths) == 1:
         return [min(lengths[0], room)]
     first, second = lengths

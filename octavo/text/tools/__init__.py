@@ -1,1 +1,1 @@
-"""Tools as requests declare them, and how models write calls."""
+"""Tools declared by requests, and the formats in which models write calls."""

@@ -1,4 +1,4 @@
-"""How models write tool calls: one table of literals, from which both the grammar and the router are made."""
+"""Formats of tool calls: one table of literals, from which both the grammar and the router are made."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ToolFormat:
     `call_open NAME name_close ARGUMENTS call_close`, the arguments as a JSON object, or one by one.
 
     Attributes:
-        trigger: where it appears in free text, calls begin; a beginning of `group_open + call_open`. Empty for formats
-            without a mark, in which the whole output is calls or none of it is.
+        trigger: the text that starts calls inside free text; a prefix of `group_open + call_open`. Empty for formats
+            without a mark, where the output is either only calls or no call.
         keyed: how arguments are written one by one; None for a JSON object.
-        numbered: what stands between a function's name and the number of the call; empty where calls have none.
-        id_prefix: what begins the id of a call that has a number; the end of `call_open`.
-        id_length: of the ids of calls, where the chat template insists; 0 for any.
+        numbered: separator between a function's name and the number of the call; empty if calls have none.
+        id_prefix: prefix of the id of a numbered call; the end of `call_open`.
+        id_length: required length of call ids, if the chat template checks it; 0 for any.
     """
 
     name: str
@@ -40,16 +40,16 @@ class ToolFormat:
 
     @property
     def opening(self) -> str:
-        """All that stands before the first name."""
+        """All text before the first name."""
         return self.group_open + self.call_open
 
     @property
     def name_end(self) -> str:
-        """What is seen where a name ends: no name holds it."""
+        """The text after a name; no name contains it."""
         return self.name_close or self.call_close[0]
 
     def write(self, name: str, arguments: str, number: int = 0) -> str:
-        """One call, as the model writes it. `arguments` is a JSON object."""
+        """Return one call as the model writes it. `arguments` is a JSON object."""
         mark = f"{self.numbered}{number}" if self.numbered else ""
         written = self.keyed.write(arguments) if self.keyed else arguments
         return self.call_open + name + mark + self.name_close + written + self.call_close
@@ -207,7 +207,7 @@ FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         )
     }
 )
-# Names under which other servers know these.
+# Names of these formats in other servers.
 _ALIASES = {
     "qwen": "hermes",
     "qwen25": "hermes",
@@ -240,10 +240,10 @@ _MARKS: tuple[tuple[str, ToolFormat], ...] = (
 
 
 def tool_format(name: str, own: Mapping[str, ToolFormat] = MappingProxyType({})) -> ToolFormat:
-    """By its name, or by another server's name for it; `own` are formats that the user declares.
+    """Return the format of a name, or of another server's name for it; `own` are formats that the user declares.
 
     Raises:
-        ConfigError: nobody knows it.
+        ConfigError: the name is unknown.
     """
     known = own.get(name) or FORMATS.get(_ALIASES.get(name, name))
     if known is None:
@@ -253,10 +253,10 @@ def tool_format(name: str, own: Mapping[str, ToolFormat] = MappingProxyType({}))
 
 
 def detect_format(template: str) -> ToolFormat:
-    """The format in which a chat template shows calls; Hermes' where it shows none."""
+    """Return the format of calls in a chat template; Hermes' if it shows none."""
     return next((one for mark, one in _MARKS if re.search(mark, template)), HERMES)
 
 
 def takes_tools(template: str) -> bool:
-    """Whether a chat template tells the model about tools."""
+    """Whether a chat template describes tools to the model."""
     return re.search(r"\btools\b", template) is not None

@@ -1,4 +1,4 @@
-"""Arguments that are written one by one, each between marks of its own, and how JSON is made of them as they stream."""
+"""Arguments written one by one, each between its own marks, and their streaming conversion to JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Literal
 from octavo.text.tools.scan import ValueScan, begun
 
 Kind = Literal["text", "nullable", "json"]
-"""How a value is written: as the text itself, as the text or `null`, or as JSON."""
+"""How a value is written: as plain text, as plain text or `null`, or as JSON."""
 
-# What may be said of a string that is still written without quotes.
+# Keywords allowed in the schema of a string that is written without quotes.
 _PLAIN = {
     "type",
     "title",
@@ -30,10 +30,10 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyed:
-    """An argument is `key_open NAME key_close VALUE value_close`, and `separator` stands between two.
+    """An argument is `key_open NAME key_close VALUE value_close`; `separator` is between two arguments.
 
     Attributes:
-        raw: strings stand as they are, without quotes; else all values are JSON, but for Python's True, False and None.
+        raw: strings are written without quotes; otherwise all values are JSON, or Python's True, False and None.
     """
 
     key_open: str
@@ -43,7 +43,7 @@ class Keyed:
     raw: bool = True
 
     def write(self, arguments: str) -> str:
-        """A JSON object in this form; what is none, as it is."""
+        """Return a JSON object in this form; other text unchanged."""
         try:
             value = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -62,7 +62,7 @@ class Keyed:
         return json.dumps(value, ensure_ascii=False)
 
     def kind(self, schema: Any) -> Kind:
-        """How a value of this JSON schema is written."""
+        """Return how a value of this JSON schema is written."""
         if not self.raw or not isinstance(schema, Mapping):
             return "json"
         inner, nullable = without_null(schema)
@@ -75,7 +75,7 @@ class Keyed:
 
 
 def without_null(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """The schema of what is not null, and whether null is allowed besides."""
+    """Return the schema of values other than null, and whether null is allowed."""
     kind = schema.get("type")
     if isinstance(kind, list) and len(kind) == 2 and "null" in kind:
         (other,) = [one for one in kind if one != "null"] or ["null"]
@@ -90,7 +90,7 @@ def without_null(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
 
 
 def words_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The only values that are allowed; None if there is no such list."""
+    """Return the only allowed values; None if the schema does not list them."""
     if "const" in schema:
         return [schema["const"]]
     words = schema.get("enum")
@@ -98,15 +98,14 @@ def words_of(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 class KeyedReader:
-    """Arguments of one call on their way to JSON.
+    """Converts the arguments of one call to JSON.
 
     Attributes:
-        complete: the end of the call was seen; it is left in the text.
+        complete: the end of the call was found; it is left in the text.
 
     Args:
-        call_close: what ends a call.
-        kinds: how the values of the known arguments are written; of others as text, or as JSON where the form has no
-            text.
+        call_close: the end of a call.
+        kinds: how the values of known arguments are written; others are text, or JSON if the form has no text.
     """
 
     def __init__(self, form: Keyed, call_close: str, kinds: Mapping[str, Kind]) -> None:
@@ -122,7 +121,7 @@ class KeyedReader:
         self._scalar = ""
 
     def take(self, text: str) -> tuple[str, int]:
-        """JSON that is certain now, and how many characters of `text` it took."""
+        """Return the JSON that is certain now, and the number of characters of `text` consumed."""
         said, taken = "", 0
         while not self.complete:
             inside = self._in_value
@@ -133,7 +132,7 @@ class KeyedReader:
         return said, taken
 
     def _between(self, text: str) -> tuple[str, int]:
-        """Before a key, or before the end."""
+        """Read before a key, or before the end."""
         if text.startswith(self._close):
             self.complete = True
             return ("}" if self._count else "{}"), 0
@@ -175,7 +174,7 @@ class KeyedReader:
         scan = self._scan
         length = scan.take(text)
         part = text[:length]
-        if scan.scalar and not self._form.raw:  # it may be a word of Python's
+        if scan.scalar and not self._form.raw:  # it may be a Python constant
             self._scalar += part
             part = ""
         if not scan.complete:

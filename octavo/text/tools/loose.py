@@ -1,4 +1,4 @@
-"""Schemas of tools that name types as programming languages and databases do: `float`, `dict`, `varchar(20)`."""
+"""Tool schemas with type names of programming languages and databases: `float`, `dict`, `varchar(20)`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _MEANT = {
 _ANY = "any"
 _JSON = {other: name for name, others in _MEANT.items() for other in (name, *others.split())} | {_ANY: _ANY}
 _WORD = re.compile(r"[a-z]+")
-# Where a schema holds schemas: under names of its own, in a list, or alone.
+# Keywords whose values contain schemas: by name, in a list, or alone.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ALONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 
 
 def json_types(schema: Any) -> Any:
-    """The schema with JSON's names for types; what no language calls a type stays as it is, and `any` is left out.
+    """Return the schema with JSON's type names. Unknown names are unchanged, and `any` is removed.
 
-    Types in capitals and with arguments, as `VARCHAR(20)` and `List[int]`, are known by their first word.
+    Types in capitals and with arguments, such as `VARCHAR(20)` and `List[int]`, are recognized by their first word.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -49,7 +49,7 @@ def json_types(schema: Any) -> Any:
 
 
 def _types(given: Any) -> Any:
-    """One type or several."""
+    """Convert one type or several."""
     if isinstance(given, str):
         word = _WORD.match(given.lower())
         return _JSON.get(word.group(), given) if word else given

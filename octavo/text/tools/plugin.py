@@ -11,10 +11,10 @@ from octavo.text.tools.formats import FORMATS, ToolFormat
 
 
 def load_formats(file: str) -> Mapping[str, ToolFormat]:
-    """Name -> format, of every `ToolFormat` that a module-level name of the file stands for.
+    """Return name -> format for every `ToolFormat` bound at module level of the file.
 
     Raises:
-        ConfigError: the file can't be run, declares no format, or one that can't be; the text says which.
+        ConfigError: the file can't be run, declares no format, or an invalid one; the text says which.
     """
     path = Path(file).expanduser()
     spec = importlib.util.spec_from_file_location("octavo_tool_parser_plugin", path)
@@ -23,7 +23,7 @@ def load_formats(file: str) -> Mapping[str, ToolFormat]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as exc:  # whatever the user's code raises
+    except Exception as exc:  # any exception of the user's code
         raise ConfigError(f"--tool-parser-plugin {file} fails: {type(exc).__name__}: {exc}") from exc
     found = {one.name: one for one in vars(module).values() if isinstance(one, ToolFormat)}
     own = {name: one for name, one in found.items() if FORMATS.get(name) is not one}  # it may import those to vary them

@@ -1,4 +1,4 @@
-"""Finding the end of JSON values, and of what stands before a mark, in text that comes piece by piece."""
+"""Incremental search for the end of JSON values, and for marks, in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ObjectScan:
         self._escaped = False
 
     def take(self, text: str) -> int:
-        """How many characters of `text` belong to the object."""
+        """Return how many characters of `text` belong to the object."""
         for place, char in enumerate(text):
             if self._quoted:
                 if self._escaped:
@@ -40,7 +40,7 @@ class ValueScan:
     """Finds the end of any JSON value.
 
     Attributes:
-        scalar: it is a number or a word, the end of which is seen only by what follows.
+        scalar: the value is a number or a word, whose end is known only from the next character.
     """
 
     __slots__ = ("_escaped", "_inner", "_quoted", "complete", "scalar")
@@ -53,7 +53,7 @@ class ValueScan:
         self._escaped = False
 
     def take(self, text: str) -> int:
-        """How many characters of `text` belong to the value."""
+        """Return how many characters of `text` belong to the value."""
         if self.complete or not text:
             return 0
         if not (self.scalar or self._quoted or self._inner):
@@ -88,5 +88,5 @@ class ValueScan:
 
 
 def begun(text: str, mark: str) -> int:
-    """Length of the end of `text` that may turn out to be a beginning of `mark`."""
+    """Return the length of the suffix of `text` that may be the beginning of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[len(text) - n :])), 0)

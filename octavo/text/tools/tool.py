@@ -1,4 +1,4 @@
-"""Tools as requests declare them, and which of them must, may or must not be called."""
+"""Tools declared by requests, and which of them must, may or must not be called."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Mode = Literal["auto", "none", "required", "named"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function. `parameters` is the JSON schema of its arguments, an object; `strict` refuses a schema that can't be
-    enforced whole, where otherwise what can't be enforced is left to the model."""
+    """A function. `parameters` is the JSON schema of its arguments, an object.
+
+    With `strict`, a schema that can't be fully enforced is refused; otherwise such parts of it are not enforced.
+    """
 
     name: str
     description: str | None = None
@@ -25,7 +27,7 @@ class Tool:
     strict: bool = False
 
     def declared(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool in the form that chat templates take."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -38,9 +40,9 @@ class ToolUse:
     """The tools of a request.
 
     Attributes:
-        offered: those that the model is told of.
-        callable: those that it may call.
-        mode: whether it may, must or must not; "named" asks for exactly one call of the only callable tool.
+        offered: tools described to the model.
+        callable: tools that it may call.
+        mode: whether it may, must or must not; "named" requires exactly one call of the only callable tool.
         parallel: whether there may be several calls.
     """
 
@@ -61,10 +63,10 @@ class ToolUse:
 def explain_in_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], form: ToolFormat, guard: ContentGuard
 ) -> list[dict[str, Any]]:
-    """The messages for a chat template that knows no tools: told in the system message, calls and results as text.
+    """Return messages for a chat template without tools: described in the system message, calls and results as text.
 
     Args:
-        guard: marks what comes from the request, and not the marks of the format that are written here.
+        guard: marks text of the request, not the format's own marks written here.
 
     Raises:
         InvalidRequestError: a past call is not of OpenAI's form.
