@@ -1,4 +1,4 @@
-"""`EngineLoop`: the only loop there is. Its depth is a number: 0 is synchronous, 1 overlaps."""
+"""`EngineLoop`: plans, launches and retires steps. At depth 0 it is synchronous, at depth 1 launches overlap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.core.request import GenerateRequest
 from octavo.core.spans import Watched
 from octavo.core.stats import EngineStats
 from octavo.engine.executor import Executor, FixedWorker, Staged, Step, WorkerPort
-from octavo.engine.pause import Bed, Gate, NoExecutor
+from octavo.engine.pause import NoExecutor, PauseState, SleepState
 from octavo.engine.profile import Profiler
 from octavo.engine.record import Recorder
 from octavo.schedule.scheduler import Scheduler
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Scheduler and executor, one step at a time: whoever drives it calls `step` while `busy` and sends the news on."""
+    """A scheduler and an executor, driven one step at a time: call `step` while `busy`, and deliver what it returns."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class EngineLoop:
         self._scheduler = scheduler
         self._executor = executor
         self._worker = worker or FixedWorker()
-        self._gate = Gate(scheduler)
-        self._bed = Bed(self._worker)
+        self._pause = PauseState(scheduler)
+        self._sleep = SleepState(self._worker)
         self._profiler = profiler
         self._recorder: Recorder | None = None
         self._lost: DeviceLostError | None = None
@@ -90,17 +90,17 @@ class EngineLoop:
     def busy(self) -> bool:
         if self._lost is not None:
             return False
-        return self._in_flight or (self._scheduler.has_work and not self._gate.frozen)
+        return self._in_flight or (self._scheduler.has_work and not self._pause.frozen)
 
     @property
     def paused(self) -> bool:
         """Whether requests wait for the end of a pause."""
-        return self._gate.closed
+        return self._pause.closed
 
     @property
     def settled(self) -> bool:
         """Whether a pause has come to rest: nothing is computed before its end."""
-        return self._gate.closed and not self.busy
+        return self._pause.closed and not self.busy
 
     @property
     def _in_flight(self) -> bool:
@@ -108,7 +108,7 @@ class EngineLoop:
 
     @property
     def starved(self) -> bool:
-        """Whether the last step found nothing to do but wait for a feature: the caller should pause a moment."""
+        """Whether the last step only waited for a feature. The caller should wait a moment before the next one."""
         return not self._launched and not self._flight
 
     def add(self, request: GenerateRequest) -> None:
@@ -119,51 +119,55 @@ class EngineLoop:
             DeviceLostError: nothing can be computed any more.
         """
         self.check_alive()
-        self._gate.add(request)
+        self._pause.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]:
-        return self._gate.abort(request_id, index)
+        return self._pause.abort(request_id, index)
 
     def pause(self, mode: PauseMode) -> list[TokenDelta]:
-        """Let requests that come from now on wait, and do with the others what the mode says; `settled` says when that
-        is done. A pause may follow another."""
+        """Hold new requests back, and treat the others as the mode says; `settled` becomes true once that is done.
+
+        A pause may follow another.
+        """
         self.check_alive()
-        news = self._gate.close(mode)
-        self._gate.frozen |= self._bed.level != AWAKE
+        news = self._pause.close(mode)
+        self._pause.frozen |= self._sleep.level != AWAKE
         return news
 
     def check_sleep(self, level: int) -> None:
-        """Raises EngineStateError if the engine was not started for such a sleep."""
-        self._bed.check(level)
+        """Raise EngineStateError if the engine was not started for such a sleep."""
+        self._sleep.check(level)
 
     def resume(self) -> list[TokenDelta]:
-        """End a pause. Raises EngineStateError while the engine sleeps."""
+        """End a pause. Raise EngineStateError while the engine sleeps."""
         self.check_alive()
-        self._bed.check_awake()
-        return self._gate.open()
+        self._sleep.check_awake()
+        return self._pause.open()
 
     def sleep(self, level: int) -> None:
-        """Give memory back as the level says (`core/pausing.py`); the pause has settled. What stands still is computed
-        again after the wake-up. Raises as `check_sleep`."""
-        self._bed.check(level)
-        self._end_profile()  # for it watches an executor that goes
-        self._gate.close(PauseMode.KEEP)
+        """Give memory back as the level says (`core/pausing.py`). The pause must have settled.
+
+        Requests that stand still are computed again after the wake-up. Raises as `check_sleep`.
+        """
+        self._sleep.check(level)
+        self._end_profile()  # it holds the executor
+        self._pause.close(PauseMode.KEEP)
         with self._guarded():
-            if level and not self._bed.empty:
+            if level and not self._sleep.empty:
                 self._scheduler.park()
-                self._executor = NoExecutor()  # for the last one's memory goes when nobody holds it
-            self._bed.sleep(level)
+                self._executor = NoExecutor()  # the old one's memory is freed once nothing holds it
+            self._sleep.sleep(level)
 
     def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]:
-        """Take the memory of these parts again; once nothing sleeps any more, go on."""
+        """Take the memory of these parts again. The pause ends once nothing sleeps any more."""
         self.check_alive()
-        if self._bed.level == AWAKE:
+        if self._sleep.level == AWAKE:
             return []
         with self._guarded():
-            executor = self._bed.wake_up(parts)
+            executor = self._sleep.wake_up(parts)
         if executor is not None:
             self._executor = self._recorded(executor)
-        return self._gate.open() if self._bed.level == AWAKE else []
+        return self._pause.open() if self._sleep.level == AWAKE else []
 
     def check_weights(self) -> WorkerPort:
         """Return what stages weights.
@@ -174,7 +178,7 @@ class EngineLoop:
         """
         self.check_alive()
         self._worker.check_weights()
-        self._bed.check_has(Part.WEIGHTS)
+        self._sleep.check_has(Part.WEIGHTS)
         return self._worker
 
     @property
@@ -183,18 +187,17 @@ class EngineLoop:
         return self._worker
 
     def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None:
-        """Compute with other weights from now on. A pause has settled.
+        """Compute with other weights from now on. A pause must have settled.
 
         Args:
-            version: what they are called.
-            flush_cache: forget what was computed with the old ones: cached prompts, and what stands still, which is
-                computed again. Else both are kept as they are.
+            version: their name.
+            flush_cache: forget cached prompts, and compute requests that stand still again. Else both are kept.
 
         Raises:
             UnsupportedError, EngineStateError: as `check_weights`; nothing has changed then.
         """
         self.check_weights()
-        self._end_profile()  # for it watches kernels that read the old ones
+        self._end_profile()  # it watches kernels that read the old weights
         if self._recorder is not None:
             self._recorder.stop("the weights are replaced")
         if flush_cache:
@@ -203,7 +206,7 @@ class EngineLoop:
             staged.put_in_place(version, rescale=flush_cache)
 
     def start_profile(self, prefix: str = "") -> None:
-        """Note what each step does, until `stop_profile`, or until the profile is long enough.
+        """Profile each step, until `stop_profile` or until the profile is as long as it may be.
 
         Raises:
             EngineStateError: the engine was not started for profiles, or makes one.
@@ -229,7 +232,7 @@ class EngineLoop:
         self._executor.watch(spans)
 
     def stop_profile(self) -> str:
-        """End the profile; the path of its trace, or nothing if none was being made."""
+        """End the profile; return the path of its trace, or "" if there was no profile."""
         return "" if self._profiler is None else self._profiler.stop()
 
     def _end_profile(self) -> None:
@@ -245,22 +248,22 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats()
-        stats.num_waiting += self._gate.num_held
-        stats.paused, stats.sleep_level = self._gate.closed, self._bed.level
+        stats.num_waiting += self._pause.num_held
+        stats.paused, stats.sleep_level = self._pause.closed, self._sleep.level
         stats.weight_version = self._worker.weight_version
         return stats
 
     def check_idle(self) -> None:
-        """Compare the books while nothing runs. Raises AssertionError if a block leaked."""
-        if not self._scheduler.has_work:  # else they stand still in a pause
+        """Check, while nothing runs, that no KV block leaked. Raise AssertionError if one did."""
+        if not self._scheduler.has_work:  # else requests stand still in a pause, and hold blocks
             self._scheduler.check_idle()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the KV cache holds of past prompts; what runs keeps its blocks."""
+        """Forget cached prompts. Running requests keep their blocks."""
         self._scheduler.cache.reset()
 
     def forget_past(self) -> None:
-        """Start counting and caching anew, as after a warm-up."""
+        """Reset counters and cache, as after a warm-up."""
         self._scheduler.forget_past()
 
     def close(self) -> None:
@@ -293,7 +296,7 @@ class EngineLoop:
                 log.exception("a step failed; if several requests were in it, they run again one by one")
                 news += self._scheduler.recover(internal_error(error))
             elif not news:
-                raise lost from error
+                raise lost from (None if lost is error else error)
         return news
 
     def _loss(self, error: Exception) -> DeviceLostError | None:
@@ -305,12 +308,12 @@ class EngineLoop:
         return self._lost
 
     def _step(self, news: list[TokenDelta]) -> None:
-        """Plan step n + 1 from bounds while the device runs n, launch it, and only then look at the tokens of n.
+        """Plan step n + 1 from bounds while the device runs n, launch it, and only then read the tokens of n.
 
-        A step that can't be sampled before those are known is sampled after them. The next one is then begun at once,
-        so that the device needn't wait for whoever is told the news.
+        A step that needs those tokens is sampled after they are read. The next one is then launched at once, so that
+        the device never waits for output delivery.
 
-        What there is to tell goes into `news` at once, so that a later failure can't swallow it.
+        Output is added to `news` as it comes, so that a later failure can't swallow it.
         """
         began = time.perf_counter()
         self._plan_s = 0.0
@@ -319,7 +322,7 @@ class EngineLoop:
         if begun is None:
             if self._flight:
                 news += self._retire()
-            elif not news:  # else one was refused, and who waited behind it may run now
+            elif not news:  # else a request was refused, and one behind it may run now
                 news += self._unstick()
         else:
             plan, step = begun
@@ -339,7 +342,7 @@ class EngineLoop:
     def _begin(self, news: list[TokenDelta]) -> tuple[StepPlan, Step] | None:
         """Plan a step, if there is something to compute, and launch it up to its logits."""
         began = time.perf_counter()
-        plan = None if self._gate.frozen else self._scheduler.plan()
+        plan = None if self._pause.frozen else self._scheduler.plan()
         self._plan_s += time.perf_counter() - began
         news += self._scheduler.take_refused()
         step = None if plan is None else self._executor.forward(plan)
@@ -350,8 +353,8 @@ class EngineLoop:
         return self._scheduler.commit(step.plan, step.result())
 
     def _unstick(self) -> list[TokenDelta]:
-        """Nothing runs and nothing can be planned: better to refuse the head of the queue than to wait for ever."""
-        if self._gate.frozen or not self._scheduler.is_stuck:
+        """Refuse the first waiting request if nothing runs and nothing can be planned, rather than wait for ever."""
+        if self._pause.frozen or not self._scheduler.is_stuck:
             return []
         log.error("nothing can be scheduled although nothing runs; the first waiting request is refused")
         return self._scheduler.fail_head(

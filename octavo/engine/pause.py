@@ -1,4 +1,4 @@
-"""What an engine loop's pauses rest on: `Gate`, which requests wait behind, and `Bed`, which knows what sleeps."""
+"""`PauseState` holds requests back during a pause; `SleepState` knows which memory was given back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from octavo.schedule.limits import checked_max_tokens
 from octavo.schedule.scheduler import Scheduler
 
 
-class Gate:
-    """Stands before a scheduler. What comes while it is closed is checked and held until it opens, in order.
+class PauseState:
+    """Requests on their way to a scheduler. During a pause they are checked, and held in order until it ends.
 
     Attributes:
-        closed: whether new requests wait.
-        frozen: whether the scheduler's own stand still, too.
+        closed: whether there is a pause, so that new requests are held.
+        frozen: whether the scheduler's own requests stand still, too.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -32,11 +32,11 @@ class Gate:
 
     @property
     def num_held(self) -> int:
-        """Choices that wait for the gate to open."""
+        """Choices of the held requests."""
         return sum(request.params.n for request in self._held.values())
 
     def add(self, request: GenerateRequest) -> None:
-        """Raises InvalidRequestError if the request can never fit."""
+        """Raise InvalidRequestError if the request can never fit."""
         if not self.closed:
             self._scheduler.add(request)
             return
@@ -49,11 +49,12 @@ class Gate:
         return self._scheduler.abort(request_id, index)
 
     def close(self, mode: PauseMode) -> list[TokenDelta]:
+        """Begin a pause of this mode; return the ends of requests that it aborts."""
         self.closed, self.frozen = True, mode is PauseMode.KEEP
         return self._scheduler.abort(None) if mode is PauseMode.ABORT else []
 
     def open(self) -> list[TokenDelta]:
-        """The news of requests that turn out not to be possible."""
+        """End the pause and hand the held requests over; return the ends of those that are refused now."""
         self.closed = self.frozen = False
         held, self._held = self._held, {}
         return [delta for request in held.values() for delta in self._admit(request)]
@@ -72,20 +73,21 @@ class Gate:
 
 
 class NoExecutor:
-    """Stands where the executor was while its memory is given back."""
+    """The executor of an engine whose KV cache is asleep. It has nothing to run."""
 
     def forward(self, plan: StepPlan) -> Step:
         raise AssertionError("a step was planned although the engine sleeps")
 
     def sample(self, step: Step, payload: dict[str, Any]) -> None:
-        """No step comes here."""
+        """Never called: no step is launched."""
 
     def watch(self, spans: Spans) -> None:
-        """There are no steps."""
+        """There are no steps to see."""
 
 
-class Bed:
-    """
+class SleepState:
+    """What sleeps, and how deep.
+
     Attributes:
         level: how deep the engine sleeps; AWAKE if it does not.
         empty: whether the executor's memory was given back, and no new one has been made.
@@ -107,12 +109,12 @@ class Bed:
             )
 
     def check_awake(self) -> None:
-        """Raises EngineStateError if anything sleeps."""
+        """Raise EngineStateError if anything sleeps."""
         if self.level != AWAKE:
             raise EngineStateError("The engine sleeps, so it can't go on; wake it up instead (/wake_up).")
 
     def check_has(self, part: Part) -> None:
-        """Raises EngineStateError if this part sleeps."""
+        """Raise EngineStateError if this part sleeps."""
         if part in self._asleep:
             raise EngineStateError(
                 f"The engine sleeps without its {part}; wake up first, at least that (/wake_up?tags={part})."
@@ -133,7 +135,7 @@ class Bed:
         self.level = level
 
     def wake_up(self, parts: Iterable[Part]) -> Executor | None:
-        """A new executor, if the last one's memory is all there again by this."""
+        """Wake these parts. Return a new executor if the old one's memory was given back and is all there again."""
         for part in parts:
             if part in self._asleep:
                 if part is not Part.SCHEDULING:
