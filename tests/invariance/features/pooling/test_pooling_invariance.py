@@ -94,8 +94,9 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
         {"max_num_batched_tokens": 9, "max_num_seqs": 4},
         {"max_num_batched_tokens": 7, "max_num_seqs": 3, "async_scheduling": True},
         {"memory_bytes": 128 * 128, "max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 8},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 4, "distributed_executor_backend": "mp"},
     ],
-    ids=["prefix cache", "chunks", "overlap", "little room"],
+    ids=["prefix cache", "chunks", "overlap", "little room", "a process of its own"],
 )
 def test_decoders(settings: dict[str, Any]) -> None:
     check(run(QWEN3, asked(), device="cpu", **settings), truth())
@@ -107,7 +108,12 @@ def test_the_resident_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_num_seqs": 1}, {"async_scheduling": True, "max_num_seqs": 2}, *([{"device": "cuda"}] if GPU else [])],
+    [
+        {"max_num_seqs": 1},
+        {"async_scheduling": True, "max_num_seqs": 2},
+        {"distributed_executor_backend": "mp"},
+        *([{"device": "cuda"}] if GPU else []),
+    ],
     ids=str,
 )
 def test_encoders(settings: dict[str, Any]) -> None:
