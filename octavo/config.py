@@ -39,6 +39,7 @@ _READ: dict[str, Callable[[str], int | float | None]] = {
     "block_size": quantities.count,
     "memory_bytes": quantities.size,
     "num_blocks": quantities.count,
+    "record_steps_limit": quantities.size,
     "memory_utilization": quantities.fraction,
     "max_num_seqs": quantities.count,
     "max_num_batched_tokens": quantities.count,

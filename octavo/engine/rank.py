@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.errors import DeviceLostError, OctavoError
+from octavo.core.memory import memory_errors
 from octavo.core.pausing import Part
 from octavo.core.profiling import ProfileSettings
 from octavo.core.worker_info import CacheSizes
@@ -159,12 +160,14 @@ class _Methods:
         return None if lost is None else lost.reason
 
     def begin(self) -> Any:
-        self._build = self._make_build()
+        with memory_errors():
+            self._build = self._make_build()
         return self._build.facts
 
     def load(self) -> Any:
         assert self._build is not None
-        return self._build.load(PhaseTimer(lambda name, seconds: None))
+        with memory_errors():
+            return self._build.load(PhaseTimer(lambda name, seconds: None))
 
     def allocate(self, sizes: dict[str, int]) -> bool:
         """Return whether the worker can sleep."""
@@ -175,7 +178,8 @@ class _Methods:
     def executor(self) -> tuple[str, str]:
         """Make it; return the names of weights and of the KV cache's form."""
         port = self._there()
-        self._executor = port.executor()
+        with memory_errors():
+            self._executor = port.executor()
         keep_freed_memory()
         return port.weight_version, port.kv_form
 
