@@ -25,7 +25,6 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import GenerateRequest, Request
 from octavo.engine.loop import EngineLoop
-from octavo.features import Feature
 from octavo.nn.step import StepInput
 from octavo.schedule.hooks import EngineHook
 from octavo.worker.hooks import Site, WorkerHook
@@ -95,8 +94,9 @@ class Adapter(WorkerHook):
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None, **settings: Any) -> EngineLoop:
-    made = [] if adapter is None else [Feature(name="adapter", engine=Adapting(), worker=adapter)]
-    monkeypatch.setattr("octavo.build.build_features", lambda _: made)
+    engines, workers = ([], []) if adapter is None else ([Adapting()], [adapter])
+    monkeypatch.setattr("octavo.build.build_engine_halves", lambda _: engines)
+    monkeypatch.setattr("octavo.build_worker.build_worker_halves", lambda _: workers)
     small = {"memory_bytes": 1 << 21, "max_num_seqs": 2, "max_num_batched_tokens": 32}
     return build_core(tiny_config(**small | settings), model_files(QWEN3))[0]
 
