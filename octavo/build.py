@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 from octavo.build_worker import build_worker
 from octavo.cache.cache import KVCache
 from octavo.config import EngineConfig
+from octavo.core.cache_groups import blocks_held
 from octavo.core.embeds import OPTION as PROMPT_EMBEDS
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
@@ -93,7 +95,7 @@ def _with_worker(
     num_blocks, limits = (_encoder_sized if encodes else _sized)(config, files, worker.facts, loaded)
     port = worker.allocate(_cache_sizes(num_blocks, limits))
     scheduler = Scheduler(
-        KVCache(0, 1, groups=()) if encodes else KVCache(num_blocks, config.cache.block_size),
+        _cache(config, loaded, num_blocks, limits, keeps=not encodes),
         limits,
         policy,
         eos_token_ids=[] if encodes else eos_token_ids(files),
@@ -119,6 +121,13 @@ def _with_worker(
     return loop, info
 
 
+def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: Limits, *, keeps: bool) -> KVCache:
+    if not keeps:
+        return KVCache(0, 1, groups=())
+    in_flight = limits.max_ahead * limits.max_num_batched_tokens
+    return KVCache(num_blocks, config.cache.block_size, loaded.groups, in_flight)
+
+
 def _info(
     config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts, num_blocks: int, limits: Limits
 ) -> ModelInfo:
@@ -137,7 +146,8 @@ def _info(
         eos_token_ids=[],
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
-        kv_bytes_per_token=kv_bytes,
+        kv_bytes_per_token=kv_bytes * len(loaded.groups),
+        kv_groups=len(loaded.groups),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         memory={"weights": loaded.weight_bytes} | cache,
@@ -288,7 +298,8 @@ def _sized(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: 
             f"{num_seqs}, so not every running sequence could decode in each step. Raise the first or "
             "lower the second."
         )
-    num_blocks, max_model_len = _fit(config, facts, loaded, num_seqs)
+    in_flight = (_depth(config, facts) + 1) * step_tokens
+    num_blocks, max_model_len = _fit(config, facts, loaded, num_seqs, in_flight)
     limits = Limits(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=step_tokens,
@@ -301,8 +312,18 @@ def _sized(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: 
     return num_blocks, limits
 
 
-def _fit(config: EngineConfig, facts: WorkerFacts, loaded: LoadedFacts, num_seqs: int) -> tuple[int, int]:
-    """Blocks (as many as asked for, or else as fit, but no more than could be used) and the context they allow."""
+def _fit(
+    config: EngineConfig, facts: WorkerFacts, loaded: LoadedFacts, num_seqs: int, in_flight: int
+) -> tuple[int, int]:
+    """Blocks (as many as asked for, or else as fit, but no more than could be used) and the context they allow.
+
+    Args:
+        in_flight: tokens of one request that launched steps compute at most.
+    """
+
+    def held(tokens: int) -> int:
+        return blocks_held(loaded.groups, tokens, block_size, in_flight)
+
     stated, block_size = config.cache.memory_bytes, config.cache.block_size
     longest = facts.max_position
     wanted = _checked_length(config.model.max_model_len, longest)
@@ -313,10 +334,10 @@ def _fit(config: EngineConfig, facts: WorkerFacts, loaded: LoadedFacts, num_seqs
     else:
         cache_bytes = loaded.kv_budget if stated is None else stated
         assert cache_bytes is not None, "a worker whose cache has no stated size says what there is room for"
-    num_blocks = asked or min(cache_bytes // block_bytes, max(2, num_seqs * -(-(wanted or longest) // block_size)))
-    tokens = num_blocks * block_size
+    num_blocks = asked or min(cache_bytes // block_bytes, max(held(2 * block_size), num_seqs * held(wanted or longest)))
+    tokens = bisect.bisect_right(range(longest + 1), num_blocks, key=held) - 1
     if wanted is not None and tokens < wanted:
-        need = -(-wanted // block_size) * block_bytes
+        need = held(wanted) * block_bytes
         raise ConfigError(
             f"One request of --max-model-len {wanted} needs {need} bytes of KV cache, but there are only "
             f"{cache_bytes}. Lower --max-model-len to {max(tokens, 1)}, raise {_to(asked, need, block_bytes)}, or use "
@@ -325,7 +346,7 @@ def _fit(config: EngineConfig, facts: WorkerFacts, loaded: LoadedFacts, num_seqs
     if tokens < 2 * block_size:
         raise ConfigError(
             f"The KV cache of {cache_bytes} bytes holds {tokens} tokens, which is too few to serve anything; raise "
-            f"{_to(asked, 2 * block_bytes, block_bytes)}."
+            f"{_to(asked, held(2 * block_size) * block_bytes, block_bytes)}."
         )
     if wanted is None and tokens < longest:
         log.warning(

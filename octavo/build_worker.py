@@ -126,6 +126,7 @@ class DecoderBuild:
             step_parameters=worker.step_parameters,
             step_weight_bytes=worker.step_weight_bytes,
             kv_bytes_per_token=worker.kv_bytes_per_token,
+            groups=worker.cache_groups,
             kv_budget=None if stated else worker.kv_budget(*limits),
         )
 

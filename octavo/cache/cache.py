@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from octavo.cache.block_pool import BlockPool
-from octavo.cache.groups import FULL, NO_BLOCK, CacheGroup, GroupKind
 from octavo.cache.prefix_tree import Key, Node, PrefixTree
+from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind, blocks_held
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +98,7 @@ class KVCache:
         """Blocks that a sequence of so many tokens holds at most, over all groups."""
         if self._only_full:
             return len(self.groups) * self._indices(num_tokens)
-        return sum(group.most_blocks(num_tokens, self.block_size, self._step_tokens) for group in self.groups)
+        return blocks_held(self.groups, num_tokens, self.block_size, self._step_tokens)
 
     def missing(self, table: BlockTable, num_computed: int, num_tokens: int) -> int:
         """Blocks to add to a table before its sequence, computed up to `num_computed`, can have `num_tokens`.

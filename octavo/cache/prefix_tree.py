@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from octavo.cache.groups import FULL, NO_BLOCK, CacheGroup, GroupKind
+from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind
 
 Key = int | bytes
 """What identifies the content of one position: a token id, or a digest of something else."""

@@ -23,6 +23,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: tokens that end a sequence unless `ignore_eos`.
         num_blocks, block_size: the KV cache's.
         kv_bytes_per_token: over all layers.
+        kv_groups: block tables of a sequence; each takes a block for the same tokens.
         memory: part -> bytes, the ledger printed at start.
         phases: start-up phase -> seconds.
         step_parameters, step_weight_bytes: weights of linear layers and output head, all of which each step reads.
@@ -68,11 +69,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooler: PoolerInfo | None = None
     pid: int = 0
     profile_dir: str = ""
+    kv_groups: int = 1
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.num_blocks * self.block_size
+        """Tokens that the KV cache holds; more where sliding windows release blocks."""
+        return self.num_blocks * self.block_size // max(self.kv_groups, 1)
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.core.cache_groups import FULL, CacheGroup
+
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Known before any weight is read. Lengths in tokens.
@@ -45,7 +47,8 @@ class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
         kernels: what computes, in words.
         advice: a setting that would suit this machine; mostly none.
         step_parameters, step_weight_bytes: what every step reads of the weights.
-        kv_bytes_per_token: keys and values of one token over all layers; 0 without a KV cache.
+        kv_bytes_per_token: keys and values of one token over all layers of one cache group; 0 without a KV cache.
+        groups: layers that share a block table.
         kv_budget: room for the KV cache; None where the settings say its size.
     """
 
@@ -56,6 +59,7 @@ class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
     step_parameters: int = 0
     step_weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    groups: tuple[CacheGroup, ...] = FULL
     kv_budget: int | None = None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.cache.groups import FULL, CacheGroup
+from octavo.core.cache_groups import FULL, CacheGroup
 from octavo.core.errors import DeviceLostError
 from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan

@@ -55,6 +55,7 @@ class StepInput:
         past_lens: each row's tokens before this step, as the host knows them.
         shared: what contexts have in common, of rows with one token each; None if nothing, or nothing worth it. A
             backend is free to ignore it.
+        groups: the step for each group of layers with a block table of its own; None where all share this one.
     """
 
     input_ids: Tensor
@@ -73,6 +74,11 @@ class StepInput:
     token_types: Tensor | None = None
     hidden_rows: Tensor | None = None
     shared: SharedContexts | None = None
+    groups: Sequence[StepInput] | None = None
+
+    def of(self, group: int) -> StepInput:
+        """The step as the layers of a cache group see it: with their block tables, cells and `attn`."""
+        return self if self.groups is None else self.groups[group]
 
     @property
     def num_rows(self) -> int:

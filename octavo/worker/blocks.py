@@ -1,4 +1,4 @@
-"""`Blocks`: the KV cache of all layers in one allocation, so that blocks are copied for all layers at once."""
+"""`Blocks`: the KV cache of all layers in one allocation, so that a block is copied for all its layers at once."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from octavo.core.cache_groups import CacheGroup
 from octavo.device.transfer import Link
 from octavo.nn.attention.layer import PagedAttention
 
 
 class Blocks:
-    """`[layers, blocks, ...]`, of which each layer's `cache` is a view.
+    """`[layers of a group, blocks, ...]`, of which each layer's `cache` is a view.
+
+    Layer i of every group has the same view: a block belongs to one group at a time.
 
     Attributes:
         size: tokens of a block.
     """
 
     def __init__(
-        self, layers: Sequence[PagedAttention], shape: Sequence[int], size: int, dtype: torch.dtype, link: Link
+        self,
+        layers: Sequence[PagedAttention],
+        groups: Sequence[CacheGroup],
+        shape: Sequence[int],
+        size: int,
+        dtype: torch.dtype,
+        link: Link,
     ) -> None:
         """Allocate the cache and bind it to the layers.
 
@@ -29,14 +38,16 @@ class Blocks:
         self.size = size
         self._layers = layers
         self._link = link
-        self._cache = torch.empty((len(layers), *shape), dtype=dtype, device=link.torch_device)
-        for layer, cache in zip(layers, self._cache, strict=True):
-            layer.cache = cache
+        count = max((len(group.layers) for group in groups), default=0)
+        self._cache = torch.empty((count, *shape), dtype=dtype, device=link.torch_device)
+        for number, group in enumerate(groups):
+            for layer, cache in zip(group.layers, self._cache, strict=False):
+                layers[layer].cache, layers[layer].group = cache, number
 
     @classmethod
     def none(cls, link: Link) -> Blocks:
         """The cache of a model that keeps nothing."""
-        return cls((), (0,), 1, torch.float32, link)
+        return cls((), (), (0,), 1, torch.float32, link)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks one after the other, in all layers: one gather and one scatter."""

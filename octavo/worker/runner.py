@@ -106,7 +106,8 @@ class Runner:
         plan, payload = step.plan, step.plan.payload
         layout = self._slots.lay_out(plan)
         batch = layout.input
-        batch.attn = self._attention.prepare(batch, self._blocks.size)
+        for one in batch.groups or (batch,):
+            one.attn = self._attention.prepare(one, self._blocks.size)
         if len(batch.logit_rows) < batch.num_tokens and not step.prompts and not self._hooks.read_hidden(payload):
             batch.hidden_rows = batch.logit_rows
         hidden = compute(self._model, batch, self._hooks, payload)

@@ -6,7 +6,7 @@ In numpy, whose small operations take a fraction of torch's time: a step of one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class HostSlots:
         tokens: [slots, max_model_len] int32, all known tokens.
         length: [slots], how many these are.
         computed: [slots], positions whose keys and values are in the cache.
-        block_tables: [slots, blocks] int32.
+        block_tables: [groups, slots, blocks] int32.
         sampling: [slots], parameters for the native kernels.
     """
 
@@ -50,13 +50,14 @@ class HostSlots:
         block_size: int,
         vocab_size: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        num_groups: int = 1,
     ) -> None:
         self.num_slots = num_slots
         self.block_size = block_size
         self.tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.length = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
-        self.block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), dtype=np.int32)
+        self.block_tables = np.zeros((num_groups, num_slots, -(-max_model_len // block_size)), dtype=np.int32)
         self.sampling = np.zeros(num_slots, dtype=STRUCT)
         self._vocab_size = vocab_size
         self._logprobs_mode: LogprobsMode = logprobs_mode
@@ -66,8 +67,8 @@ class HostSlots:
     def apply(self, plan: StepPlan) -> None:
         for row in plan.new:
             self._fill(row)
-        for slot, _, index, block in plan.block_writes:
-            self.block_tables[slot, index] = block
+        for slot, group, index, block in plan.block_writes:
+            self.block_tables[group, slot, index] = block
 
     def lay_out(self, plan: StepPlan) -> Layout[Rows]:
         rows, counts = np.array(plan.slots), np.array(plan.num_tokens)
@@ -82,7 +83,7 @@ class HostSlots:
             row_of_token = np.repeat(np.arange(len(rows)), counts)
             slot_of_token = rows[row_of_token]
             positions = computed[row_of_token] + np.arange(len(row_of_token)) - query_start[row_of_token]
-        block = self.block_tables[slot_of_token, positions // self.block_size]
+        tables, cells = self._group(0, rows, slot_of_token, positions, max_seq_len)
         logit_rows = query_start[1:].astype(np.int64) - 1
         sampled = plan.slots
         if not all(plan.samples):
@@ -93,13 +94,25 @@ class HostSlots:
             positions=torch.from_numpy(positions),
             query_start=torch.from_numpy(query_start),
             seq_lens=torch.from_numpy(seq_lens),
-            block_tables=torch.from_numpy(self.block_tables[rows, : -(-max_seq_len // self.block_size)]),
-            slot_mapping=torch.from_numpy(block * np.int64(self.block_size) + positions % self.block_size),
+            block_tables=tables,
+            slot_mapping=cells,
             logit_rows=torch.from_numpy(logit_rows),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
+        if len(self.block_tables) > 1:
+            others = range(1, len(self.block_tables))
+            found = [self._group(group, rows, slot_of_token, positions, max_seq_len) for group in others]
+            batch.groups = [batch, *(replace(batch, block_tables=t, slot_mapping=c) for t, c in found)]
         return Layout(batch, sampled, (rows, counts))
+
+    def _group(
+        self, group: int, rows: Ints, slot_of_token: Ints, positions: Ints, max_seq_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A group's block tables [R, blocks] of a batch, and each token's cell [T] in its cache."""
+        size, tables = self.block_size, self.block_tables[group]
+        cells = tables[slot_of_token, positions // size] * np.int64(size) + positions % size
+        return torch.from_numpy(tables[rows, : -(-max_seq_len // size)]), torch.from_numpy(cells)
 
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
         if self._reporting.isdisjoint(plan.slots):
@@ -154,7 +167,8 @@ class HostSlots:
         self.tokens[slot, : len(row.tokens)] = row.tokens
         self.length[slot] = len(row.tokens)
         self.computed[slot] = row.num_computed
-        self.block_tables[slot, : len(row.blocks[0])] = row.blocks[0]
+        for group, blocks in enumerate(row.blocks):
+            self.block_tables[group, slot, : len(blocks)] = np.maximum(blocks, 0)  # NO_BLOCK is never read
         params = PreparedParams.of(row, self._vocab_size, self._logprobs_mode)
         self._sampling[slot] = _Sampling(params, row.num_prompt)
         self.sampling[slot] = packed(params, row.num_prompt)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig
+from octavo.core.cache_groups import CacheGroup, groups_of
 from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.device.select import select_device
@@ -277,10 +278,16 @@ class Worker:
         return activation_advice(self.attention.pool.level, self.config.activation_dtype)
 
     @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Which layers share a block table. Recorded and native steps read one table for all layers."""
+        return groups_of(self.spec.windows, several=not self.device.resident and not self._takes_native)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers, with their scales."""
+        """Keys and values of one token over all layers of one cache group, with their scales."""
         block = self.attention.cache_shape(self._layer, 1, self._block_size)
-        return self.spec.num_layers * math.prod(block) * self.kv_dtype.itemsize // self._block_size
+        layers = max(len(group.layers) for group in self.cache_groups)
+        return layers * math.prod(block) * self.kv_dtype.itemsize // self._block_size
 
     def kv_budget(self, num_seqs: int, step_tokens: int) -> int:
         """Bytes for the KV cache beside the weights and what the largest step needs."""
@@ -305,7 +312,8 @@ class Worker:
         if model is None:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
         shape = self.attention.cache_shape(self._layer, num_blocks, self._block_size)
-        blocks = Blocks(model.attention_layers, shape, self._block_size, self.kv_dtype, device)
+        groups = self.cache_groups
+        blocks = Blocks(model.attention_layers, groups, shape, self._block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
             self._set_scales(model)
         room = Room(num_slots, max_model_len, max_step_tokens)
@@ -322,7 +330,8 @@ class Worker:
     def _host_parts(self, model: Model, room: Room) -> tuple[HostSlots, Sampler, Replay]:
         """The parts of a runner in the host's memory: native where there are kernels."""
         mode = self.config.logprobs_mode
-        slots = HostSlots(room.num_slots, room.max_model_len, self._block_size, self.spec.vocab_size, mode)
+        size, vocab_size, groups = self._block_size, self.spec.vocab_size, len(self.cache_groups)
+        slots = HostSlots(room.num_slots, room.max_model_len, size, vocab_size, mode, groups)
         native = isinstance(self.attention, NativeAttention)
         sampler = NativeSampler(slots, self.attention.pool) if native else TorchSampler(slots)
         replay = NativeReplay(model, slots) if isinstance(model, NativeDecoder) else NoReplay()

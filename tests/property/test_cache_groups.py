@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.cache.cache import BlockTable, KVCache
-from octavo.cache.groups import FULL, NO_BLOCK, CacheGroup, GroupKind
+from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind
 
 BLOCK = 4
 WINDOW = CacheGroup(GroupKind.WINDOW, window=6)

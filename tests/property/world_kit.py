@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from octavo.cache.cache import KVCache
-from octavo.cache.groups import FULL, CacheGroup, GroupKind
+from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import FinishReason, TokenDelta
 from octavo.core.params import SamplingParams

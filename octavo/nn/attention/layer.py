@@ -18,6 +18,7 @@ class PagedAttention(nn.Module):
         spec: what the cache's size and the backend depend on.
         path: where it stands in the model, in the checkpoint's vocabulary.
         cache: this layer's KV cache, of `backend.cache_shape(spec, ...)`. The worker binds it; empty until then.
+        group: which cache group the layer belongs to; the worker sets it.
         scales: [2, num_kv_heads] float32 with an FP8 cache, see `FusedBackend`; the worker sets them too.
     """
 
@@ -27,10 +28,12 @@ class PagedAttention(nn.Module):
         self.backend = backend
         self.path = path
         self.cache = torch.empty(0)
+        self.group = 0
         self.scales: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], to [T, num_heads, head_dim]."""
+        step = step.of(self.group)
         self.backend.write(k, v, self.cache, step)
         return self.backend.attend(q, self.cache, step, self.spec)
 
@@ -50,4 +53,5 @@ class PagedAttention(nn.Module):
         """`forward` from qkv [T, num_heads + 2 num_kv_heads, head_dim], which is overwritten, as it was projected."""
         if not isinstance(self.backend, FusedBackend):
             raise AssertionError(f"{self.backend.name} does not rotate")
+        step = step.of(self.group)
         return self.backend.rotate_and_attend(qkv, norms, cos_sin, self.cache, self.scales, step, self.spec)

@@ -234,7 +234,7 @@ class DeviceSlots:
             count, blocks = len(row.tokens), len(row.blocks[0])
             header[:6] = row.slot, count, row.num_computed, offset, offset + count, blocks
             header[6:] = packed_words(params, row.num_prompt)
-            pieces += [np.asarray(row.tokens, dtype=np.int32), np.asarray(row.blocks[0], dtype=np.int32)]
+            pieces += [np.asarray(row.tokens, dtype=np.int32), np.maximum(np.asarray(row.blocks[0], dtype=np.int32), 0)]
             offset += count + blocks
             longest = max(longest, count, blocks)
         packed = upload(np.concatenate(pieces), self.device)

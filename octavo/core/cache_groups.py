@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -67,3 +68,28 @@ class CacheGroup:
 
 FULL = (CacheGroup(),)
 """The groups of a model all of whose layers attend to everything."""
+
+
+def groups_of(windows: Sequence[int | None], *, several: bool = True) -> tuple[CacheGroup, ...]:
+    """The groups of attention layers with these sliding windows, None for full attention.
+
+    All groups have as many layers as the rarest kind, since a block holds one token range of all layers of a group; of
+    a kind that does not divide, the last group has fewer.
+
+    Args:
+        several: the worker can keep several block tables; else layers of different kinds share one, as full attention.
+    """
+    kinds = {window: [i for i, each in enumerate(windows) if each == window] for window in windows}
+    if len(kinds) > 1 and not several:
+        return (CacheGroup(GroupKind.FULL, tuple(range(len(windows)))),)
+    size = min(map(len, kinds.values()), default=1)
+    return tuple(
+        CacheGroup(GroupKind.WINDOW if window else GroupKind.FULL, tuple(layers[first : first + size]), window or 0)
+        for window, layers in kinds.items()
+        for first in range(0, len(layers), size)
+    )
+
+
+def blocks_held(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, step_tokens: int) -> int:
+    """Blocks that a sequence of `num_tokens` holds at most, over all groups."""
+    return sum(group.most_blocks(num_tokens, block_size, step_tokens) for group in groups)

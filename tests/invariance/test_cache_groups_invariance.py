@@ -1,0 +1,100 @@
+"""Layers with windows keep less, and give the same tokens: in a group of their own, beside full attention, under load.
+
+The truth is the same model with one table for all layers, which keeps everything.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from toy_engine import drive, tiny_config, tokens_of
+from toy_models import LLAMA, VOCAB, model_files
+
+from octavo.build import build_core
+from octavo.core.cache_groups import FULL, CacheGroup, GroupKind, groups_of
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+
+WINDOW = 20
+MIXED = LLAMA | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "max_window_layers": 1,
+}
+WINDOWED = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW}
+LAYOUTS = {"mixed": (MIXED, "torch", 3), "windowed": (WINDOWED, "torch", 1), "native": (WINDOWED, "auto", 1)}
+
+
+def requests(count: int = 8) -> list[GenerateRequest]:
+    rng = random.Random(3)
+    prefix = [rng.randrange(4, VOCAB) for _ in range(64)]
+    made = []
+    for i in range(count):
+        prompt = prefix[: rng.choice([0, 32, 64])] + [rng.randrange(4, VOCAB) for _ in range(rng.randrange(1, 30))]
+        drawn = {"temperature": 0.8, "seed": i, "n": 2} if i % 2 else {"temperature": 0}
+        params = SamplingParams(max_tokens=rng.randrange(10, 50), ignore_eos=True, **drawn)
+        made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params))
+    return made
+
+
+def settings_of(backend: str, **settings: Any) -> dict[str, Any]:
+    chosen = {} if backend == "auto" else {"attention_backend": backend}
+    return {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 24, **chosen, **settings}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_windows_that_release_blocks_change_no_token(
+    layout: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, backend, groups = LAYOUTS[layout]
+    settings = settings_of(backend, async_scheduling=overlap)
+    loop, info = build_core(tiny_config(**settings, num_blocks=40 * groups), model_files(config))
+    assert info.kv_groups == groups
+    found = tokens_of(drive(loop, requests()))
+    stats = loop.stats()
+    loop.close()
+    assert stats.prefix_cache_hits > 0
+    monkeypatch.setattr("octavo.worker.worker.groups_of", whole)
+    loop, info = build_core(tiny_config(**settings, memory_bytes=1 << 24), model_files(config))
+    assert info.kv_groups == 1
+    assert found == tokens_of(drive(loop, requests()))
+    loop.close()
+
+
+def whole(windows: tuple[int | None, ...], *, several: bool = True) -> tuple[CacheGroup, ...]:
+    return (CacheGroup(GroupKind.FULL, tuple(range(len(windows)))),)
+
+
+def test_a_window_needs_no_room_for_what_it_forgets() -> None:
+    """A request of ten times the cache's positions is served, and holds what its window reaches."""
+    settings = {"max_model_len": 250, "max_num_seqs": 1, "max_num_batched_tokens": 16, "attention_backend": "torch"}
+    loop, info = build_core(tiny_config(**settings, num_blocks=8), model_files(WINDOWED))
+    assert info.max_model_len == 250
+    request = GenerateRequest(
+        id="long", tokens=[5] * 100, params=SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
+    )
+    most = 0
+    loop.add(request)
+    while loop.busy:
+        loop.step()
+        most = max(most, loop.stats().num_blocks_used)
+    loop.check_idle()
+    loop.close()
+    assert most <= 6
+
+
+def test_groups_have_as_many_layers_as_the_rarest_kind() -> None:
+    assert groups_of([None] * 4) == (CacheGroup(layers=(0, 1, 2, 3)),)
+    assert groups_of([]) == ()
+    full, *windows = groups_of([None, 8, 8, 8, None, 8])
+    assert full == CacheGroup(layers=(0, 4))
+    assert [group.layers for group in windows] == [(1, 2), (3, 5)]
+    assert all(group.kind is GroupKind.WINDOW and group.window == 8 for group in windows)
+    assert groups_of([None, 8], several=False) == (CacheGroup(layers=(0, 1)),)
+    assert FULL[0].kind is GroupKind.FULL
