@@ -284,7 +284,8 @@ class EngineLoop:
         Raises:
             DeviceLostError: the device is lost, now or since an earlier step, and no tokens are left to return.
         """
-        self.check_alive()
+        if self._lost is not None:
+            raise self._lost
         news: list[TokenDelta] = []
         try:
             self._step(news)

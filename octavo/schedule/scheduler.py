@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError, internal_error
@@ -31,13 +31,6 @@ from octavo.schedule.roster import Roster
 from octavo.schedule.steady import Steady
 
 log = logging.getLogger(__name__)
-
-
-class _Launched(NamedTuple):
-    """The requests behind a launched plan's rows, and the `Steady` that repeated it, if one did."""
-
-    rows: list[Request]
-    steady: Steady | None
 
 
 class Scheduler:
@@ -63,7 +56,8 @@ class Scheduler:
         self._quarantine = Quarantine()
         self._roster = Roster(cache, policy, limits, hooks)
         self._planner = Planner(self._roster, cache, limits, policy, hooks, self._quarantine, self.counters)
-        self._launched: dict[int, _Launched] = {}
+        self._launched: dict[int, tuple[list[Request], Steady | None]] = {}
+        """Plan -> the requests behind its rows, and the `Steady` that repeated it, if one did."""
         self._planning = False
         self._news: list[TokenDelta] = []
         """What is still to be told: kept here, so that no failure swallows it."""
@@ -172,7 +166,7 @@ class Scheduler:
             hook.on_plan(draft, rows)
         plan = draft.freeze(self._num_plans, self._roster.take_freed())
         self._num_plans += 1
-        self._launched[plan.id] = _Launched(rows, steady)
+        self._launched[plan.id] = rows, steady
         self.cache.launched(plan.id)
         return plan
 
@@ -210,7 +204,7 @@ class Scheduler:
 
     def names_of(self, plan: StepPlan) -> dict[int, str]:
         """Return slot -> request id and choice of the requests that take slots with a launched plan."""
-        requests = {request.slot: request for request in self._launched[plan.id].rows}
+        requests = {request.slot: request for request in self._launched[plan.id][0]}
         return {row.slot: f"{requests[row.slot].id}/{requests[row.slot].index}" for row in plan.new}
 
     # Commit
