@@ -1,4 +1,4 @@
-"""`Admission`: how many requests may wait. Beyond that a request is refused at once rather than kept waiting."""
+"""`Admission`: limits on waiting requests. Beyond them a request is refused at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MAX_RETRY_AFTER_S = 60
 
 
 class Admission:
-    """Counts what this server has sent to the engine: its own books are never behind, as the engine's counters are.
+    """Counts the requests that this server has sent to the engine; unlike the engine's counters, without delay.
 
     Args:
-        max_requests, max_tokens: limits on waiting choices, and on prompt tokens that were not begun; None for none.
-        seats: choices that the engine runs at once.
+        max_requests, max_tokens: limits on waiting choices, and on their prompt tokens; None for no limit.
+        seats: number of choices that the engine runs at once.
         stats: the engine's counters.
-        refused: reason -> requests refused, counted up.
-        board: where the books are kept; one that several processes share makes the limits those of all together.
+        refused: reason -> number of refused requests, incremented here.
+        board: the counts; a board shared by several processes makes the limits apply to all of them together.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Admission:
 
     @property
     def load(self) -> int:
-        """Choices that are being generated or wait."""
+        """Number of choices running or waiting."""
         return self._board.total(Count.CHOICES) + self._board.total(Count.BACKGROUND)
 
     def enter(self, request: GenerateRequest) -> None:
-        """Take a request in; each that is taken in leaves by `leave`. Background work neither meets nor fills limits.
+        """Admit a request; every admitted request ends with `leave`. Background work is exempt from the limits.
 
         Raises:
-            QueueFullError: it would have to wait behind too many.
+            QueueFullError: a limit is reached.
         """
         if request.priority >= BACKGROUND:
             self._board.add(Count.BACKGROUND, request.params.n)
@@ -64,7 +64,7 @@ class Admission:
         self._tokens[request.id] = len(request.tokens)
 
     def begun(self, request: GenerateRequest) -> None:
-        """Its first token is there."""
+        """Count a request as no longer waiting: its first token has arrived."""
         tokens = self._tokens.pop(request.id, None)
         if tokens is not None:
             self._board.add(Count.QUEUED, -1)

@@ -1,4 +1,4 @@
-"""`Board`: what each API process of a server has taken in, where all of them see it."""
+"""`Board`: request counts of all API processes of a server, visible to each of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Count(IntEnum):
     """A column."""
 
     CHOICES = 0
-    """Choices of clients' requests that are being generated or wait."""
+    """Choices of clients' requests, running or waiting."""
     BACKGROUND = 1
-    """Those of background work."""
+    """Choices of background work."""
     QUEUED = 2
-    """Requests whose first token is not there yet."""
+    """Requests whose first token has not arrived."""
     QUEUED_TOKENS = 3
     """Prompt tokens of those."""
     SERVED = 4
@@ -30,12 +30,12 @@ class Count(IntEnum):
 
 
 class Board:
-    """One row of counts a process; each writes its own. Of a single process it is a piece of its own memory.
+    """One row of counts per process; each process writes its own row. A single process uses private memory.
 
     Args:
-        row: this process's.
-        rows: of all processes.
-        path: the file behind the board of several processes; the first to come makes it.
+        row: this process's row.
+        rows: number of processes.
+        path: the shared file of several processes, created by the first.
     """
 
     def __init__(self, row: int = 0, rows: int = 1, path: Path | None = None) -> None:
@@ -52,26 +52,26 @@ class Board:
         self._words = memoryview(mmap.mmap(self._file, size)).cast("q")
 
     def add(self, count: Count, number: int) -> None:
-        """Change a count of this process."""
+        """Add to a count of this process."""
         self._words[self._row * len(Count) + count] += number
 
     def own(self, count: Count) -> int:
         return self._words[self._row * len(Count) + count]
 
     def total(self, count: Count) -> int:
-        """Of all processes."""
+        """Return a count summed over all processes."""
         if self._rows == 1:
             return self._words[count]
         return sum(self._words[row * len(Count) + count] for row in range(self._rows))
 
     def clear(self, row: int) -> None:
-        """Of a process that is gone."""
+        """Zero the row of a process that has ended."""
         for count in Count:
             self._words[row * len(Count) + count] = 0
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no other process look and then take, for the time of the block; it must not wait for anything."""
+        """Exclude other processes' check-then-add for the time of the block, which must not wait."""
         if self._file is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""How a stream is written: in bursts of all that is ready, with a beat of some bytes while there is nothing to send."""
+"""Stream writing: in bursts of all available data, with periodic keep-alive bytes while there is none."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Burst:
-    """What is ready to be written, written at once: a write costs far more than an event.
+    """Writes all available data at once: a write costs far more than an event.
 
     Args:
-        head: the message that begins the response; it is sent before the first write.
+        head: the message that starts the response; sent before the first write.
     """
 
     __slots__ = ("_head", "_pieces", "_send", "size")
@@ -32,7 +32,7 @@ class Burst:
 
     @property
     def begun(self) -> bool:
-        """Whether there was anything to write."""
+        """Whether anything was written."""
         return bool(self._pieces) or self._head is None
 
     def add(self, data: bytes) -> None:
@@ -53,10 +53,10 @@ class Burst:
 
 
 class BeatingBurst(Burst):
-    """Also writes `beat` whenever it has written nothing for `silence_s` seconds.
+    """Also writes `beat` after `silence_s` seconds without data.
 
-    There is one writer at a time, so a slow reader finds at most one beat between two bursts. A burst costs no timer:
-    when the time of a beat has come, it looks back at the last write.
+    Writes are serialized, so a slow reader gets at most one beat between two bursts. A burst sets no timer: when a beat
+    is due, the time of the last write is checked.
     """
 
     __slots__ = ("_beat", "_last", "_lock", "_now", "_silence_s")
@@ -76,7 +76,7 @@ class BeatingBurst(Burst):
                 self._last = self._now()
 
     async def beat(self) -> None:
-        """Until it is cancelled."""
+        """Send beats until cancelled."""
         while True:
             await asyncio.sleep(self._last + self._silence_s - self._now())
             async with self._lock:
@@ -89,7 +89,7 @@ class BeatingBurst(Burst):
 
 @asynccontextmanager
 async def burst(send: Send, head: Message, silence_s: float, beat: bytes) -> AsyncIterator[Burst]:
-    """A way to write for the time of the block; it beats if `silence_s` is over 0."""
+    """Yield a writer for the time of the block; it sends beats if `silence_s` is over 0."""
     if not silence_s:
         yield Burst(send, head)
         return
@@ -105,10 +105,10 @@ async def burst(send: Send, head: Message, silence_s: float, beat: bytes) -> Asy
 def next_or_flush(
     source: AsyncGenerator[T, None], flush: Callable[[], Coroutine[Any, Any, None]]
 ) -> Generator[Any, Any, T]:
-    """`anext(source)`; if that has to wait, it waits only after `flush`.
+    """Return `anext(source)`; await `flush` first, but only if the source is not ready.
 
     Raises:
-        StopAsyncIteration: there is no more.
+        StopAsyncIteration: the source is exhausted.
     """
     step = source.__anext__().__await__()
     try:

@@ -1,4 +1,4 @@
-"""`ServerContext`: what the routes share. One is made per app and handed to each route; nothing is global."""
+"""`ServerContext`: the state shared by the routes. One per app, passed to each route; nothing is global."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from octavo.text.frontend import Frontend
 
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    """The engine's front end, the settings, the counters and the life of one server."""
+    """The engine's front end, settings, counters and lifecycle of one server."""
 
     frontend: Frontend
     config: ServerConfig
@@ -33,23 +33,23 @@ class ServerContext:
     admission: Admission
     transcripts: Transcripts
     siblings: Siblings | None = None
-    """The other API processes of the server, where there are several."""
+    """The other API processes of the server, if there are several."""
     background: bool = False
-    """Requests through this context run in the room that others leave."""
+    """Requests through this context run in capacity that other requests leave free."""
     fingerprint: str | None = None
     """`system_fingerprint` of the answers."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_names(self) -> list[str]:
-        """The names under which clients may ask for the model; the first is the one that answers carry."""
+        """Names under which clients may request the model; answers carry the first."""
         return self.config.model_names(self.frontend.info.name)
 
     def check_model(self, name: str | None) -> str:
-        """The name that the answer carries. A request that names no model means the one there is.
+        """Return the name for the answer. A request without a name means the served model.
 
         Raises:
-            UnknownModelError: `name` is not served, and the settings don't let it pass.
+            UnknownModelError: `name` is not served, and the settings don't allow other names.
         """
         names = self.model_names
         if name is not None and name not in names and not self.config.skip_model_name_validation:
@@ -58,10 +58,10 @@ class ServerContext:
 
     @contextmanager
     def in_flight(self, request: GenerateRequest) -> Iterator[RequestRecord]:
-        """Admit a request and count it until it is over, however it ends; its record is told what becomes of it.
+        """Admit a request and count it until it ends. Yield its record.
 
         Raises:
-            QueueFullError: too many wait already.
+            QueueFullError: a queue limit is reached.
         """
         self.admission.enter(request)
         record = self.metrics.requests.begin(request)
@@ -75,12 +75,12 @@ class ServerContext:
 
 
 def answer_id(request: Request, own: str | None, prefix: str) -> str:
-    """The id of an answer: the one that the client gave in a header or the body, else a new one; with the prefix."""
+    """Return an answer's id, with the prefix: the client's, from a header or the body, else a new one."""
     known: str = request.state.request_id
     chosen = known if own is None or request.headers.get("x-request-id") == known else own
     return chosen if chosen.startswith(prefix) else prefix + chosen
 
 
 def engine_id(response_id: str) -> str:
-    """An id for the engine that no other request alive has, even if a client uses one request id twice."""
+    """Return an id for the engine, unique even if a client uses one request id twice."""
     return f"{response_id}-{secrets.token_hex(6)}"

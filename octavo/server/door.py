@@ -1,7 +1,7 @@
-"""The door: what happens to every HTTP request before and after its route.
+"""Middleware around all routes.
 
-It gives the request an id, checks the API key, refuses work while the server drains, counts, and turns an unforeseen
-exception into an error object.
+It assigns request ids, checks API keys, refuses work while the server drains, counts requests, and converts unexpected
+exceptions to error objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.server.load_header import ASKED, TOLD, load_header
 from octavo.server.stream import CLIENT_CLOSED_REQUEST
 
 _SLOWEST = 16 * 1024
-"""Bytes a second: at this rate a request's body may come for as long as it likes."""
+"""Bytes per second: the rate at which a request's body may arrive without a time limit."""
 _OPEN_PATHS = frozenset(
     {
         "/",
@@ -43,13 +43,13 @@ _PRINTABLE_ID = re.compile(r"[!-~]{1,128}")
 
 
 class ApiKeys:
-    """The keys that open the server; none means that it is open to all."""
+    """The accepted API keys; without keys, every request is accepted."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
     def allow(self, headers: Headers) -> bool:
-        """Whether `Authorization: Bearer` or `x-api-key` holds a key. Takes the same time whichever key is wrong."""
+        """Whether `Authorization: Bearer` or `x-api-key` contains a valid key. Takes constant time for wrong keys."""
         if not self._digests:
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -59,7 +59,7 @@ class ApiKeys:
 
 
 def key_error() -> ApiError:
-    """What those without a key are told."""
+    """The error for a missing or wrong key."""
     return ApiError(
         401,
         "A valid API key is required: send 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",
@@ -68,7 +68,7 @@ def key_error() -> ApiError:
 
 
 def busy(ctx: ServerContext, method: str = "POST") -> ApiError | None:
-    """Why the server takes no more work, if it doesn't."""
+    """Return the reason why the server accepts no work now, or None."""
     most = ctx.config.max_concurrent_requests
     if most is not None and ctx.lifecycle.inflight_everywhere >= most:
         return ApiError(
@@ -93,7 +93,7 @@ class Door:
         self._app = app
         self._ctx = ctx
         self._keys = ApiKeys(ctx.config.api_keys)
-        # Requests are answered with and without it: some proxies take it off the path, some don't.
+        # Requests are accepted with and without the root path: some proxies remove it, others don't.
         self._root = "/" + ctx.config.root_path.strip("/") if ctx.config.root_path.strip("/") else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +102,7 @@ class Door:
             await self._app(scope, receive, send)
             return
         method = scope["method"]
-        if method == "HEAD":  # answered as GET is, by every route that has one; `_Visit` leaves the body out
+        if method == "HEAD":  # handled as GET by every route that has one; `_Visit` leaves the body out
             scope = {**scope, "method": "GET"}
         names = ("X-Request-Id", REQUEST_ID) if speaks_anthropic(scope) else ("X-Request-Id",)
         sent = Headers(scope=scope)
@@ -143,10 +143,10 @@ class Door:
 
 
 class _Visit:
-    """One request's way out: it notes the status and adds the request id to the response's headers, by their names.
+    """Records the status of one response and adds the request id to its headers.
 
     Attributes:
-        load: what a header is to say of the engine's load, if that was asked for.
+        load: the engine's load for a response header, if the client asked for it.
     """
 
     __slots__ = ("_bodiless", "_names", "_send", "load", "request_id", "status")
@@ -173,9 +173,10 @@ class _Visit:
 
 
 def _in_time(receive: Receive, seconds: float) -> Receive:
-    """`receive`, which fails once the body has taken longer than that; afterwards it may wait for ever.
+    """Return `receive` with a time limit on the body; there is none after its end.
 
-    What has come buys time at the rate of `_SLOWEST`: a large file may take long, and none can be drawn out at will.
+    Received data extends the limit at the rate of `_SLOWEST`: large files may take long, but a body can't be stretched
+    indefinitely.
     """
     deadline = asyncio.get_running_loop().time() + seconds
     complete = False

@@ -1,4 +1,4 @@
-"""The one shape in which every failure reaches a client: `{"error": {"message", "type", "param", "code"}}`."""
+"""The form of all errors that clients get: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TYPES = {
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """What went wrong. `code` is the HTTP status, also where the status line has already said 200."""
+    """An error. `code` is the HTTP status, also if the status line has already said 200."""
 
     message: str
     type: str
@@ -55,13 +55,13 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every response that is not a success, and of an error event in a stream."""
+    """The body of every unsuccessful response, and of an error event in a stream."""
 
     error: ErrorInfo
 
 
 class ApiError(OctavoError):
-    """A failure that knows its HTTP status. `param` is the dotted name of the offending field, if one is at fault."""
+    """An error with its HTTP status. `param` is the dotted name of the offending field, if there is one."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -81,7 +81,7 @@ class ApiError(OctavoError):
 
 
 class UnknownModelError(ApiError):
-    """The request names a model that is not served here (404)."""
+    """The request names a model that is not served (404)."""
 
     def __init__(self, name: str, served: list[str]) -> None:
         names = ", ".join(f"`{one}`" for one in served)
@@ -91,7 +91,7 @@ class UnknownModelError(ApiError):
 
 
 def as_api_error(exc: Exception, request_id: str = "") -> ApiError:
-    """The client's view of an exception; one that was not raised on purpose is logged and told without its insides."""
+    """Convert an exception for the client. Unexpected exceptions are logged, and their details are hidden."""
     match exc:
         case ApiError():
             return exc
@@ -122,7 +122,7 @@ def _from_http(exc: HTTPException) -> ApiError:
 
 
 def install(app: FastAPI, respond: Callable[[Scope, ApiError], Response]) -> None:
-    """Make `app` answer every deliberate error, and its router's own, with what `respond` makes of it."""
+    """Make `app` convert every deliberate error, and its router's own, with `respond`."""
 
     async def deliberate(request: Request, exc: Exception) -> Response:
         return respond(request.scope, as_api_error(exc, request.state.request_id))
@@ -158,9 +158,9 @@ def _why_missing(request: Request) -> str:
 
 
 def _routes_near(request: Request) -> str:
-    """The one route that the client may have meant, or where all are told."""
+    """Suggest the route that the client may have meant, or where all routes are listed."""
     path, known = request.url.path, sorted(request.app.openapi()["paths"])
-    # Mostly it is the client's base URL that lacks /v1, or has it once too often.
+    # Usually the client's base URL lacks /v1, or has it twice.
     close = [one for one in (f"/v1{path}", path.removeprefix("/v1")) if one != path and one in known]
     close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.8)
     if close:
@@ -171,5 +171,5 @@ def _routes_near(request: Request) -> str:
 
 
 def json_response(value: Any) -> Response:
-    """`value` (msgspec structs, dicts, lists) as a JSON response."""
+    """Return `value` (msgspec structs, dicts, lists) as a JSON response."""
     return Response(msgspec.json.encode(value), media_type="application/json")

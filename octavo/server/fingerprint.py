@@ -1,4 +1,4 @@
-"""`system_fingerprint`: a name for what computes the answers, by which clients see that it has changed."""
+"""`system_fingerprint`: identifies the system that computes the answers, so that clients can detect changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from octavo.version import __version__
 
 
 def check_fingerprint(config: ServerConfig) -> None:
-    """
+    """Check the settings of the fingerprint.
+
     Raises:
-        ConfigError: a value is missing, or given where it has no use.
+        ConfigError: a value is missing, or has no effect.
     """
     custom = config.fingerprint_mode == "custom"
     if custom and config.fingerprint_value is None:
@@ -25,10 +26,10 @@ def check_fingerprint(config: ServerConfig) -> None:
 
 
 def fingerprint(config: ServerConfig, info: ModelInfo) -> str | None:
-    """As the settings want it: `octavo-<version>-<8 hexadecimal digits>`, their own text, or none.
+    """Return, depending on the settings, `octavo-<version>-<8 hexadecimal digits>`, the user's own text, or None.
 
-    The digits stand for the model, the device, its kernels, and the forms of weights, activations and KV cache. With
-    the same of them all, and the same seed, a request has the same answer as far as that can be had.
+    The digits are a hash of the model, the device, its kernels, and the formats of weights, activations and KV cache.
+    With all of these and the seed equal, answers are repeatable as far as the device allows.
     """
     match config.fingerprint_mode:
         case "none":

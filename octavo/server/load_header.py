@@ -1,4 +1,4 @@
-"""The engine's load in a response header, for load balancers that ask for it: Open Request Cost Aggregation (ORCA)."""
+"""The engine's load in a response header, for load balancers: Open Request Cost Aggregation (ORCA)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ASKED, TOLD = "endpoint-load-metrics-format", "endpoint-load-metrics"
 
 
 def load_header(form: str, stats: EngineStats) -> str | None:
-    """The header's value in the form that was asked for, "TEXT" or "JSON"; None for any other."""
+    """Return the header's value in the requested format, "TEXT" or "JSON"; None for any other."""
     named = {"kv_cache_usage_perc": round(stats.kv_usage, 6), "num_requests_waiting": stats.num_waiting}
     match form.strip().upper():
         case "TEXT":

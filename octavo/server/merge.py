@@ -1,4 +1,4 @@
-"""Several streams read as one."""
+"""Merging of several streams."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _AHEAD = 16
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all `sources` as they come, each with its source's number.
+    """Yield (source number, item) from all `sources` as items arrive.
 
-    The first source that fails ends them all with its exception; closing this generator closes every source.
+    The first source that fails ends all of them with its exception; closing this generator closes every source.
     """
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:

@@ -1,4 +1,4 @@
-"""Middleware of the user's own, named on the command line."""
+"""The user's own middleware, named on the command line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from octavo.core.importing import imported
 
 
 def load_middleware(paths: Sequence[str]) -> list[Middleware]:
-    """What the paths name, in the order in which they were given.
+    """Import middleware, in the given order.
 
     Args:
         paths: "package.module.name" (or "package.module:name") of an ASGI class, which is called with the application
-            that it goes around, or of an `async def f(request, call_next)`.
+            that it wraps, or of an `async def f(request, call_next)`.
 
     Raises:
-        ConfigError: one of them can't be imported, or is neither.
+        ConfigError: one can't be imported, or is neither.
     """
     return [_made(path, _named(path)) for path in paths]
 
@@ -46,7 +46,7 @@ def _made(path: str, found: Any) -> Middleware:
 
 
 def _takes(found: Any, count: int) -> bool:
-    """Whether it can be called with so many arguments."""
+    """Whether it can be called with `count` arguments."""
     try:
         inspect.signature(found).bind(*[None] * count)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Failures in the form that Anthropic's clients read, for whoever speaks their dialect.
+"""Errors in the form of Anthropic's API, for its clients.
 
 Reference: https://docs.anthropic.com/en/api/errors
 """
@@ -13,7 +13,7 @@ from starlette.types import Scope
 from octavo.server.errors import ApiError
 
 REQUEST_ID = "request-id"
-"""The header from which Anthropic's clients take the id."""
+"""The header in which Anthropic's clients expect the request id."""
 _VERSION = "anthropic-version"
 _PATH = "/v1/messages"
 _TYPES = {
@@ -27,25 +27,25 @@ _TYPES = {
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether the visitor is one of Anthropic's clients: by the header that they all send, or by the route."""
+    """Whether a request is from an Anthropic client: by the header that they all send, or by the route."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path == _PATH or path.startswith(_PATH + "/") or _VERSION in Headers(scope=scope)
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:
-    """What the visitor is told of `error`, in its own dialect."""
+    """Return the response for `error` in the client's API."""
     if not speaks_anthropic(scope):
         return error.response()
     return Response(error_body(error), error.status, error.headers, media_type="application/json")
 
 
 def error_body(error: ApiError) -> bytes:
-    """The JSON of one failure; `param` and `code` are ours."""
+    """Return the JSON of an error; `param` and `code` are Octavo's additions."""
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     told = {"type": kind, "message": error.message, "param": error.param, "code": error.status}
     return msgspec.json.encode({"type": "error", "error": told})
 
 
 def error_event(error: ApiError) -> bytes:
-    """What went wrong after a stream had begun."""
+    """Return the event for an error after the stream has begun."""
     return b"event: error\ndata: " + error_body(error) + b"\n\n"

@@ -1,4 +1,4 @@
-"""The answer to a message, as it streams: Anthropic's events, block by block."""
+"""Streaming of a message: Anthropic's events, block by block."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PING = named_event("ping", {"type": "ping"})
 
 
 class Blocks:
-    """Numbers the blocks of one answer, and opens and closes them as its news comes.
+    """Numbers, opens and closes the blocks of one answer.
 
     Attributes:
-        calls: whether there was a call.
+        calls: whether there was a tool call.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Blocks:
                 yield self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
 
     def close(self) -> Iterator[bytes]:
-        """An answer without a word has one empty block of text."""
+        """Close the last block. An empty answer gets one empty text block."""
         if self._index < 0:
             yield from self._open("text", {"type": "text", "text": ""})
         yield self._stop()

@@ -25,7 +25,7 @@ from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, named_event, until_disconnect
 
 _STOPS = {"length": "max_tokens", "repetition": "max_tokens", "tool_calls": "tool_use"}
-"""OpenAI's finish reason -> Anthropic's. There is none for an answer that was cut because it repeated itself."""
+"""OpenAI's finish reason -> Anthropic's, which has none for an answer cut because of repetition."""
 
 
 async def messages(ctx: ServerContext, request: Request) -> Response:
@@ -48,7 +48,7 @@ async def messages(ctx: ServerContext, request: Request) -> Response:
 
 
 async def count_tokens(ctx: ServerContext, request: Request) -> Response:
-    """How many tokens the conversation has."""
+    """Count a conversation's tokens."""
     body = await parse_body(request, CountBody, ctx.config.max_body_bytes)
     ctx.check_model(body.model)
     chat = await prepare_chat(ctx, as_chat(body), "count")
@@ -57,7 +57,7 @@ async def count_tokens(ctx: ServerContext, request: Request) -> Response:
 
 @dataclass(slots=True, frozen=True)
 class _Answer:
-    """What is the same in every part of one answer."""
+    """Common data of all parts of one answer."""
 
     id: str
     model: str
@@ -107,7 +107,7 @@ def _start(answer: _Answer, chat: Chat, told: _Told) -> bytes:
 
 
 class _Told:
-    """What the engine's outputs say of the end of the answer."""
+    """The engine's outputs that describe the end of the answer."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -129,7 +129,7 @@ class _Told:
 
 
 def _usage(chat: Chat, cached: int, tokens: int) -> dict[str, int]:
-    """Anthropic counts tokens read from the cache apart from the others."""
+    """Return usage; Anthropic counts tokens read from the cache separately."""
     return {
         "input_tokens": len(chat.job.prompt_tokens) - cached,
         "output_tokens": tokens,
@@ -151,7 +151,7 @@ def _content(message: Message) -> list[dict[str, Any]]:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments as an object; a call that was cut short has none that can be read."""
+    """Return the arguments as an object; {} if the call was cut short."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

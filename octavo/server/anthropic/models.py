@@ -1,4 +1,4 @@
-"""`GET /v1/models` as Anthropic's clients read it.
+"""`GET /v1/models` in the form of Anthropic's API.
 
 Reference: https://docs.anthropic.com/en/api/models-list
 """
@@ -15,17 +15,17 @@ from octavo.server.errors import json_response
 
 
 def list_models(ctx: ServerContext) -> Response:
-    """All names on one page."""
+    """Return all model names on one page."""
     names = ctx.model_names
     page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     return json_response({"data": [_card(ctx, name) for name in names], **page})
 
 
 def retrieve_model(ctx: ServerContext, name: str) -> Response:
-    """The card of one name.
+    """Return the card of one model.
 
     Raises:
-        UnknownModelError: nothing is served under `name`.
+        UnknownModelError: no model is served as `name`.
     """
     return json_response(_card(ctx, ctx.check_model(name)))
 

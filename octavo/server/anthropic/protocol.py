@@ -1,4 +1,4 @@
-"""What Anthropic's clients send to `/v1/messages`, and its translation into a chat request.
+"""Request bodies of `/v1/messages`, and their conversion to a chat request.
 
 Reference: https://docs.anthropic.com/en/api/messages
 """
@@ -22,7 +22,7 @@ _IGNORED = frozenset(
 
 
 class Turn(BaseModel):
-    """A message; its content is text, or blocks."""
+    """A message; its content is text or a list of blocks."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -68,14 +68,14 @@ class MessagesBody(CountBody):
 
 
 def as_chat(body: CountBody) -> ChatBody:
-    """The same request in the form of a chat completion.
+    """Convert the request to a chat completion.
 
     Raises:
-        InvalidRequestError: a block or a choice is not of its form.
+        InvalidRequestError: a block or a choice is malformed.
         UnsupportedError: a block that this model can't read.
     """
     chat: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
-    if body.messages[-1].role == "assistant":  # the answer goes on from there
+    if body.messages[-1].role == "assistant":  # the answer continues it
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
@@ -142,7 +142,7 @@ def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _user(blocks: Sequence[dict[str, Any]], where: str, role: str) -> list[dict[str, Any]]:
-    """The results of tools, each a message of its own, and then what the user says."""
+    """Return each tool result as a message of its own, followed by the user's content."""
     results, texts = [], []
     for number, block in enumerate(blocks):
         match block:

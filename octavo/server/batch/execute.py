@@ -1,4 +1,4 @@
-"""Runs the lines of a batch through the routes of the server, without HTTP between."""
+"""Runs the lines of a batch through the server's routes, without HTTP."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def expired(line: Line) -> Result:
-    """The result of a line whose turn did not come in time."""
+    """Return the result of a line that was not run in time."""
     error = _Error("batch_expired", "This request could not be executed before the completion window expired.")
     return Result(_new_id(), line.custom_id, None, error)
 
 
 class Executor:
-    """
+    """Runs lines.
+
     Args:
-        endpoints: path -> what answers a POST to it.
+        endpoints: path -> handler of a POST to it.
     """
 
     def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
@@ -60,7 +61,7 @@ class Executor:
         return sorted(self._endpoints)
 
     async def run(self, line: Line) -> Result:
-        """The answer to a line, whatever it is. While the server is full or its engine gone, it is asked again."""
+        """Return the response to a line, whatever its status. Retry while the server is full or its engine is down."""
         wait = _FIRST_WAIT_S
         while True:
             request_id = secrets.token_hex(16)
@@ -74,7 +75,7 @@ class Executor:
         try:
             _check_whole(line)
             endpoint = self._endpoints.get(line.url)
-            if endpoint is None:  # the server was started again with other settings
+            if endpoint is None:  # the server was restarted with other settings
                 raise ApiError(404, f"This server no longer answers {line.url}.", param="url")
             response = await endpoint(inner_request(line.url, bytes(line.body), request_id))
         except Exception as exc:
@@ -84,7 +85,7 @@ class Executor:
 
 
 def _check_whole(line: Line) -> None:
-    """Refuses what would not come as one answer."""
+    """Refuse requests that would not be answered by one complete response."""
     body = msgspec.json.decode(line.body)
     for name in ("stream", "background"):
         if body.get(name):

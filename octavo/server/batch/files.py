@@ -1,7 +1,7 @@
-"""`FileStore`: uploaded files and the batches' outputs, in a folder on disk.
+"""`FileStore`: uploaded files and batch outputs, in a folder on disk.
 
-A file is two: `ID.data`, and `ID.json` with what is known of it. The latter is written last and removed first, so a
-file is there entirely or not at all.
+A file is stored as `ID.data` and `ID.json`, its metadata. The latter is written last and removed first, so a file
+exists completely or not at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DATA, _FACTS = ".data", ".json"
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A file, as OpenAI's API tells of it. Times in seconds since 1970."""
+    """A file in the form of OpenAI's API. Times are in seconds since 1970."""
 
     id: str
     object: str = "file"
@@ -39,10 +39,10 @@ def new_file_id() -> str:
 
 
 class FileStore:
-    """Its methods that write do so durably, so they take milliseconds: call them off the event loop.
+    """Methods that write are durable and take milliseconds: call them off the event loop.
 
     Args:
-        folder: made by `load`.
+        folder: created by `load`.
     """
 
     def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
@@ -51,7 +51,7 @@ class FileStore:
         self._files: dict[str, FileObject] = {}
 
     def load(self) -> None:
-        """Read what is there. Leftovers of writes that were cut short are removed."""
+        """Read the stored files. Remove leftovers of interrupted writes."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._folder.glob(f"*{_FACTS}")):
             facts = msgspec.json.decode(path.read_bytes(), type=FileObject)
@@ -61,10 +61,10 @@ class FileStore:
                 path.unlink()
 
     def put(self, file_id: str, *, filename: str, purpose: str, lifetime_s: int | None = None) -> FileObject:
-        """Keep what was written to `draft(file_id)`; a file of that id is replaced.
+        """Store the content of `draft(file_id)`, replacing a file of that id.
 
         Args:
-            lifetime_s: it goes after so many seconds.
+            lifetime_s: seconds until the file expires; None for never.
         """
         draft = self.draft(file_id)
         with draft.open("r+b") as file:
@@ -85,11 +85,12 @@ class FileStore:
         return facts
 
     def draft(self, file_id: str) -> Path:
-        """Where content may be written that is then `put`."""
+        """Return the path to write content to before `put`."""
         return self._folder / f"{file_id}.draft"
 
     def get(self, file_id: str, param: str = "file_id") -> FileObject:
-        """
+        """Return a file's metadata.
+
         Raises:
             ApiError: 404, there is no such file, or it has expired.
         """
@@ -99,16 +100,17 @@ class FileStore:
         return facts
 
     def content(self, file_id: str) -> Path:
-        """Where the content of a file is."""
+        """Return the path of a file's content."""
         return self._folder / f"{file_id}{_DATA}"
 
     def list(self) -> list[FileObject]:
-        """All files, the newest first."""
+        """Return all files, newest first."""
         alive = [facts for facts in self._files.values() if not self._expired(facts)]
         return sorted(alive, key=lambda facts: (-facts.created_at, facts.id))
 
     def delete(self, file_id: str) -> None:
-        """
+        """Delete a file.
+
         Raises:
             ApiError: 404, there is no such file.
         """
@@ -116,7 +118,7 @@ class FileStore:
         self._remove(file_id)
 
     def sweep(self, *, keep: frozenset[str] = frozenset()) -> None:
-        """Remove the files whose time has come, except those named."""
+        """Remove expired files, except those in `keep`."""
         for facts in list(self._files.values()):
             if self._expired(facts) and facts.id not in keep:
                 self._remove(facts.id)

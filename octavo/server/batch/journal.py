@@ -1,8 +1,8 @@
-"""`Journal`: an append-only file of records that survives the end of its process at any moment.
+"""`Journal`: an append-only file of records that survives a crash at any moment.
 
-A record is one line of JSON. It is handed to the system whole before `append` returns, so a killed process loses none;
-what a power failure may lose is what came after the last `sync`. A last record that was cut short is cut off when the
-journal is opened again, so the records are always a prefix of what was appended.
+A record is one line of JSON. It is written to the operating system before `append` returns, so a killed process loses
+none; a power failure may lose records after the last `sync`. An incomplete last record is truncated when the journal is
+opened again, so the records are always a prefix of those appended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 
 class Journal:
-    """One file. Not for use by two threads at a time."""
+    """One file. Not thread-safe."""
 
     def __init__(self, path: Path, descriptor: int, end: int) -> None:
         self.path = path
@@ -27,9 +27,9 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, take: Callable[[bytes, int], None]) -> Self:
-        """Open the journal, made if need be, and hand each record and the place where it stands to `take`.
+        """Open or create the journal, and pass each record and its offset to `take`.
 
-        The first record that `take` can't decode (`msgspec.DecodeError`) ends the journal: what follows is cut off.
+        The first record that `take` can't decode (`msgspec.DecodeError`) ends the journal: the rest is truncated.
         """
         new = not path.exists()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -55,10 +55,10 @@ class Journal:
         return cls(path, descriptor, end)
 
     def append(self, record: bytes) -> int:
-        """Add a record, one line without its newline; the place where it stands.
+        """Append a record, one line without its newline. Return its offset in bytes.
 
         Raises:
-            OSError: it could not be written (the disk is full, say); the journal is as it was.
+            OSError: it could not be written (such as for a full disk); the journal is unchanged.
         """
         start, data = self._end, record + b"\n"
         self._dirty = True
@@ -73,11 +73,11 @@ class Journal:
         return start
 
     def read(self, place: int, size: int) -> bytes:
-        """`size` bytes from `place` on."""
+        """Return `size` bytes from offset `place`."""
         return os.pread(self._descriptor, size, place)
 
     def sync(self) -> None:
-        """Return once all records are on the disk."""
+        """Return once all records are on disk."""
         if self._dirty:
             os.fsync(self._descriptor)
             self._dirty = False
@@ -87,7 +87,7 @@ class Journal:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: after a crash it holds the old content or the new, never a part."""
+    """Replace a file atomically: after a crash it has the old content or the new one."""
     draft = path.with_name(path.name + ".part")
     with draft.open("wb") as file:
         file.write(data)
@@ -98,13 +98,13 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def try_to_write(folder: Path) -> None:
-    """Raises OSError if a folder's disk takes no more."""
+    """Raise OSError if a folder's disk can't be written to."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(1 << 16))
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names that were added to or removed from a folder last."""
+    """Make added and removed names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The lines of a batch's input: `{"custom_id", "method": "POST", "url", "body"}`, one JSON object a line."""
+"""The lines of a batch's input: `{"custom_id", "method": "POST", "url", "body"}`, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What is wrong with an input, as OpenAI's API tells it; `line` counts from 1."""
+    """An error in an input, in the form of OpenAI's API; `line` counts from 1."""
 
     code: str
     message: str
@@ -33,10 +33,10 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Input:
-    """An input file that was found to be good. Lines are read when they are wanted.
+    """A valid input file. Lines are read on demand.
 
     Args:
-        places: where each line begins and how long it is, in bytes.
+        places: offset and length of each line, in bytes.
     """
 
     def __init__(self, path: Path, places: list[tuple[int, int]]) -> None:
@@ -47,7 +47,7 @@ class Input:
         return len(self._places)
 
     def read(self, number: int) -> Line:
-        """Line `number`, from 0."""
+        """Return line `number`, from 0."""
         start, size = self._places[number]
         with self._path.open("rb") as file:
             file.seek(start)
@@ -55,10 +55,10 @@ class Input:
 
 
 def scan(path: Path, urls: Collection[str], *, max_lines: int, max_line_bytes: int) -> Input | list[Problem]:
-    """Check every line; the input, or what is wrong with it (the first hundred problems). Empty lines don't count.
+    """Check every line. Return the input, or its errors (at most the first hundred). Empty lines are skipped.
 
     Args:
-        urls: those that lines may ask for.
+        urls: the allowed values of `url`.
     """
     places: list[tuple[int, int]] = []
     problems: list[Problem] = []
@@ -79,9 +79,9 @@ def scan(path: Path, urls: Collection[str], *, max_lines: int, max_line_bytes: i
 
 
 def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """(number from 1, place, content) of each line that is not empty; of one that is too long only the beginning.
+    """Yield (number from 1, offset, content) of each non-empty line; of a line that is too long only the beginning.
 
-    A byte order mark at the beginning, as programs on Windows write it, belongs to no line (RFC 8259, 8.1).
+    A byte order mark at the beginning, as written by programs on Windows, is skipped (RFC 8259, 8.1).
     """
     with path.open("rb") as file:
         number = 0

@@ -1,4 +1,4 @@
-"""A batch without a server: one input file, one output file, and a journal beside it as long as it is not complete."""
+"""A batch without a server: an input file, an output file, and a journal beside it until it is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WATCH_S = 0.5
 
 
 class Source(msgspec.Struct, frozen=True, tag_field="kind", tag="source"):
-    """Whose answers the journal holds."""
+    """The input that a journal belongs to."""
 
     sha256: str
 
@@ -33,7 +33,8 @@ _decode = msgspec.json.Decoder(Source | record.Answered).decode
 
 @dataclass(slots=True)
 class Tally:
-    """
+    """Counts of a run.
+
     Attributes:
         resumed: lines that an earlier run had answered.
         outcomes: the others, "completed" or "failed".
@@ -45,9 +46,10 @@ class Tally:
 
 
 def read_input(path: Path, executor: Executor, *, max_lines: int, max_line_bytes: int) -> Input:
-    """
+    """Read and check the input.
+
     Raises:
-        ConfigError: the file can't be read, or has lines that are no requests; the text names them.
+        ConfigError: the file can't be read, or has invalid lines; the text names them.
     """
     try:
         found = scan(path, executor.urls, max_lines=max_lines, max_line_bytes=max_line_bytes)
@@ -70,18 +72,18 @@ async def run_file(
     ill: Callable[[], str | None],
     progress: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Answer every line and write the results, in the order of the input, to `output`.
+    """Answer every line and write the results to `output`, in the order of the input.
 
-    Answers go to `OUTPUT.journal` as they come. If that is there from a run that was cut short, only what it lacks is
+    Answers are appended to `OUTPUT.journal` as they arrive. If an interrupted run has left one, only missing lines are
     run.
 
     Args:
-        source: the file of the lines; its content tells whether a journal is about it.
-        ill: why the engine can't go on, or None; asked now and then.
-        progress: told after every answer.
+        source: identifies the input by its content, to match it with a journal.
+        ill: the reason why the engine can't continue, or None; called periodically.
+        progress: called after every answer.
 
     Raises:
-        ConfigError: the journal is about another input.
+        ConfigError: the journal belongs to another input.
         OSError: the output can't be written.
     """
     path = output.with_name(output.name + ".journal")
@@ -119,7 +121,7 @@ async def run_file(
 
 
 async def _first(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, None]) -> None:
-    """Until `work` is done, or `watch` has raised."""
+    """Return when `work` is done; raise if `watch` raises first."""
     tasks = {asyncio.create_task(work), asyncio.create_task(watch)}
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

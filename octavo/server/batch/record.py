@@ -1,4 +1,4 @@
-"""What a batch's journal says, and `Batch`: the state that its records add up to."""
+"""The records of a batch's journal, and `Batch`, the state that they define."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "exp
 
 
 class Created(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="created"):
-    """The batch was accepted. Times in seconds since 1970."""
+    """The batch was accepted. Times are in seconds since 1970."""
 
     id: str
     input_file_id: str
@@ -26,21 +26,21 @@ class Created(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 
 class Begun(msgspec.Struct, frozen=True, tag_field="kind", tag="begun"):
-    """Its input is good."""
+    """Its input is valid."""
 
     at: int
     total: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
-    """Its input is not."""
+    """Its input is invalid."""
 
     at: int
     problems: list[Problem]
 
 
 class Answered(msgspec.Struct, frozen=True, tag_field="kind", tag="answered"):
-    """A line has its result, which stands in the output as it stands here."""
+    """A line has its result, in the same form as in the output."""
 
     line: int
     ok: bool
@@ -48,13 +48,13 @@ class Answered(msgspec.Struct, frozen=True, tag_field="kind", tag="answered"):
 
 
 class Cancelling(msgspec.Struct, frozen=True, tag_field="kind", tag="cancelling"):
-    """Somebody has cancelled it."""
+    """Cancellation was requested."""
 
     at: int
 
 
 class Closing(msgspec.Struct, frozen=True, tag_field="kind", tag="closing"):
-    """No more lines are run; the outputs get these ids. None for one that would be empty."""
+    """No more lines are run; the outputs get these ids. None for an empty output."""
 
     at: int
     outcome: str
@@ -65,7 +65,7 @@ class Closing(msgspec.Struct, frozen=True, tag_field="kind", tag="closing"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
-    """The outputs are there."""
+    """The outputs are complete."""
 
     at: int
 
@@ -77,10 +77,10 @@ decode = msgspec.json.Decoder(Record).decode
 
 
 class Batch:
-    """One batch, as its records tell.
+    """The state of one batch.
 
     Attributes:
-        answered: line -> where its record stands in the journal, how long it is, and whether the answer was a success.
+        answered: line -> offset and length of its record in the journal, and whether it succeeded.
     """
 
     def __init__(self, created: Created) -> None:
@@ -107,7 +107,7 @@ class Batch:
         return CANCELLING in self._times
 
     def take(self, record: Record, place: int, size: int) -> None:
-        """Add a record, which stands in the journal at `place`. Of two answers to one line the first counts."""
+        """Apply a record, at offset `place` in the journal. If a line has two answers, the first counts."""
         match record:
             case Begun(at, total):
                 self._times[IN_PROGRESS] = at
@@ -132,7 +132,7 @@ class Batch:
                 self.answered = {}
 
     def summary(self) -> list[Record]:
-        """What a batch that has ended needs of its journal: all but the answers, which its output files hold."""
+        """Return the records that an ended batch still needs: all except the answers, which are in its output files."""
         records: list[Record] = [self.created]
         if IN_PROGRESS in self._times:
             records.append(Begun(self._times[IN_PROGRESS], self.total))
@@ -145,7 +145,7 @@ class Batch:
         return records
 
     def told(self) -> dict[str, Any]:
-        """The batch as OpenAI's API has it."""
+        """Return the batch in the form of OpenAI's API."""
         created, closing = self.created, self.closing if self.ended else None
         errors = {"object": "list", "data": self._problems} if self._problems else None
         return {

@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches`, as OpenAI's API has them."""
+"""`/v1/files` and `/v1/batches` of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FILES_PAGE, _BATCHES_PAGE = 10_000, 100
 
 
 class Lifetime(BaseModel):
-    """How long a file is kept."""
+    """Expiry of a file."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -52,14 +52,14 @@ class BatchBody(BaseModel):
 
 
 class BatchRoutes:
-    """The endpoints; each takes the request and gives the response."""
+    """The endpoints."""
 
     def __init__(self, ctx: ServerContext, service: BatchService) -> None:
         self._ctx = ctx
         self._service = service
 
     async def upload_file(self, request: Request) -> Response:
-        """Keep a file: a form with `file`, `purpose` and, if it shall go by itself, `expires_after`."""
+        """Upload a file: a form with `file`, `purpose` and optionally `expires_after`."""
         files = await self._service.files()
         upload = await read_upload(request, self._ctx.config.max_file_bytes)
         with upload.content:
@@ -77,7 +77,7 @@ class BatchRoutes:
         return json_response(facts)
 
     async def list_files(self, request: Request) -> Response:
-        """The files there are."""
+        """List the files."""
         found = (await self._service.files()).list()
         purpose = request.query_params.get("purpose")
         if purpose is not None:
@@ -89,23 +89,23 @@ class BatchRoutes:
         return _page(request, [(facts.id, facts) for facts in found], _FILES_PAGE, _FILES_PAGE)
 
     async def retrieve_file(self, request: Request) -> Response:
-        """What is known of a file."""
+        """Return a file's metadata."""
         return json_response((await self._service.files()).get(request.path_params["file_id"]))
 
     async def file_content(self, request: Request) -> Response:
-        """What is in a file."""
+        """Return a file's content."""
         files = await self._service.files()
         facts: FileObject = files.get(request.path_params["file_id"])
         return FileResponse(files.content(facts.id), media_type="application/octet-stream", filename=facts.filename)
 
     async def delete_file(self, request: Request) -> Response:
-        """Forget a file."""
+        """Delete a file."""
         file_id = request.path_params["file_id"]
         await self._service.delete_file(file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def create_batch(self, request: Request) -> Response:
-        """Run every line of an uploaded file as a request of its own, when there is time."""
+        """Run every line of an uploaded file as a request, in the background."""
         body = await parse_body(request, BatchBody, self._ctx.config.max_body_bytes)
         urls = self._service.executor.urls
         wanted = f"endpoint must be one of {', '.join(urls)}; got {body.endpoint!r}."
@@ -122,21 +122,21 @@ class BatchRoutes:
         return json_response(batch.told())
 
     async def list_batches(self, request: Request) -> Response:
-        """The batches there are and were, the newest first."""
+        """List the batches, newest first."""
         found = await self._service.list()
         return _page(request, [(batch.id, batch.told()) for batch in found], 20, _BATCHES_PAGE)
 
     async def retrieve_batch(self, request: Request) -> Response:
-        """How a batch stands."""
+        """Return a batch's state."""
         return json_response((await self._service.get(request.path_params["batch_id"])).told())
 
     async def cancel_batch(self, request: Request) -> Response:
-        """End a batch; the answers there are become its output."""
+        """Cancel a batch; the answers computed so far become its output."""
         return json_response((await self._service.cancel(request.path_params["batch_id"])).told())
 
 
 def batch_routes(ctx: ServerContext, service: BatchService) -> APIRouter:
-    """/v1/files, /v1/batches and what belongs to them."""
+    """Return the routes below /v1/files and /v1/batches."""
     router = APIRouter(tags=["batches"])
     routes = BatchRoutes(ctx, service)
     form = {
@@ -200,7 +200,7 @@ def _window_s(window: str) -> int:
 
 
 def _page(request: Request, rows: Sequence[tuple[str, Any]], size: int, largest: int) -> Response:
-    """One page of a list, from after the id `after` on, with `limit` rows at most."""
+    """Return one page of a list: at most `limit` rows, after the id `after`."""
     limit = request.query_params.get("limit", str(size))
     good = limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= largest
     require(good, "limit", limit, f"limit must be from 1 to {largest}, got {limit!r}.")

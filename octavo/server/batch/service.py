@@ -1,4 +1,4 @@
-"""`BatchService`: takes batches and sees each to its end, over restarts of the server."""
+"""`BatchService`: accepts batches and completes them, also across restarts of the server."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _AFTER_FAULT_S = 10.0
 
 
 class BatchService:
-    """
+    """Runs all batches.
+
     Args:
-        folder: where everything is kept; made when the first file comes.
+        folder: for all data; created with the first file.
         concurrency: lines that run at once, of all batches together.
-        max_lines: of one batch.
-        max_line_bytes: of one line.
+        max_lines: limit per batch.
+        max_line_bytes: limit per line.
         now: seconds since 1970.
 
     Attributes:
-        answered: lines run so far, by whether the answer was a success ("completed") or not ("failed").
+        answered: lines run so far, by outcome: success ("completed") or not ("failed").
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class BatchService:
         self._stopped = False
 
     async def start(self) -> None:
-        """Go on with what an earlier server left, if it left anything."""
+        """Resume the batches of an earlier server."""
         if not self._folder.exists():
             return
         try:
@@ -77,7 +78,7 @@ class BatchService:
             logger.warning("Files and batches are not served for now: %s", exc)
 
     async def stop(self) -> None:
-        """Stop all work where it is; the next server goes on with it."""
+        """Stop all work; the next server resumes it."""
         self._stopped = True
         tasks = [*self._jobs.values(), *([self._upkeep] if self._upkeep else [])]
         for task in tasks:
@@ -90,11 +91,11 @@ class BatchService:
         self._disk.shutdown()
 
     async def on_disk(self, work: Callable[[], T]) -> T:
-        """The result of work that waits for the disk; one at a time, in the order in which it was asked for."""
+        """Return the result of blocking disk work. Calls run one at a time, in order."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     async def durably(self, work: Callable[[], T]) -> T:
-        """As `on_disk`, for what a client waits for.
+        """Like `on_disk`, for work that a client waits for.
 
         Raises:
             ApiError: 507, it could not be written.
@@ -105,7 +106,8 @@ class BatchService:
             raise ApiError(507, f"This can't be kept: {exc.strerror or exc}. Make room on the disk.") from exc
 
     async def files(self) -> FileStore:
-        """
+        """Return the file store, opened on first use.
+
         Raises:
             ApiError: 503, the folder can't be used.
         """
@@ -113,7 +115,7 @@ class BatchService:
 
     @property
     def active(self) -> int:
-        """Batches that have not ended."""
+        """Number of batches that have not ended."""
         return len(self._jobs)
 
     async def create(
@@ -126,10 +128,10 @@ class BatchService:
         metadata: dict[str, str] | None = None,
         output_lifetime_s: int | None = None,
     ) -> Batch:
-        """Take a batch; it is durable when this returns, and its input is then checked.
+        """Accept a batch, durably. Its input is checked afterwards.
 
         Raises:
-            ApiError: 400, the file is not one for batches; 404, there is no such file.
+            ApiError: 400, the file's purpose is not batch; 404, there is no such file.
         """
         store = await self._opened()
         if store.files.get(input_file_id, "input_file_id").purpose != "batch":
@@ -150,7 +152,8 @@ class BatchService:
         return batch
 
     async def get(self, batch_id: str) -> Batch:
-        """
+        """Return a batch.
+
         Raises:
             ApiError: 404, there is no such batch.
         """
@@ -161,12 +164,12 @@ class BatchService:
         return batch
 
     async def list(self) -> list[Batch]:
-        """All batches, the newest first."""
+        """Return all batches, newest first."""
         store = await self._opened()
         return sorted(store.batches.values(), key=lambda batch: (-batch.created.created_at, batch.id))
 
     async def cancel(self, batch_id: str) -> Batch:
-        """End a batch: lines that are being run are given up, the answers there are become its output.
+        """Cancel a batch: running lines are aborted, the answers computed so far become its output.
 
         Raises:
             ApiError: 404, there is no such batch; 409, it has ended.
@@ -181,7 +184,8 @@ class BatchService:
         return batch
 
     async def delete_file(self, file_id: str) -> None:
-        """
+        """Delete a file.
+
         Raises:
             ApiError: 404, there is no such file; 409, a batch is reading it.
         """
@@ -220,7 +224,7 @@ class BatchService:
         self._jobs[batch.id] = asyncio.create_task(self._see_through(store, batch))
 
     async def _see_through(self, store: BatchStore, batch: Batch) -> None:
-        """Work on a batch until it has ended; a full disk makes it wait."""
+        """Process a batch until it has ended; wait while the disk is full."""
         while True:
             try:
                 await self._work(store, batch)
@@ -235,7 +239,7 @@ class BatchService:
         del self._jobs[batch.id], self._cancels[batch.id]
 
     async def _room(self) -> None:
-        """Wait a while, and until there is room on the disk: answers that can't be kept would be computed in vain."""
+        """Wait a while, and until the disk has space: answers that can't be stored would be computed in vain."""
         while True:
             await asyncio.sleep(_AFTER_FAULT_S)
             try:
@@ -250,7 +254,7 @@ class BatchService:
             return
         if batch.closing is None:
             await self._run_lines(store, batch, lines)
-        # After the answers that are on their way to the journal.
+        # After answers already queued for the journal.
         await self.on_disk(lambda: store.finish(batch, self._outcome(batch), lines))
 
     def _outcome(self, batch: Batch) -> str:
@@ -259,7 +263,7 @@ class BatchService:
         return record.COMPLETED if len(batch.answered) == batch.total else record.EXPIRED
 
     async def _validate(self, store: BatchStore, batch: Batch) -> Input | None:
-        """The lines; None if the input is no good, which is then told."""
+        """Return the lines; None, with the errors recorded, if the input is invalid."""
         fresh = not batch.total
         found = await asyncio.to_thread(
             scan,
@@ -277,7 +281,7 @@ class BatchService:
         return found
 
     async def _run_lines(self, store: BatchStore, batch: Batch, lines: Input) -> None:
-        """Run the lines that have no answer yet, until all have, the batch is cancelled, or its time is up."""
+        """Run the unanswered lines until all are answered, the batch is cancelled, or it expires."""
         work = asyncio.create_task(self._run_all(store, batch, lines))
         cancel = asyncio.create_task(self._cancels[batch.id].wait())
         left = max(0.0, batch.created.expires_at - self._now())
@@ -307,7 +311,7 @@ class BatchService:
         return frozenset(store.batches[name].created.input_file_id for name in self._jobs)
 
     async def _keep_up(self, store: BatchStore) -> None:
-        """Sync the journals, and now and then remove files whose time has come."""
+        """Sync the journals, and periodically remove expired files."""
         swept = 0.0
         while True:
             try:
@@ -321,7 +325,7 @@ class BatchService:
 
 
 def _first(fault: BaseException) -> BaseException:
-    """One of those that a group stands for: a full disk fails every line in the same way."""
+    """Return one exception of a group: a full disk fails every line in the same way."""
     while isinstance(fault, BaseExceptionGroup):
         fault = fault.exceptions[0]
     return fault

@@ -2,12 +2,11 @@
 
     FOLDER/lock                 held while a server uses the folder
     FOLDER/files/               the `FileStore`
-    FOLDER/batches/ID.journal   one for each batch; shortened to a summary when the batch has ended
+    FOLDER/batches/ID.journal   one per batch; shortened to a summary when the batch has ended
 
-When things are on the disk for good (fsync): an uploaded file before its upload is answered; the creation, the
-cancelling and the end of a batch before they are told; answers of lines within `SYNC_S` seconds, and always before the
-output is there. A killed server loses nothing of what it wrote; after a power failure lines whose answers were lost
-are run again.
+Durability (fsync): an uploaded file before its upload is answered; creation, cancellation and end of a batch before
+they are reported; answers of lines within `SYNC_S` seconds, and always before the output exists. A killed server loses
+nothing that it wrote; after a power failure, lines whose answers were lost are run again.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ SYNC_S = 1.0
 
 
 class FolderInUseError(Exception):
-    """Another server has the folder."""
+    """Another server uses the folder."""
 
 
 class BatchStore:
-    """Everything on disk. Its methods block: call them off the event loop, those of one batch one at a time."""
+    """All data on disk. Methods block: call them off the event loop, and those of one batch one at a time."""
 
     def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
         self.folder = folder
@@ -46,11 +45,11 @@ class BatchStore:
         self._held = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Take the folder, made if need be, and read what is in it.
+        """Lock the folder, created if missing, and read its content.
 
         Raises:
             FolderInUseError: another server uses it.
-            OSError: it can't be made, read or written.
+            OSError: it can't be created, read or written.
         """
         (self.folder / "batches").mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as held:
@@ -68,7 +67,7 @@ class BatchStore:
         self._held.close()
 
     def create(self, created: record.Created) -> Batch:
-        """Begin a batch, whose acceptance is durable on return."""
+        """Create a batch, durably."""
         batch = Batch(created)
         path = self._path(batch.id)
         journal = Journal.open(path, lambda line, place: None)
@@ -84,30 +83,30 @@ class BatchStore:
         return batch
 
     def note(self, batch: Batch, entry: Record) -> None:
-        """Add what happened to a batch, durably."""
+        """Append a record to a batch's journal, durably."""
         self._add(batch, entry)
         self._journals[batch.id].sync()
 
     def answer(self, batch: Batch, number: int, result: Result) -> None:
-        """Add a line's answer; `sync` makes it durable."""
+        """Append a line's answer; `sync` makes it durable."""
         if number not in batch.answered:
             self._add(batch, record.Answered(number, result.ok, msgspec.Raw(msgspec.json.encode(result))))
 
     def sync(self) -> None:
-        """Make all that was added durable."""
+        """Make all appended records durable."""
         for journal in list(self._journals.values()):
             journal.sync()
 
     def refuse(self, batch: Batch, entry: record.Refused) -> None:
-        """End a batch whose input is no good."""
+        """End a batch whose input is invalid."""
         self.note(batch, entry)
         self._shorten(batch)
 
     def finish(self, batch: Batch, outcome: str, lines: Input) -> None:
-        """Write the outputs and end the batch. Does the same again if it was interrupted.
+        """Write the outputs and end the batch. Idempotent after an interruption.
 
         Args:
-            outcome: COMPLETED, CANCELLED or EXPIRED; lines that an expired batch has not run get an error.
+            outcome: COMPLETED, CANCELLED or EXPIRED; unanswered lines of an expired batch get an error.
         """
         if batch.closing is None:
             late = len(lines) - len(batch.answered) if outcome == record.EXPIRED else 0
@@ -127,7 +126,7 @@ class BatchStore:
         self._shorten(batch)
 
     def _write_outputs(self, batch: Batch, closing: record.Closing, lines: Input) -> None:
-        """Results in the order of the input: successes in one file, the others in another."""
+        """Write results in the order of the input: successes to one file, errors to another."""
         with contextlib.ExitStack() as open_files:
             drafts = {}
             for ok, file_id in ((True, closing.output_file_id), (False, closing.error_file_id)):
@@ -171,7 +170,7 @@ class BatchStore:
                 found[0].take(entry, place, len(line) - 1)
 
         journal = Journal.open(path, take)
-        if not found:  # its creation was cut short, so nobody was told of it
+        if not found:  # its creation was interrupted before the client got its id
             journal.close()
             path.unlink()
             return
@@ -182,7 +181,7 @@ class BatchStore:
             self._shorten(batch)
 
     def _shorten(self, batch: Batch) -> None:
-        """Put the summary in the place of the journal of a batch that has ended."""
+        """Replace the journal of an ended batch by its summary."""
         self._journals.pop(batch.id).close()
         summary = b"".join(record.encode(entry) + b"\n" for entry in batch.summary())
         path = self._path(batch.id)

@@ -1,4 +1,4 @@
-"""Reading an upload: `multipart/form-data` with one file (RFC 7578)."""
+"""Parsing of an upload: `multipart/form-data` with one file (RFC 7578)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from octavo.server.errors import ApiError
 
 _MAX_FIELDS = 16
 _AROUND = 64 * 1024
-"""What the other fields and the boundaries may add to a file's size."""
+"""Allowance in bytes for the other fields and the boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One file in a temporary place, and the fields beside it."""
+    """One file in temporary storage, and the other form fields."""
 
     name: str
     content: IO[bytes]
@@ -27,10 +27,10 @@ class Upload:
 
 
 async def read_upload(request: Request, max_bytes: int) -> Upload:
-    """The file of the form field `file`; the caller closes `content`.
+    """Read the form field `file`. The caller closes `content`.
 
     Raises:
-        ApiError: 415, this is no form; 413, the file is larger than `max_bytes`; 400, something is missing or wrong.
+        ApiError: 415, not a form; 413, the file is larger than `max_bytes`; 400, something is missing or malformed.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":

@@ -1,4 +1,4 @@
-"""The table of what is told of the engine: name, meaning, and where in its statistics it stands."""
+"""The engine's metrics: name, help text, and accessor in its statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineMetric:
     label: str | None = None
 
     def samples(self, stats: EngineStats) -> Iterator[tuple[dict[str, str], float]]:
-        """(labels, value) pairs."""
+        """Yield (labels, value) pairs."""
         value = self.read(stats)
         if self.label is None:
             assert not isinstance(value, Mapping)

@@ -1,4 +1,4 @@
-"""A histogram for one event loop: a bisection and two additions an observation, and no lock."""
+"""A histogram for one event loop: a bisection and two additions per observation, and no lock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, as often as it occurred."""
+        """Count `value`, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
@@ -26,7 +26,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts with their bounds as Prometheus writes them, the last one "+Inf"."""
+        """Return cumulative counts with their bounds as Prometheus writes them, the last one "+Inf"."""
         result = []
         running = 0
         for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):

@@ -13,7 +13,7 @@ _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"
 class HttpMetrics:
     """`requests` by (handler, method, status class), `durations` by (handler, method).
 
-    The handler is a route's template, or "none" for paths that no route answers, so that strangers can't make labels.
+    The handler is a route's template, or "none" for unknown paths, so that clients can't create labels.
 
     Attributes:
         unread_closed: connections closed because their clients did not read.

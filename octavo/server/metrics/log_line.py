@@ -1,4 +1,4 @@
-"""The line that tells throughput and load in the log every few seconds, in the wording that log readers parse."""
+"""The periodic log line with throughput and load, in the wording that log parsers expect."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _REMEDIES = {
     "step_tokens": "tokens of a step (--max-num-batched-tokens)",
     "kv_blocks": "KV cache (--kv-cache-memory-bytes)",
 }
-"""What those in the queue lack, by `EngineStats.waits_for`, and the setting that bounds it."""
+"""The resource that the queue waits for, by `EngineStats.waits_for`, and the setting that limits it."""
 
 
 class StatsLine:
-    """Compares each snapshot with the one before. Silent while idle, apart from the one line that tells so."""
+    """Compares each snapshot with the previous one. While idle, it returns a line once and then none."""
 
     def __init__(self, stats: EngineStats, now: float) -> None:
         self._remember(stats, now)
@@ -29,7 +29,7 @@ class StatsLine:
         self._was_busy = False
 
     def next(self, stats: EngineStats, now: float) -> str | None:
-        """The line for the time since the last call, or None if there is nothing to tell."""
+        """Return the line for the time since the last call, or None if there is nothing to report."""
         elapsed = max(now - self._at, 1e-9)
         prompt = stats.step_prompt_tokens - self._prompt
         generated = stats.generation_tokens - self._generated
@@ -55,7 +55,7 @@ class StatsLine:
         return line
 
     def _remember(self, stats: EngineStats, now: float) -> None:
-        # Numbers, not the snapshot: an engine may update one snapshot in place.
+        # Copy the numbers: an engine may update one snapshot in place.
         self._at = now
         self._prompt = stats.step_prompt_tokens
         self._generated = stats.generation_tokens

@@ -1,4 +1,4 @@
-"""Metric families of several processes, carried from one to another and added up."""
+"""Metric families of several processes: serialization and summation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 
 Families = list[Metric]
 
-# What all processes have alike, or what is told of the oldest; everything else is added up.
+# Equal in all processes, or reported for the oldest; everything else is summed.
 _LEAST = frozenset({"process_start_time_seconds", "process_max_fds"})
 _COUNTING = frozenset({"counter", "histogram"})
 
@@ -28,7 +28,7 @@ class _Family(msgspec.Struct, array_like=True):
 
 
 def encode(families: Iterable[Metric]) -> bytes:
-    """For `decode` in another process."""
+    """Serialize for `decode` in another process."""
     return msgspec.msgpack.encode(
         [
             _Family(one.name, one.documentation, one.type, [_Sample(s.name, s.labels, s.value) for s in one.samples])
@@ -42,7 +42,7 @@ def decode(data: bytes) -> Families:
 
 
 def total(groups: Sequence[Iterable[Metric]]) -> Families:
-    """Each family once, samples of the same labels as one, in the order in which they first come."""
+    """Return each family once, with samples of equal labels summed, in order of first occurrence."""
     families: dict[str, Metric] = {}
     sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for family in (family for group in groups for family in group):
@@ -63,7 +63,7 @@ def total(groups: Sequence[Iterable[Metric]]) -> Families:
 
 
 def lasting(families: Iterable[Metric]) -> Families:
-    """What stays true of a process that has ended: its counts, which must never go down in the sum."""
+    """Return the families that outlast their process: its counters, so that the sum never decreases."""
     return [family for family in families if family.type in _COUNTING]
 
 

@@ -1,4 +1,4 @@
-"""`Metrics`: everything that GET /metrics tells, under Octavo's names and under those of the ecosystem's dashboards."""
+"""`Metrics`: all metrics of GET /metrics, under Octavo's names and those that existing dashboards use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFIXES = ("octavo:", "vllm:")
 
 
 class BatchCounts(Protocol):
-    """What is told of batches."""
+    """Counts of batch requests."""
 
     @property
     def answered(self) -> Mapping[str, int]: ...
@@ -39,12 +39,12 @@ class BatchCounts(Protocol):
 
 
 class Metrics(Collector):
-    """Reads the engine's statistics when asked, and holds what is measured at the HTTP side. No registry is shared.
+    """Reads the engine's statistics on demand, and holds the measurements of the HTTP side. No registry is shared.
 
     Attributes:
         requests: histograms over generation requests.
         http: counts and durations of HTTP requests.
-        batches: those of the batches, where they are served.
+        batches: counts of batches, if they are served.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class Metrics(Collector):
         self.batches: BatchCounts | None = None
 
     def exposition(self, others: Sequence[Families] = ()) -> bytes:
-        """The text that Prometheus scrapes.
+        """Return the text that Prometheus scrapes.
 
         Args:
-            others: what `own` is of the other processes of the server.
+            others: the `own` families of the server's other processes.
         """
         return generate_latest(_Told([*self.shared(), *(total([list(self.own()), *others]) if others else self.own())]))
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families."""
         yield from self.shared()
         yield from self.own()
 
     def shared(self) -> Iterator[Metric]:
-        """What is known of the engine, once under each prefix; each process that talks to the engine knows the same."""
+        """Yield the engine's metrics, under each prefix; equal in all processes that use the engine."""
         stats = self._engine.stats()
         for prefix in PREFIXES:
             yield from self._engine_families(prefix, stats)
@@ -81,7 +81,7 @@ class Metrics(Collector):
             yield from self._core.collect()
 
     def own(self) -> Iterator[Metric]:
-        """What was seen of requests (under each prefix), of HTTP and of the process itself."""
+        """Yield this process's metrics: of requests (under each prefix), of HTTP and of the process itself."""
         for prefix in PREFIXES:
             yield from self._request_families(prefix)
         yield from self._http_families()
@@ -192,7 +192,7 @@ class Metrics(Collector):
 
 
 class _Told(Collector):
-    """Families that are made already."""
+    """A collector of given families."""
 
     def __init__(self, families: Families) -> None:
         self._families = families

@@ -1,4 +1,4 @@
-"""What is measured of each generation request, from its outputs."""
+"""Measurements of each generation request, from its outputs."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that is over.
+    """A request that has ended.
 
     Attributes:
-        arrival: when it came, by `time.monotonic`.
-        reasons: why each choice ended.
+        arrival: time of arrival, by `time.monotonic`.
+        reasons: finish reason of each choice.
         generated: tokens of all choices.
-        cached: tokens of the prompt that the prefix cache held.
-        times: None where it ended before the engine told of it.
+        cached: prompt tokens found in the prefix cache.
+        times: None if it ended before the engine reported any.
     """
 
     request: GenerateRequest
@@ -65,32 +65,32 @@ class Ended:
 
 
 class Tracing(Protocol):
-    """Who is told of each request's end, for the trace that it belongs to."""
+    """Receives each request's end, for its trace."""
 
     def begin(self) -> Any:
-        """The trace of the task that brings a request."""
+        """Return the trace of the current task."""
         ...
 
     def end(self, parent: Any, ended: Ended) -> None:
-        """`parent` is what `begin` returned."""
+        """Record the end of a request; `parent` is what `begin` returned."""
         ...
 
 
 class RequestMetrics:
-    """Histograms over finished requests, and how their choices ended."""
+    """Histograms over finished requests, and counts of finish reasons."""
 
     def __init__(self, *, log_requests: bool = False, tracing: Tracing | None = None) -> None:
         self.tracing = tracing
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.refused: Counter[str] = Counter({"requests": 0, "tokens": 0})
-        """By the limit of the queue that they met."""
+        """Refused requests by the queue limit."""
         self.finished: Counter[str] = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
         self.live: set[RequestRecord] = set()
-        """Those that have not ended."""
+        """Requests that have not ended."""
         self._log_level = logging.INFO if log_requests else logging.DEBUG
 
     def begin(self, request: GenerateRequest) -> RequestRecord:
-        """Start to follow `request`; the record must be ended, however the request ends."""
+        """Start to follow `request`; the caller must end the record, however the request ends."""
         record = RequestRecord(self, request)
         self.live.add(record)
         return record
@@ -107,10 +107,10 @@ class RequestMetrics:
 
 
 class RequestRecord:
-    """One request on its way. `observe` runs for every chunk and does little.
+    """One active request. `observe` runs for every chunk and must be fast.
 
     Attributes:
-        arrival: when it came, by `time.monotonic`.
+        arrival: time of arrival, by `time.monotonic`.
     """
 
     __slots__ = (
@@ -159,7 +159,7 @@ class RequestRecord:
             self._preemptions = max(self._preemptions, output.num_preemptions)
 
     def observe_whole(self, times: RequestTimes | None, *, cached: int, preemptions: int) -> None:
-        """A request that ends with its prompt has been answered."""
+        """Record a request without generation, when its answer is complete."""
         self._reasons[0] = FinishReason.STOP.value
         self._times, self._cached, self._preemptions = times, cached, preemptions
 
@@ -172,7 +172,7 @@ class RequestRecord:
         self._last[index] = now
 
     def end(self) -> None:
-        """Enter the request into the histograms. Choices that have not finished by now were aborted."""
+        """Add the request to the histograms. Unfinished choices count as aborted."""
         metrics, params = self._metrics, self.request.params
         metrics.live.discard(self)
         total = sum(self._tokens)
