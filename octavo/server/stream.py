@@ -1,4 +1,4 @@
-"""Server-sent events, and the watch for clients that leave."""
+"""Server-sent events, and detection of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: readers of events pass over it, and proxies see that the connection is in use."""
+"""A comment: event parsers skip it, and proxies see that the connection is in use."""
 CLIENT_CLOSED_REQUEST = 499
 
 _DATA = b"data: "
 _BURST_BYTES = 16 * 1024
 
 _ENCODER = msgspec.json.Encoder()
-# Legal in JSON and in events, but clients that cut lines with Python's str.splitlines would cut here too.
+# Legal in JSON and in events, but clients that split lines with Python's str.splitlines would split here, too.
 _LINE_BREAKS = (
     (b"\xe2\x80\xa8", b"\\u2028"),
     (b"\xe2\x80\xa9", b"\\u2029"),
@@ -35,21 +35,21 @@ _LINE_BREAKS = (
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before it was answered."""
+    """The client disconnected before its request was answered."""
 
 
 def event(chunk: msgspec.Struct) -> bytes:
-    """One event that holds `chunk` as JSON on one line, whichever line breaks the reader believes in."""
+    """Return one event with `chunk` as JSON on one line, for any definition of line breaks."""
     return b"data: " + _one_line(chunk) + b"\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """One event with a name, as some protocols have it."""
+    """Return a named event, as some protocols require."""
     return b"event: " + name.encode() + b"\ndata: " + _one_line(value) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:
-    """What went wrong after a stream had begun."""
+    """Return the event for an error after the stream has begun."""
     return b"data: " + error.body() + b"\n\n"
 
 
@@ -62,10 +62,10 @@ def _one_line(value: Any) -> bytes:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client leaves first. The request's body must have been read.
+    """Return the result of `work`, which is cancelled if the client disconnects first. Read the request's body before.
 
     Raises:
-        ClientGoneError: the client left.
+        ClientGoneError: the client disconnected.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
@@ -87,12 +87,12 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A response that streams `events` and ends with `closing`.
 
-    Nothing is sent before the first event is there, so a request that fails up to that point is answered with a plain
-    error response: its exception leaves `__call__`. A later failure becomes an error event. If the client leaves,
-    `events` is closed.
+    Nothing is sent before the first event. A request that fails until then is answered with a plain error response: its
+    exception leaves `__call__`. A later failure becomes an error event. If the client disconnects, `events` is closed.
 
     Args:
-        keep_alive_s: after so many seconds without an event `keep_alive` is sent, the first one included; 0 for never.
+        keep_alive_s: seconds without an event after which `keep_alive` is sent, also before the first event; 0 for
+            never.
     """
 
     media_type = "text/event-stream"
@@ -115,7 +115,7 @@ class EventStream(Response):
         self._keep_alive = keep_alive
 
     async def payloads(self) -> AsyncGenerator[bytes, None]:
-        """The data of each event, for those who send it another way than as events. Failures are raised."""
+        """Yield the data of each event, for other transports. Failures are raised."""
         async with aclosing(self._events) as events:
             async for data in events:
                 for line in data.split(b"\n"):

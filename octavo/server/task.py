@@ -1,4 +1,4 @@
-"""Ending tasks."""
+"""Cancellation of tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def end(task: asyncio.Future[Any]) -> None:
-    """Cancel `task` and see it through, so that what it held is released before we go on."""
+    """Cancel `task` and wait for its end, so that it has released its resources."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task})

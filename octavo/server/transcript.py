@@ -1,4 +1,4 @@
-"""Prompts and outputs in the log, for those who ask for them: by default nothing of what users write is kept there."""
+"""Optional logging of prompts and outputs; by default no user content is logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("octavo.server.requests")
 
 
 class Transcripts:
-    """What the settings want of each request: its prompt at the level debug, its outputs and their pieces at info."""
+    """The logging enabled in the settings: prompts at level debug, outputs and their pieces at info."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._prompts = config.enable_log_requests
@@ -23,19 +23,19 @@ class Transcripts:
         self._most = config.max_log_len
 
     def begin(self, request: GenerateRequest, text: str | None) -> Transcript | None:
-        """Log a prompt, of which `text` is known if it came as text; follow the request if outputs are logged."""
+        """Log a prompt, with `text` if it was given as text. Return a transcript if outputs are logged."""
         if self._prompts and logger.isEnabledFor(logging.DEBUG):
             prompt, tokens = self.cut(text), self.cut(request.tokens)
             logger.debug("Request %s asks %r, in tokens %s", request.id, prompt, tokens)
         return Transcript(self, request, deltas=self._deltas) if self._outputs else None
 
     def cut(self, said: Any) -> Any:
-        """A text or tokens, as long as the settings allow."""
+        """Truncate a text or tokens to the configured length."""
         return said if said is None else said[: self._most]
 
 
 class Transcript:
-    """One request's output as it adds up; it is logged when the request ends, for whatever reason."""
+    """One request's output; logged when the request ends, for any reason."""
 
     __slots__ = ("_deltas", "_finish", "_request", "_texts", "_tokens", "_transcripts")
 
@@ -49,7 +49,7 @@ class Transcript:
         self._finish = ["abort"] * n
 
     def add(self, output: RequestOutput) -> None:
-        """Take in what is new: a DELTA, or the only output there is."""
+        """Add what is new: a DELTA, or the only output."""
         for choice in output.outputs:
             self._texts[choice.index].append(choice.text)
             self._tokens[choice.index] += choice.token_ids

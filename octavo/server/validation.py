@@ -1,4 +1,4 @@
-"""Pydantic's findings, said as one plain sentence that names the field, what it held and what it should hold."""
+"""Conversion of pydantic's errors to one sentence that names the field, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXPECTED = {
     "model_attributes_type": "an object",
 }
 
-# (missing field, another field that is there in its place) -> what to do
+# (missing field, other field present in its place) -> remedy
 _MISPLACED = {
     ("messages", "prompt"): "a chat has messages; send a prompt to /v1/completions",
     ("messages", "input"): "a chat has messages; send an input to /v1/responses",
@@ -35,7 +35,7 @@ _MISPLACED = {
 
 
 def explain(exc: ValidationError) -> InvalidRequestError:
-    """The first finding as an `InvalidRequestError`; a missing field counts as less telling than a wrong one."""
+    """Convert the first error to an `InvalidRequestError`; wrong fields take precedence over missing ones."""
     findings = exc.errors(include_url=False)
     first = min(findings, key=lambda finding: finding["type"] == "missing")
     param = _dotted(first["loc"])
@@ -49,7 +49,7 @@ def explain(exc: ValidationError) -> InvalidRequestError:
         sentence = f"{param} must be {wanted}, got {kind_of(value)}."
     else:
         sentence = _sentence(param, first)
-    if first["type"] != "value_error":  # clients look for pydantic's own word
+    if first["type"] != "value_error":  # pydantic's own name, which clients know
         sentence += f" [type={first['type']}]"
     return InvalidRequestError(sentence, param=param or None, value=value)
 
@@ -61,7 +61,7 @@ def _remedy(missing: int | str, body: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in JSON's words."""
+    """Return the JSON type of a value."""
     match value:
         case None:
             return "null"
@@ -83,7 +83,7 @@ def _sentence(param: str, finding: ErrorDetails) -> str:
         cause = context["error"]
         if not isinstance(cause, InvalidRequestError):
             return f"{param}: {cause}"
-        # Who checks the type of many fields doesn't know which it is.
+        # Validators used for many fields do not know the field's name.
         return f"{param} {cause.message}" if cause.message.startswith("must ") else cause.message
     value = finding["input"]
     if kind == "literal_error":

@@ -20,7 +20,7 @@ from octavo.server.stream import until_disconnect
 
 
 async def chat_completions_batch(ctx: ServerContext, request: Request) -> Response:
-    """Answer several conversations; the choice of each has its place as its index."""
+    """Answer several conversations; each choice's index is its conversation's position."""
     body = await parse_body(request, ChatBatchBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(ctx, body, chat=True))
     chats = await _prepare(ctx, body, reply.id)

@@ -31,7 +31,7 @@ PromptEntries = list[dict[int, Logprob] | None]
 
 
 async def completions(ctx: ServerContext, request: Request) -> Response:
-    """Continue one prompt or several, streamed or whole. Choice j of prompt i has the index i * n + j."""
+    """Complete one prompt or several, streamed or whole. Choice j of prompt i has index i * n + j."""
     body = await parse_body(request, CompletionBody, ctx.config.max_body_bytes)
     if not ctx.frontend.tokenizer.present and not body.detokenize:
         body.detokenize = False
@@ -54,7 +54,7 @@ async def prepare_completion(
     """Check and tokenize each prompt.
 
     Raises:
-        InvalidRequestError: there are too many, or one can't be served.
+        InvalidRequestError: there are too many prompts, or one can't be served.
     """
     embeds = body.prompt_embeds or []
     if embeds:
@@ -84,13 +84,13 @@ async def prepare_completion(
 
 
 def _check_embeds(body: CompletionBody) -> None:
-    """What needs the prompt's text can't be had with embeddings, which have none."""
+    """Refuse options that need the prompt's text, which prompt embeddings don't have."""
     for name, value in (("echo", body.echo), ("suffix", body.suffix)):
         require(not value, name, value, f"{name} is unsupported with prompt embeds, which are no text; leave it out.")
 
 
 def _with_suffix(ctx: ServerContext, body: CompletionBody) -> list[str | list[int]]:
-    """The prompts; with a suffix as the model wants to be told of it."""
+    """Return the prompts; with a suffix, in the model's infill format."""
     suffix = body.suffix
     if not suffix:
         return body.prompt
@@ -141,7 +141,7 @@ def _whole(
 
 
 def _best(choices: list[CompletionOutput], count: int) -> list[CompletionOutput]:
-    """Those with the highest cumulative log-probability, the best first."""
+    """Return the choices with the highest cumulative log-probability, best first."""
     return sorted(choices, key=lambda choice: -(choice.cumulative_logprob or 0.0))[:count]
 
 
@@ -176,7 +176,7 @@ async def _stream(
 
 
 def _without_text(output: RequestOutput) -> RequestOutput:
-    """For a request that wants nothing but its prompt, the one token that had to be generated is left out."""
+    """Remove the one token that had to be generated for a request that asks only for its prompt's data."""
     for choice in output.outputs:
         choice.text, choice.token_ids = "", []
         choice.logprobs = None if choice.logprobs is None else []
@@ -184,14 +184,14 @@ def _without_text(output: RequestOutput) -> RequestOutput:
 
 
 def _tells(choice: CompletionOutput, reply: Reply) -> bool:
-    """Whether a client can see anything new in this delta."""
+    """Whether this delta has anything new for the client."""
     visible = choice.text or choice.finish_reason or choice.logprobs
     return bool(visible or (reply.return_token_ids and choice.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """The prompt, which comes before the first text of a choice."""
+    """The prompt, sent before the first text of a choice."""
 
     text: str
     logprobs: EchoedPrompt
@@ -209,7 +209,11 @@ def _choice(
     echo: _Echo | None = None,
     told: PromptEntries | None = None,
 ) -> CompletionChoice:
-    """`absent` is how a field that was not asked for is told: as null in a whole answer, not at all in a chunk."""
+    """Return a choice.
+
+    Args:
+        absent: value of fields that were not requested: None (null) in a whole answer, UNSET in a chunk.
+    """
     before = echo.logprobs if echo else ()
     return CompletionChoice(
         index,
@@ -224,7 +228,7 @@ def _choice(
 
 
 def _echo(ctx: ServerContext, job: Job, output: RequestOutput) -> _Echo:
-    """The prompt as text, and its log-probabilities where they were made."""
+    """Return the prompt as text, and its log-probabilities if they were computed."""
     text = job.text
     if text is None:
         text = ctx.frontend.tokenizer.decode(job.prompt_tokens, skip_special_tokens=False)

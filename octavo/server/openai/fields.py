@@ -1,4 +1,4 @@
-"""Field types of the request bodies: checked strictly, with errors that say what was expected."""
+"""Field types of request bodies: strict, with errors that name the expected type."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.server.validation import kind_of
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-"""An integer that fits the wire; pydantic's strict mode refuses booleans, floats and strings."""
+"""An integer of 64 bits; pydantic's strict mode refuses booleans, floats and strings."""
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\u0000-\u001f\u007f-\u009f\u2028\u2029]+$")]
-"""It stands in the log, where nothing of it may begin a line or steer a terminal."""
+"""Written to the log, so it must not contain line breaks or control characters."""
 
 
 def _texts(value: Any) -> list[str] | None:
-    """One text, or a list of them."""
+    """Accept one text, or a list of them."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -61,7 +61,7 @@ LogitBias = Annotated[
 
 
 Role = Annotated[str, Field(min_length=1, max_length=64)]
-"""Any word here; `ChatTemplate.render` refuses those that neither are common nor stand in the template."""
+"""Any text here; `ChatTemplate.render` refuses roles that are neither common nor in the template."""
 
 
 def _content(value: Any) -> str | None:
@@ -133,7 +133,7 @@ PromptItem = str | list[int]
 
 
 def _prompts(value: Any, name: str = "prompt") -> list[PromptItem]:
-    """One entry a prompt: its text or its token ids."""
+    """Return one entry per prompt: its text or its token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:

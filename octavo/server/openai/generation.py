@@ -1,4 +1,4 @@
-"""One HTTP request's way through the front end: prepared, counted, logged, and released whatever happens."""
+"""Processing of one HTTP request: preparation, counting, logging, and release in every case."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from octavo.text.prompts.prompt import Prompt
 T = TypeVar("T")
 
 _LEAVING_TOKENS = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
-"""What forbids tokens; together they may forbid all of them."""
+"""Parameters that forbid tokens; together they may forbid all."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,8 +33,8 @@ class Job:
     """One prompt, ready for the engine.
 
     Attributes:
-        params: as they were asked for; what the features of the engine see to is apart in the request.
-        ender: makes for each choice what finds further ends in its text.
+        params: as requested; options of engine features are stored separately in the request.
+        ender: creates the detector of additional ends in a choice's text.
     """
 
     request: GenerateRequest
@@ -57,7 +57,7 @@ async def prepare(
     add_special_tokens: bool,
     param: str,
 ) -> Job:
-    """Tokenize and check one prompt, which came from the field `param`.
+    """Tokenize and check one prompt. `param` is the field that it is from.
 
     Raises:
         InvalidRequestError: the prompt is empty or too long, or a parameter names a token that does not exist.
@@ -78,7 +78,7 @@ async def prepare(
 
 
 def run(ctx: ServerContext, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of all jobs as they come, each with its job's number. Closing it aborts what is not done."""
+    """Yield (job number, output) of all jobs as they arrive. Closing the generator aborts unfinished jobs."""
     sources = [_tracked(ctx, number, job) for number, job in enumerate(jobs)]
     return sources[0] if len(sources) == 1 else _merged(sources)
 
@@ -90,7 +90,7 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
 
 async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput]:
-    """The last output of each job, in the jobs' order."""
+    """Return the last output of each job, in the order of the jobs."""
     last: dict[int, RequestOutput] = {}
     async with aclosing(run(ctx, jobs)) as outputs:
         async for number, output in outputs:
@@ -118,15 +118,18 @@ async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[
 
 
 def _check(output: RequestOutput, params: SamplingParams) -> None:
-    """Raises ApiError if the engine gave a choice up."""
+    """Raise ApiError if the engine failed a choice."""
     for choice in output.outputs:
         if choice.finish_reason == "error":
             raise _failure(str(choice.stop_reason), params)
 
 
 def _failure(reason: str, params: SamplingParams) -> ApiError:
-    """Why the engine gave a request up: for what it asks (400, so that clients don't try again), or for a fault, whose
-    insides are for the log."""
+    """Return the error for a request that the engine failed.
+
+    The status is 400 if the request itself is the cause, so that clients don't retry. The details of a fault are only
+    in the log.
+    """
     if is_internal(reason):
         return ApiError(500, "The engine could not finish this request; send it again. Its log says why.")
     form = params.structured_outputs
@@ -140,7 +143,7 @@ def _failure(reason: str, params: SamplingParams) -> ApiError:
 
 
 class UsageCounter:
-    """Adds up one HTTP request's tokens, and knows where its time went."""
+    """Sums up one HTTP request's tokens and timings."""
 
     def __init__(self, ctx: ServerContext, jobs: Sequence[Job]) -> None:
         self._tells_cached = ctx.config.enable_prompt_tokens_details
@@ -151,10 +154,10 @@ class UsageCounter:
         self._tells_times = ctx.config.enable_per_request_metrics and alone
         self._times: RequestTimes | None = None
         self.reasoning_tokens: int | None = None
-        """Of the generated tokens; None where reasoning is not told apart."""
+        """Generated tokens that are reasoning; None if reasoning is not separated."""
 
     def add(self, number: int, output: RequestOutput) -> None:
-        """Count what is new in `output`: a DELTA, or the only output there is."""
+        """Count what is new in `output`: a DELTA, or the only output."""
         self._cached[number] = max(self._cached[number], output.num_cached_tokens)
         self._times = output.times
         for choice in output.outputs:
@@ -170,7 +173,7 @@ class UsageCounter:
         )
 
     def timings(self, *, streamed: bool = False) -> Timings | UnsetType:
-        """At the end, and if the settings want it; of several choices none would be the request's own."""
+        """Return timings at the end, if the settings enable them. With several choices there are none."""
         if not self._tells_times or self._times is None:
             return UNSET
         told = timings(self._times, self._completion)
@@ -178,7 +181,7 @@ class UsageCounter:
 
 
 def timings(times: RequestTimes, tokens: int) -> Timings:
-    """Where the time of a request went that has generated so many tokens."""
+    """Return the timings of a request that has generated `tokens` tokens."""
     decode = _span_ms(times.first_token, times.finished)
     inference = _span_ms(times.first_scheduled, times.finished)
     return Timings(
@@ -191,5 +194,5 @@ def timings(times: RequestTimes, tokens: int) -> Timings:
 
 
 def _span_ms(begin: float, end: float) -> float | None:
-    """Between two milestones, if the request came to both."""
+    """Return the milliseconds between two milestones; None if the request did not reach both."""
     return (end - begin) * 1000 if begin and end else None

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms that OpenAI's API has for them."""
+"""Log-probabilities in the two forms of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 EchoedPrompt = Sequence[tuple[int, dict[int, Logprob] | None]]
 
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON can't say."""
+"""Replaces minus infinity, which JSON can't represent."""
 
 
 def tokens_as_ids(ctx: ServerContext, body: GenerationBody) -> bool:
-    """Whether tokens are written as `token_id:<id>`: as the request says, or else the server's setting."""
+    """Whether tokens are written as `token_id:<id>`: as the request sets, else the server."""
     given = body.return_tokens_as_token_ids
     return ctx.config.return_tokens_as_token_ids if given is None else given
 
@@ -34,19 +34,19 @@ class LogprobWriter:
     """Writes the log-probabilities of choices; `as_ids` writes tokens as `token_id:<id>`.
 
     Args:
-        params: say which candidates are told beside each token.
+        params: determine which candidates are listed beside each token.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         named = params.logprob_token_ids
         count = len(named) + 1 if named else params.logprobs or 0  # with the token itself
-        self._count = None if count == -1 else count  # -1 asks for all
+        self._count = None if count == -1 else count  # -1 requests all
         self._as_ids = as_ids
         self._offsets: dict[int, int] = {}
 
     def chat(self, choice: CompletionOutput) -> ChatLogprobs | None:
-        """The form of chat completions, of the tokens in `choice`."""
+        """Return the form of chat completions for the tokens in `choice`."""
         if choice.logprobs is None:
             return None
         return ChatLogprobs(
@@ -54,7 +54,10 @@ class LogprobWriter:
         )
 
     def completion(self, choice: CompletionOutput, key: int, prompt: EchoedPrompt = ()) -> CompletionLogprobs | None:
-        """The form of text completions, after that of an echoed prompt; offsets go on from the last call for `key`."""
+        """Return the form of text completions, including an echoed prompt.
+
+        Offsets continue from the last call for `key`.
+        """
         if choice.logprobs is None:
             return None
         offset = self._offsets.get(key, 0)
@@ -70,7 +73,7 @@ class LogprobWriter:
         return result
 
     def prompt(self, found: Sequence[dict[int, Logprob] | None] | None) -> PromptLogprobs | None:
-        """`prompt_logprobs` of an answer."""
+        """Return `prompt_logprobs` of an answer."""
         if found is None:
             return None
         return [
@@ -86,7 +89,7 @@ class LogprobWriter:
         return TokenLogprob(self._text(token, chosen), _finite(chosen.logprob), self._bytes(token), top)
 
     def _told(self, token: int, entries: dict[int, Logprob]) -> dict[str, float]:
-        """What was chosen, and the most likely ones: there may be one more than was asked for."""
+        """Return the chosen token and the most likely ones, which may be one more than requested."""
         top = dict([(token, entries[token]), *self._top(entries)])
         return {self._text(number, entry): _finite(entry.logprob) for number, entry in top.items()}
 

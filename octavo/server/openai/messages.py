@@ -1,4 +1,4 @@
-"""From the messages of a request to the text of a prompt."""
+"""Rendering of a request's messages to a prompt."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ async def render(
     template: str | None = None,
     tools: Sequence[Tool] = (),
 ) -> str:
-    """The prompt that the chat template makes of `messages`; a long conversation is written in a thread.
+    """Render `messages` with the chat template; a long conversation in a thread.
 
     Args:
-        options: further variables for the template.
+        options: additional variables for the template.
         template: the request's own template.
-        tools: those that the model is told of; by the template, or in words if that knows none.
+        tools: described to the model by the template, or in the system message if the template does not support tools.
 
     Raises:
-        InvalidRequestError: the flags contradict each other, a message is not complete, or the template refuses.
+        InvalidRequestError: the flags contradict each other, a message is incomplete, or the template refuses.
     """
     variables = options or {}
     own = _own_template(ctx, template)
@@ -77,10 +77,10 @@ async def render(
 
 
 def template_message(number: int, message: Message) -> dict[str, Any]:
-    """A message as chat templates take it. The instructions of a developer are what templates call a system message.
+    """Convert a message for chat templates. The role "developer" becomes "system".
 
     Raises:
-        InvalidRequestError: the message has nothing to say.
+        InvalidRequestError: the message has no content.
     """
     if message.content is None and message.role != "assistant":
         raise InvalidRequestError(
@@ -95,7 +95,7 @@ def template_message(number: int, message: Message) -> dict[str, Any]:
 
 
 def _own_template(ctx: ServerContext, source: str | None) -> ChatTemplate | None:
-    """The template that a request brings, where the server lets it."""
+    """Compile the template in a request, if the server allows it."""
     if source is None:
         return None
     if not ctx.config.trust_request_chat_template:

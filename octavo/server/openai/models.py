@@ -10,15 +10,15 @@ from octavo.server.openai.responses import ModelCard, ModelList, ModelPermission
 
 
 def list_models(ctx: ServerContext) -> Response:
-    """A card for each name."""
+    """Return a card for each name."""
     return json_response(ModelList(data=[_card(ctx, name) for name in ctx.model_names]))
 
 
 def retrieve_model(ctx: ServerContext, name: str) -> Response:
-    """The card of one name.
+    """Return the card of one name.
 
     Raises:
-        UnknownModelError: nothing is served under `name`.
+        UnknownModelError: no model is served as `name`.
     """
     if name not in ctx.model_names:
         raise UnknownModelError(name, ctx.model_names)

@@ -1,4 +1,4 @@
-"""How likely certain tokens are to come next: what decisions and scores by label are made of."""
+"""Probabilities of given next tokens, for decisions and scores by label."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.core.params import OutputKind, SamplingParams
 
 
 def asking_for(tokens: Sequence[int]) -> SamplingParams:
-    """The sampling of a request for their log-probabilities, at most `MAX_LOGPROB_TOKENS` of them."""
+    """Return sampling parameters that request the log-probabilities of at most `MAX_LOGPROB_TOKENS` tokens."""
     return SamplingParams(
         temperature=0,
         max_tokens=1,
@@ -21,14 +21,14 @@ def asking_for(tokens: Sequence[int]) -> SamplingParams:
 
 
 def logprobs_of(output: RequestOutput, tokens: Sequence[int]) -> list[float]:
-    """Natural logarithms of their probabilities among all tokens, in the order of `tokens`."""
+    """Return the tokens' natural log-probabilities in the whole vocabulary, in the order of `tokens`."""
     (told,) = output.outputs[0].logprobs or [{}]
     return [told[token].logprob for token in tokens]
 
 
 def shares_of(logprobs: Sequence[float]) -> list[float]:
-    """Their probabilities among each other: the softmax, which sums to 1."""
-    peak = max(logprobs)  # without it tokens that are all most unlikely would be 0 / 0
+    """Return the softmax over `logprobs`, which sums to 1."""
+    peak = max(logprobs)  # avoids 0 / 0 if all tokens are extremely unlikely
     weights = [math.exp(one - peak) for one in logprobs]
     total = sum(weights)
     return [weight / total for weight in weights]

@@ -1,4 +1,4 @@
-"""What is the same in every part of one answer."""
+"""Common data of all parts of one answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Reply:
     """Identity and options of one answer.
 
     Attributes:
-        warnings, fingerprint: told once, in the whole answer or in a stream's last chunk.
-        include_usage: a stream ends with a chunk that holds the usage, and the others say `usage: null`.
-        continuous_usage: every chunk holds the usage so far; only where it is included at all.
-        return_token_ids: choices hold their token ids.
-        return_prompt_text: the answer holds what the chat template has made of the messages.
+        warnings, fingerprint: sent once, in the whole answer or in a stream's last chunk.
+        include_usage: a stream ends with a chunk with usage; all others have `usage: null`.
+        continuous_usage: every chunk has the usage so far; needs include_usage.
+        return_token_ids: choices include their token ids.
+        return_prompt_text: the answer includes the rendered prompt.
     """
 
     id: str
@@ -41,7 +41,7 @@ class Reply:
 
     @classmethod
     def of(cls, ctx: ServerContext, request: Request, body: GenerationBody, prefix: str, warnings: list[str]) -> Reply:
-        """Checks that the model is served."""
+        """Create the reply; check that the model is served."""
         options = body.stream_options
         forced = ctx.config.enable_force_include_usage
         include_usage = forced or bool(options and options.include_usage)
@@ -58,13 +58,13 @@ class Reply:
         )
 
     def chunk_usage(self, counter: UsageCounter) -> Usage | UnsetType | None:
-        """What a chunk with choices says of usage."""
+        """Return `usage` for a chunk with choices."""
         if self.continuous_usage:
             return counter.usage()
         return None if self.include_usage else UNSET
 
     def chunk(self, kind: type[Chunk], counter: UsageCounter, choices: list[Any], *, ends: bool) -> Chunk:
-        """A chunk of a stream; without choices it is the one that holds the usage.
+        """Return a chunk of a stream; without choices it is the one with usage.
 
         Args:
             ends: it is the last one.
@@ -81,5 +81,5 @@ class Reply:
         )
 
     def ends(self, *, last: bool) -> bool:
-        """Whether the last chunk with choices is the stream's last chunk of all."""
+        """Whether the last chunk with choices is the last chunk of the stream."""
         return last and not self.include_usage

@@ -1,6 +1,6 @@
-"""What clients get: OpenAI's response bodies as msgspec structs, so that a chunk costs about a microsecond to encode.
+"""OpenAI's response bodies, as msgspec structs: encoding a chunk takes about a microsecond.
 
-A field that is UNSET is left out of the JSON; one that is None is written as null, where OpenAI writes null.
+A field that is UNSET is left out of the JSON; None is written as null, as OpenAI does.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from msgspec import UNSET, UnsetType
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """Prompt tokens that were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokens(msgspec.Struct, frozen=True):
-    """How the generated tokens were used."""
+    """Breakdown of the generated tokens."""
 
     reasoning_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens read and written for one HTTP request. Each prompt counts once, whatever `n`."""
+    """Tokens of one HTTP request. Each prompt counts once, regardless of `n`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -32,13 +32,13 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Where the time of one request went; None for what it never came to, which streams leave out.
+    """Timings of one request; None for milestones not reached, which streams leave out.
 
     Attributes:
-        time_to_first_token_ms: from its first step to its first token; not the time in the queue.
+        time_to_first_token_ms: from its first step to its first token, without the time in the queue.
         generation_time_ms: from its first token to its last.
-        mean_itl_ms: between two of them.
-        tokens_per_second: all of them, over the time from its first step to its last token.
+        mean_itl_ms: mean time between two tokens.
+        tokens_per_second: all tokens, over the time from its first step to its last token.
     """
 
     time_to_first_token_ms: float | UnsetType | None
@@ -48,12 +48,12 @@ class Timings(msgspec.Struct, frozen=True):
     tokens_per_second: float | UnsetType | None
 
     def streamed(self) -> Timings:
-        """As a chunk has it."""
+        """Return the form for a chunk."""
         return Timings(*(UNSET if value is None else value for value in msgspec.structs.astuple(self)))
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A candidate token. `bytes` are those of the token, which may be part of a character."""
+    """A candidate token. `bytes` are the token's, which may be part of a character."""
 
     token: str
     logprob: float
@@ -100,14 +100,14 @@ class ToolCall(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """What is new of a call: its name, once, and more of its arguments."""
+    """New parts of a call: its name, once, and more of its arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class ToolCallDelta(msgspec.Struct):
-    """What is new of a call; the first time with its id."""
+    """New parts of a call; the first has its id."""
 
     index: int
     function: FunctionDelta
@@ -116,7 +116,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's turn. `reasoning` is there for models that mark it, under both of the names that clients know."""
+    """The assistant's message. `reasoning` is set for models that mark it, under both names that clients use."""
 
     role: str
     content: str | None
@@ -138,7 +138,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One candidate at one place of the prompt."""
+    """One candidate at one position of the prompt."""
 
     logprob: float
     rank: int | None
@@ -146,7 +146,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt: token id -> candidate, the token itself first. The first token has none."""
+"""For each prompt token: token id -> candidate, the token itself first. None for the first token."""
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +168,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """What is new of an assistant's turn."""
+    """New parts of an assistant's message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -178,7 +178,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """What is new of one answer."""
+    """New parts of one answer."""
 
     index: int
     delta: ChatDelta
@@ -205,7 +205,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One completion, or what is new of it."""
+    """One completion, or its new parts."""
 
     index: int
     text: str
@@ -218,7 +218,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole response of `POST /v1/completions`, or one event of it; they have one form."""
+    """The whole response of `POST /v1/completions`, or one event of it; both have the same form."""
 
     id: str
     object: str = "text_completion"
@@ -233,7 +233,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPermission(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be done with a model, as OpenAI's API once told."""
+    """Permissions of a model, in an older form of OpenAI's API."""
 
     id: str
     object: str = "model_permission"

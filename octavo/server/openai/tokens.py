@@ -16,7 +16,7 @@ from octavo.text.aside import aside
 
 
 async def tokenize(ctx: ServerContext, request: Request) -> Response:
-    """The tokens of `prompt`, or of the prompt that `messages` become."""
+    """Return the tokens of `prompt`, or of the prompt rendered from `messages`."""
     body = await parse_body(request, TokenizeBody, ctx.config.max_body_bytes)
     ctx.check_model(body.model)
     given = (body.prompt is None) + (body.messages is None) == 1
@@ -43,7 +43,7 @@ async def tokenize(ctx: ServerContext, request: Request) -> Response:
 
 
 async def detokenize(ctx: ServerContext, request: Request) -> Response:
-    """The text of `tokens`, special ones included."""
+    """Return the text of `tokens`, including special ones."""
     body = await parse_body(request, DetokenizeBody, ctx.config.max_body_bytes)
     ctx.check_model(body.model)
     tokenizer = ctx.frontend.tokenizer

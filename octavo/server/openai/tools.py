@@ -1,4 +1,4 @@
-"""The tools of a chat request, checked and made into a `ToolUse`."""
+"""Validation of a chat request's tools, and conversion to a `ToolUse`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CHOICES = "none, auto, required, or an object that names a function"
 
 
 def tool_use(body: ChatBody) -> ToolUse | None:
-    """What may be called; None for a request without tools.
+    """Return the callable tools; None for a request without tools.
 
     Raises:
-        InvalidRequestError: a tool is not of its form, or the choice names none of them.
+        InvalidRequestError: a tool is malformed, or the choice names an unknown tool.
     """
     choice = body.tool_choice
     if not body.tools:
@@ -45,10 +45,10 @@ def tool_use(body: ChatBody) -> ToolUse | None:
 
 
 def declared_tools(given: list[ToolBody]) -> list[Tool]:
-    """The functions of a request.
+    """Return the functions of a request.
 
     Raises:
-        InvalidRequestError: one is not of its form, or two have one name.
+        InvalidRequestError: one is malformed, or two have the same name.
     """
     require(len(given) <= MAX_TOOLS, "tools", len(given), f"tools must have at most {MAX_TOOLS} entries.")
     tools = [_tool(number, tool) for number, tool in enumerate(given)]
@@ -88,7 +88,7 @@ def _tool(number: int, body: ToolBody) -> Tool:
 
 
 def _choice(choice: Any, names: list[str]) -> tuple[Mode, set[str] | None]:
-    """The mode, and the names that may be called (None for all)."""
+    """Return the mode, and the names that may be called (None for all)."""
     match choice:
         case None | "auto":
             return "auto", None

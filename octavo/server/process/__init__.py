@@ -1,1 +1,1 @@
-"""The server as a process: where it listens, its signals, keys and logs, its start and its end."""
+"""The server process: address, signals, keys, logs, start and shutdown."""

@@ -1,4 +1,4 @@
-"""Where the server listens: a port or a Unix socket, bound before anything is loaded."""
+"""The server's listening address: a port or a Unix socket, bound before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from octavo.server.process.tls import serves_tls
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A socket bound to the configured address, not yet listening. Port 0 takes any free port.
+    """Bind a socket to the configured address, not yet listening. Port 0 selects a free port.
 
     Raises:
-        ConfigError: the address can't be had; the text says why and which flag changes it.
+        ConfigError: the address is not available; the text gives the reason and the flag to change.
     """
     if config.uds is not None:
         return _bind_path(config.uds)
@@ -38,12 +38,12 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def bind_all(config: ServerConfig) -> list[socket.socket]:
-    """A socket for each API process, on one address, between which the system shares out the connections.
+    """Bind a socket for each API process to one address; the system distributes the connections among them.
 
-    Where it can't (a socket file), there is one, and each process takes from it what it can.
+    If that is impossible (a socket file), there is one socket, from which all processes accept.
 
     Raises:
-        ConfigError: as `bind`; or this system knows no such sockets.
+        ConfigError: as `bind`; or the system does not support shared ports.
     """
     first = bind(config)
     if config.api_server_count == 1 or config.uds is not None:
@@ -51,7 +51,7 @@ def bind_all(config: ServerConfig) -> list[socket.socket]:
     if not hasattr(socket, "SO_REUSEPORT"):
         first.close()
         raise ConfigError("This system can't share a port between processes; use --uds, or --api-server-count 1.")
-    # The first one made sure that the address is nobody's: those that share it would join whoever else shares it.
+    # The first bind ensured that the address is free: sockets with SO_REUSEPORT would join another server's.
     family, address = first.family, first.getsockname()
     first.close()
     socks: list[socket.socket] = []
@@ -69,10 +69,10 @@ def bind_all(config: ServerConfig) -> list[socket.socket]:
 
 
 def check_alone(config: ServerConfig, sock: socket.socket) -> None:
-    """See that nobody listens where we are about to, for a shared port does not fail of itself.
+    """Check that no other server listens on the address; binding a shared port does not fail by itself.
 
     Raises:
-        ConfigError: another server has come in between.
+        ConfigError: another server has bound it meanwhile.
     """
     if config.uds is not None:
         return
@@ -85,14 +85,14 @@ def check_alone(config: ServerConfig, sock: socket.socket) -> None:
 
 
 def release(config: ServerConfig) -> None:
-    """Remove what `bind` leaves on disk."""
+    """Remove the files that `bind` creates."""
     if config.uds is not None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(config.uds)
 
 
 def base_url(config: ServerConfig, sock: socket.socket) -> str:
-    """The address as clients on this machine write it."""
+    """Return the address for clients on this machine."""
     scheme = "https" if serves_tls(config) else "http"
     if config.uds is not None:
         return f"{scheme}://localhost"
@@ -103,7 +103,7 @@ def base_url(config: ServerConfig, sock: socket.socket) -> str:
 
 
 def _bind_path(path: str) -> socket.socket:
-    """A socket file; one that an earlier server left behind is replaced."""
+    """Bind a socket file; replace one left by an earlier server."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise ConfigError(f"{path} exists and is not a socket; give another path with --uds.")

@@ -1,4 +1,4 @@
-"""`connection_class`: connections whose clients have to read what they are sent."""
+"""`connection_class`: connections that close if their client does not read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def connection_class(
     unread_timeout_s: float,
     closed: Callable[[], None],
 ) -> type[Any]:
-    """One of uvicorn's protocols, with an end to waiting.
+    """Return a subclass of one of uvicorn's protocols, with a timeout for unread data.
 
-    What can't be sent is bounded: a response is not asked for more while 64 KiB of it wait. If the client takes none of
-    them for `unread_timeout_s` seconds, the connection is closed, and `closed` is told. An orderly end would wait for
-    the client, too, so this is an abrupt one.
+    Unsent data is bounded: a response is paused while 64 KiB are unsent. If the client reads none of it for
+    `unread_timeout_s` seconds, the connection is aborted, and `closed` is called. An orderly close would wait for the
+    client, too.
     """
 
     log = Seldom(logging.getLogger("octavo.server"))

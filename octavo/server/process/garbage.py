@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, set for a process that holds thousands of streams."""
+"""Settings of Python's cyclic garbage collector for a process with thousands of streams."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# By default a collection runs whenever 700 more containers are alive than at the last one: with a thousand streams that
-# is several times a step, and each full one stops all streams for as long as it takes to visit all there is.
+# By default a collection runs after 700 more container allocations than deallocations. With a thousand streams that is
+# several times per step, and each full collection stops all streams while it visits every object.
 _THRESHOLDS = (50_000, 20, 10)
 
 
 @contextmanager
 def seldom_collecting() -> Iterator[None]:
-    """For the time of the block what exists already is never visited, and what comes later seldom.
+    """For the time of the block, exempt existing objects from collection, and collect rarely.
 
-    Little is left to the collector: requests are freed by their reference counts, but for what failures leave behind.
+    There is little to collect: requests are freed by reference counting, except for the remains of failures.
     """
     before = gc.get_threshold()
     gc.collect()

@@ -1,7 +1,7 @@
-"""`HttpConnection`: uvicorn's HTTP/1 connection, with what there is to do before a request is one.
+"""`HttpConnection`: uvicorn's HTTP/1 connection, with checks before a request is complete.
 
-A request's head (its first line and headers) may take so much time and room and no more, failures are told in the form
-of all others, an offer of HTTP/2 is passed over, and HTTP/1.0 gets answers that it can read.
+The time and size of a request's head (first line and headers) are limited, errors have the same form as all others,
+offers of HTTP/2 are ignored, and HTTP/1.0 clients get responses that they can read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from octavo.server.process.seldom import Seldom
 
 MAX_HEAD = 64 << 10
 _TLS = b"\x16\x03"
-"""How a TLS handshake begins."""
+"""First bytes of a TLS handshake."""
 _IS_TLS = "A client (%s) began a TLS handshake: its URL must begin with http://, or this server needs --ssl-certfile."
 _NO_HTTP = "A client (%s) sent what is no HTTP request."
 
 
 def http_class(head_timeout_s: float) -> type[HttpConnection]:
-    """Connections on which a head may take so long. They share a log."""
+    """Return a connection class with this time limit for heads. Its connections share a log."""
     log = Seldom(logging.getLogger("octavo.server"))
     return type("HttpConnection", (HttpConnection,), {"head_timeout_s": head_timeout_s, "log": log})
 
@@ -34,8 +34,8 @@ class HttpConnection(HttpToolsProtocol):
     """A connection.
 
     Attributes:
-        head_timeout_s: from its first byte, and of a new connection from its beginning, until a head is complete.
-        log: for what clients do wrong.
+        head_timeout_s: time limit for a head, from its first byte; for a new connection from its start.
+        log: for client errors.
     """
 
     head_timeout_s: float
@@ -61,7 +61,7 @@ class HttpConnection(HttpToolsProtocol):
         self._feed(data)
         if not self._in_head or self.transport.is_closing():
             return
-        if within and heads == self._num_heads:  # nothing but a part of a head
+        if within and heads == self._num_heads:  # only part of a head
             self._start_timer()
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD:
@@ -81,8 +81,10 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _stay(self, rest: bytes) -> None:
-        """Read a request that offers another protocol, such as HTTP/2, as if it did not, for that is allowed (RFC 9110,
-        7.8); the parser has let go of what follows its headers."""
+        """Parse a request that offers another protocol, such as HTTP/2, as if it did not, as RFC 9110, 7.8 allows.
+
+        The parser has dropped the data after such a request's headers.
+        """
         method = self.parser.get_method()
         if method == b"CONNECT":
             self.send_400_response("There is nothing here to connect to.")
@@ -116,7 +118,7 @@ class HttpConnection(HttpToolsProtocol):
         return bool(self.parser.should_upgrade()) and not self._should_upgrade()
 
     def handle_websocket_upgrade(self) -> None:
-        self._in_head = False  # for good: the connection is another protocol's from now on
+        self._in_head = False  # permanently: the connection switches to another protocol
         super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
@@ -136,7 +138,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.flow.read_paused or (self.cycle is not None and not self.cycle.response_complete):
-            self._start_timer()  # it is the answer before that takes so long
+            self._start_timer()  # the previous response takes this long, not the client
         elif self._head_bytes:
             self._refuse(408, f"The request's headers took longer than {self.head_timeout_s:g} s (--body-timeout).")
         else:
@@ -153,7 +155,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class _UntilClosed:
-    """An answer to HTTP/1.0, which knows no chunks: one of unknown length ends with the connection (RFC 9112, 6.3)."""
+    """A response to HTTP/1.0, which lacks chunked encoding: closing the connection ends it (RFC 9112, 6.3)."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle

@@ -1,4 +1,4 @@
-"""API keys that are kept in a file."""
+"""API keys in a file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from octavo.core.errors import ConfigError
 
 
 def with_key_file(config: ServerConfig) -> ServerConfig:
-    """The settings with the keys of `api_key_file`, one a line; empty lines and those that begin with # don't count.
+    """Return the settings with the keys of `api_key_file`: one per line, without empty lines and # comments.
 
     Raises:
-        ConfigError: the file can't be read, or holds no key.
+        ConfigError: the file can't be read, or has no key.
     """
     if config.api_key_file is None:
         return config

@@ -1,4 +1,4 @@
-"""Whether the server takes requests, and which it still has: what readiness and a graceful shutdown rest on."""
+"""The requests in flight, and whether new ones are accepted: the basis of readiness and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from octavo.server.board import Board, Count
 
 
 class Lifecycle:
-    """Accepting until `drain()`; `idle` is set whenever no inference request is in flight in this process.
+    """Accepts requests until `drain()`; `idle` is set while no inference request is in flight in this process.
 
     Args:
-        board: where requests in flight are counted.
+        board: counts the requests in flight.
 
     Attributes:
-        active: engine ids of the requests that are being generated.
+        active: engine ids of the requests being generated.
     """
 
     def __init__(self, board: Board | None = None) -> None:
@@ -28,16 +28,16 @@ class Lifecycle:
 
     @property
     def inflight(self) -> int:
-        """HTTP requests for inference that have not been fully answered by this process."""
+        """Inference requests that this process has not fully answered."""
         return self.board.own(Count.SERVED)
 
     @property
     def inflight_everywhere(self) -> int:
-        """The same of all processes of the server."""
+        """The same for all processes of the server."""
         return self.board.total(Count.SERVED)
 
     def drain(self) -> None:
-        """Refuse new inference requests from now on; those in flight go on."""
+        """Refuse new inference requests from now on; those in flight continue."""
         self.draining = True
 
     @contextmanager

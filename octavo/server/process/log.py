@@ -1,4 +1,4 @@
-"""The server's log: how its processes are told to write it, and what they leave out."""
+"""Logging setup of the server's processes, and filtered lines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ACCESS = "uvicorn.access"
 
 
 def log_to(config: ServerConfig, who: str = "") -> None:
-    """Set up the log of this process; `who` it is, if it is one of several.
+    """Set up this process's log; `who` names it if there are several.
 
     Raises:
-        ConfigError: the settings contradict each other, or their file can't be used.
+        ConfigError: the settings contradict each other, or their file is invalid.
     """
     if config.enable_log_outputs and not config.enable_log_requests:
         raise ConfigError("--enable-log-outputs needs --enable-log-requests; add that.")
@@ -28,10 +28,10 @@ def log_to(config: ServerConfig, who: str = "") -> None:
 
 
 def log_settings(config: ServerConfig) -> LogSettings:
-    """For any of the server's processes.
+    """Return the log settings for any of the server's processes.
 
     Raises:
-        ConfigError: the file holds no JSON object, or is given although nothing is to be set up.
+        ConfigError: the file is not a JSON object, or is given with --no-configure-logging.
     """
     if config.log_config_file is None:
         return LogSettings(level=config.log_level, configure=config.configure_logging)
@@ -50,7 +50,7 @@ def log_settings(config: ServerConfig) -> LogSettings:
 
 
 def uvicorn_log(config: ServerConfig) -> dict[str, Any]:
-    """The settings of uvicorn's log. It has a line for each HTTP request at the level debug, or if a file says so."""
+    """Return uvicorn's log settings, with a line per HTTP request at level debug or if a file enables it."""
     tables = log_settings(config).tables
     wanted = config.log_level == "debug" if tables is None else _ACCESS in tables.get("loggers", {})
     own = tables is None and config.configure_logging
@@ -63,7 +63,7 @@ def uvicorn_log(config: ServerConfig) -> dict[str, Any]:
 
 @contextmanager
 def silent_access(paths: Sequence[str]) -> Iterator[None]:
-    """For the time of the block, HTTP requests to these paths get no line."""
+    """For the time of the block, don't log HTTP requests to these paths."""
 
     def speaks(record: logging.LogRecord) -> bool:
         args: Any = record.args

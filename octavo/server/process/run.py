@@ -1,4 +1,4 @@
-"""Running the server: bind first, open the engine, serve, and leave in good order."""
+"""The life of the server: bind, open the engine, serve, shut down."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _FEW_FILES = 1024
 
 
 def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: Announce = print) -> int:
-    """Bind, open the engine, serve until a signal comes; the process's exit status.
+    """Bind, open the engine, and serve until a signal. Return the process's exit status.
 
     Args:
         open_frontend: starts the engine when entered and closes it when left.
-        announce: told where the server is, once it is ready.
+        announce: called with the server's address once it is ready.
     """
     try:
         log_to(config)
@@ -71,7 +71,7 @@ async def _run(
 ) -> int:
     with Stop().listening() as stop:
         stop.loading = asyncio.current_task()
-        # As long as the engine's process is busy importing and loading, another core is free for ours.
+        # While the engine's process imports and loads, another core is free for ours.
         importing = asyncio.create_task(asyncio.to_thread(_import_lead))
         importing.add_done_callback(_retrieve)
         try:
@@ -89,7 +89,7 @@ async def _run(
 
 
 def _retrieve(task: asyncio.Task[Lead]) -> None:
-    """Keep a failed import from being logged beside the engine's error, which comes first and is reported."""
+    """Retrieve a failed import's exception, so that it is not logged beside the engine's error, which comes first."""
     if not task.cancelled():
         task.exception()
 
@@ -101,9 +101,10 @@ def _import_lead() -> Lead:
 
 
 def check_jobs_dir(config: ServerConfig) -> None:
-    """
+    """Check the folder for files and batches.
+
     Raises:
-        ConfigError: the folder that the settings name for files and batches can't be written to.
+        ConfigError: it can't be written to.
     """
     if config.jobs_dir is None:
         return
@@ -119,10 +120,10 @@ def check_jobs_dir(config: ServerConfig) -> None:
 
 
 def raise_open_files() -> None:
-    """Each connection is an open file, and the limit that most shells set, 1,024, would soon break them off unheard."""
+    """Raise the limit of open files: connections beyond it (usually 1,024) would be dropped silently."""
     try:
         import resource
-    except ImportError:  # there are no such limits on Windows
+    except ImportError:  # no such limits on Windows
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
@@ -136,7 +137,7 @@ def raise_open_files() -> None:
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # there is none for Windows
+    except ImportError:  # not available on Windows
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory

@@ -1,4 +1,4 @@
-"""`Seldom`: log lines that clients can cause as often as they like."""
+"""`Seldom`: rate-limited log lines for events that clients can cause at will."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EVERY_S = 60.0
 
 
 class Seldom:
-    """Writes at most one line a minute of each kind, so that nobody can fill the disk by what is the clients' fault."""
+    """Writes at most one line a minute of each kind, so that clients can't fill the disk."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
@@ -19,7 +19,7 @@ class Seldom:
         self._left_out: dict[str, int] = {}
 
     def warning(self, text: str, *args: object) -> None:
-        """`text` is the kind; it is written with `args` and, if some were left out since the last one, their number."""
+        """Log `text`, the kind, with `args` and the number of lines suppressed since the last one."""
         now = self._clock()
         if now - self._said.get(text, -_EVERY_S) < _EVERY_S:
             self._left_out[text] = self._left_out.get(text, 0) + 1

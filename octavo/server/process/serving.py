@@ -41,13 +41,13 @@ _AT_ONCE_S = 1.0
 _BACKLOG = 4096
 _LOOK_S = 0.1
 _LAST_WORDS_S = 2.0
-"""For as long does a server whose engine has died still answer: /health with the reason, and so do other requests."""
+"""Seconds for which a server still responds after its engine has died: with the reason, also on /health."""
 
 
 async def lead(
     frontend: Frontend, config: ServerConfig, socks: list[socket.socket], announce: Callable[[str], None], stop: Stop
 ) -> None:
-    """`serve` as the first of the server's API processes, or as the only one."""
+    """Run `serve` as the first, or only, API process of the server."""
     if config.api_server_count == 1:
         await serve(frontend, config, sock=socks[0], announce=announce, stop=stop)
         return
@@ -66,21 +66,21 @@ async def serve(
     siblings: Siblings | None = None,
     crew: Crew | None = None,
 ) -> None:
-    """Serve until the first stop signal, then finish what is in flight, for `shutdown_timeout_s` at most.
+    """Serve until the first stop signal, then finish requests in flight, for `shutdown_timeout_s` at most.
 
-    A second signal ends at once. The engine is left open, unless it hangs: whoever opened it closes it.
+    A second signal ends at once. The caller closes the engine, unless it hangs.
 
     Args:
-        sock: bound already; it is closed at the end.
-        announce: told where the server is, once it is ready.
-        stop: listens to signals already; by default this listens itself.
-        siblings: the other API processes, where there are several.
-        crew: those, for the one that starts and ends them.
+        sock: bound already; closed at the end.
+        announce: called with the server's address once it is ready.
+        stop: listens to signals already; by default this function listens.
+        siblings: the other API processes, if there are several.
+        crew: the same, in the process that starts and ends them.
 
     Raises:
-        ConfigError: the address can't be had.
-        EngineDeadError: the engine has died; whoever was being answered has been told.
-        CrewError: the other processes can't be kept up.
+        ConfigError: the address is not available.
+        EngineDeadError: the engine has died; pending requests have been answered with an error.
+        CrewError: the other processes can't be kept running.
     """
     if stop is None:
         with Stop().listening() as stop:
@@ -135,7 +135,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn's server, with signals left to us. `ready` is set once it listens."""
+    """Uvicorn's server without its signal handlers. `ready` is set once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -146,11 +146,11 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
     async def accept(self, sock: socket.socket) -> asyncio.Server:
-        """Once ready: answer connections to a further socket, too, until the returned server is closed.
+        """Accept connections on another socket, too, until the returned server is closed. Call once ready.
 
         `sock` stays open.
         """
-        protocol_class: Any = self.config.http_protocol_class  # what uvicorn's own startup calls
+        protocol_class: Any = self.config.http_protocol_class  # as in uvicorn's own startup
         protocol = partial(
             protocol_class,
             config=self.config,
@@ -172,7 +172,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         http=connection_class(http_class(config.body_timeout_s), config.unread_timeout_s, metrics.http.count_unread),
         ws=connection_class(WebSocketsSansIOProtocol, config.unread_timeout_s, metrics.http.count_unread),
         ws_max_size=config.max_body_bytes,
-        ws_per_message_deflate=False,  # a chunk is small: compressing it costs more than it saves
+        ws_per_message_deflate=False,  # chunks are small: compression costs more than it saves
         lifespan="off",
         **uvicorn_log(config),
         server_header=False,
@@ -189,7 +189,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 
 
 async def _until(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Wait for the first of `events`; if the server ends before, with its error, so does this."""
+    """Wait for the first of `events`. If the server ends first, return or raise its error."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait({serving, *waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,7 +201,7 @@ async def _until(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
 
 
 async def _watch_for_death(frontend: Frontend, lost: asyncio.Event) -> None:
-    """Set `lost` once the engine has died: the server then ends, so that whoever keeps it up starts it anew."""
+    """Set `lost` once the engine has died: the server then ends, so that its supervisor can restart it."""
     while not frontend.engine.health().final:
         await asyncio.sleep(_LOOK_S)
     lost.set()
@@ -210,7 +210,7 @@ async def _watch_for_death(frontend: Frontend, lost: asyncio.Event) -> None:
 async def _wind_down(
     frontend: Frontend, config: ServerConfig, lifecycle: Lifecycle, batches: BatchService, stop: Stop, crew: Crew | None
 ) -> None:
-    """Take no new requests, and let those in flight finish, here and in the other processes."""
+    """Refuse new requests, and let those in flight finish, here and in the other processes."""
     lifecycle.drain()
     if crew is not None:
         crew.stop()
@@ -235,7 +235,7 @@ async def _drain(frontend: Frontend, lifecycle: Lifecycle, config: ServerConfig,
         await frontend.abort(request_id)
     if not stop.second.is_set():
         await _wait_any(lifecycle.idle, stop.second, timeout=_AFTER_ABORT_S)
-    if not lifecycle.idle.is_set():  # an engine that steps tells of their ends within one step
+    if not lifecycle.idle.is_set():  # a working engine reports their ends within one step
         await _wait_any(lifecycle.idle, timeout=_AT_ONCE_S)
     if not lifecycle.idle.is_set():
         logger.warning("Stopping: the engine did not end %d requests; they end with an error.", lifecycle.inflight)
@@ -244,7 +244,7 @@ async def _drain(frontend: Frontend, lifecycle: Lifecycle, config: ServerConfig,
 
 
 async def _follow(crew: Crew, stop: Stop) -> None:
-    """Wait until the other processes have finished too; they keep to the same times."""
+    """Wait until the other processes have finished; they have the same time limits."""
     if not stop.second.is_set():
         await _wait_any(crew.ended, stop.second, timeout=crew.patience_s)
     if stop.second.is_set():

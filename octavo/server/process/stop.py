@@ -11,7 +11,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """The two signals that stop a server: the first asks it to finish, the second to end now."""
+    """The two signals that stop a server: the first requests a graceful shutdown, the second an immediate end."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -19,7 +19,7 @@ class Stop:
         self.loading: asyncio.Task[int] | None = None
         """Cancelled by the first signal."""
         self.number = signal.SIGTERM
-        """The last one's."""
+        """The number of the last signal."""
 
     def request(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Count one signal."""
@@ -32,7 +32,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Take SIGINT and SIGTERM for the time of the block."""
+        """Handle SIGINT and SIGTERM for the time of the block."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self.request, number)

@@ -1,4 +1,4 @@
-"""TLS: the certificate files, checked before anything is loaded, and read again when they change."""
+"""TLS: the certificate files, checked before anything is loaded, and reloaded when they change."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def serves_tls(config: ServerConfig) -> bool:
 
 
 def check_tls(config: ServerConfig) -> None:
-    """Refuse settings with which no handshake could succeed.
+    """Check the TLS settings.
 
     Raises:
-        ConfigError: a file is missing, holds nothing usable, or does not belong to the others; the text names its flag.
+        ConfigError: a file is missing, invalid, or does not match the others; the text names its flag.
     """
     others = ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_ciphers")
     if config.ssl_certfile is None:
@@ -49,13 +49,14 @@ def check_tls(config: ServerConfig) -> None:
 
 
 def load_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
-    """
+    """Load the certificate and its key.
+
     Raises:
-        ConfigError: the certificate or its key can't be used.
+        ConfigError: the certificate or its key is invalid.
     """
     assert config.ssl_certfile is not None
     try:
-        # Without a callback OpenSSL would ask for a missing password on the terminal.
+        # Without a callback, OpenSSL would prompt for a missing password on the terminal.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: config.ssl_keyfile_password or "")
     except (OSError, ssl.SSLError) as exc:
         files = f"--ssl-certfile {config.ssl_certfile}"
@@ -64,7 +65,7 @@ def load_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
 
 
 async def refresh(context: ssl.SSLContext, config: ServerConfig, look_s: float = _LOOK_S) -> None:
-    """Watch the certificate files for ever; new connections get what they hold. A broken file changes nothing."""
+    """Watch the certificate files forever; new connections use changed ones. An invalid file is ignored."""
     seen = _stamps(config)
     while True:
         await asyncio.sleep(look_s)

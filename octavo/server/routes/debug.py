@@ -1,4 +1,4 @@
-"""What the server is doing right now, for whoever is called when it does too little."""
+"""The server's current requests, for debugging."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from octavo.server.metrics.requests import RequestRecord
 
 
 class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has not ended. Times in seconds; tokens are those of all choices.
+    """An active request. Times are in seconds; tokens are those of all choices.
 
     Attributes:
-        state: "first token" as long as that is awaited: it is in the queue, or its prompt is computed.
-        since_last_token: None while there is no token.
+        state: "first token" until that has arrived: the request is queued, or its prompt is computed.
+        since_last_token: None before the first token.
     """
 
     id: str
@@ -38,7 +38,7 @@ def debug_routes(ctx: ServerContext) -> APIRouter:
     router = APIRouter(tags=["status"])
 
     async def requests(request: Request) -> Response:
-        """The requests that this process is answering, the oldest first, and how the engine is."""
+        """Return the requests of this process, oldest first, and the engine's state."""
         now = time.monotonic()
         stats, health = ctx.frontend.engine.stats(), ctx.frontend.engine.health()
         oldest_first = sorted(ctx.metrics.requests.live, key=lambda record: record.arrival)

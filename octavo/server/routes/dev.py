@@ -1,4 +1,4 @@
-"""Routes for development, there only where the server was started for it."""
+"""Routes for development, available only if the server was started for it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def dev_routes(ctx: ServerContext) -> APIRouter:
     engine = ctx.frontend.engine
 
     async def reset_prefix_cache(request: Request) -> Response:
-        """Forget the KV cache of past prompts; requests that run keep theirs."""
+        """Drop the KV cache of past prompts; running requests keep theirs."""
         await engine.reset_prefix_cache()
         return Response(status_code=200)
 
     async def server_info(request: Request) -> Response:
-        """The server's settings, as text or with `config_format=json` as an object, and the machine."""
+        """Return the server's settings, as text or with `config_format=json` as an object, and the machine."""
         form = request.query_params.get("config_format", "text")
         require(form in _FORMATS, "config_format", form, f"config_format must be one of {', '.join(_FORMATS)}.")
         settings = _settings(ctx)

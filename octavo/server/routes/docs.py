@@ -1,4 +1,4 @@
-"""GET /docs and /redoc: a page that shows the OpenAPI document and sends requests, from this server alone."""
+"""GET /docs and /redoc: a page that shows the OpenAPI document and sends requests, only to this server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 _PAGE = Path(__file__).with_name("docs.html").read_bytes()
 _HEADERS = {
-    # The page's own script may talk to this server; nothing else is loaded or asked, whatever the document says.
+    # The page's own script may call this server; nothing else is loaded or called, whatever the document contains.
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'",
     "Cache-Control": "no-cache",
@@ -21,7 +21,7 @@ def docs_routes() -> APIRouter:
     router = APIRouter()
 
     async def docs(request: Request) -> Response:
-        """The page; it fetches /openapi.json itself."""
+        """Return the page, which fetches /openapi.json itself."""
         return Response(_PAGE, media_type="text/html", headers=_HEADERS)
 
     for path in ("/docs", "/redoc"):

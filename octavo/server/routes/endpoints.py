@@ -1,4 +1,4 @@
-"""What answers a route, called by requests that come another way than by HTTP."""
+"""The handlers of routes, for requests that do not arrive by HTTP."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def post_endpoints(*routers: APIRouter) -> dict[str, Endpoint]:
-    """Path -> what answers a POST to it, for paths without parameters."""
+    """Return path -> handler of a POST, for paths without parameters."""
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     posts = [route for route in routes if "POST" in (route.methods or ()) and not route.param_convertors]
     return {route.path: route.endpoint for route in posts}
 
 
 def inner_request(path: str, body: bytes, request_id: str) -> Request:
-    """A POST of JSON by a client that stays; cancel whoever answers it instead."""
+    """Return a POST of JSON whose client never disconnects; to abort, cancel the handler's task."""
     parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""GET /: a page to talk to the model, or for programs the address of everything as JSON."""
+"""GET /: a chat page for browsers, or the addresses of all routes as JSON for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _part(name: str) -> str:
 
 
 def _source(text: str) -> str:
-    """What a Content-Security-Policy calls a script or style that stands in the page."""
+    """Return the Content-Security-Policy source of an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -33,7 +33,7 @@ _PAGE = Template(_part("home.html"))
 _STYLE = _part("home.css")
 _SCRIPT = _part("home_stream.js") + _part("home.js")
 _HEADERS = {
-    # This very script and style run, and nothing that came into the page as text; they reach this server alone.
+    # Only this script and style run, not text inserted into the page; they can reach only this server.
     "Content-Security-Policy": f"default-src 'none'; script-src {_source(_SCRIPT)}; style-src {_source(_STYLE)}; "
     "connect-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -44,7 +44,7 @@ _HEADERS = {
 
 
 def home_page(ctx: ServerContext, request: Request) -> Response:
-    """The page for browsers, unless the settings want none; JSON for all others. The links hold behind a proxy too."""
+    """Return the page for browsers, unless it is disabled; JSON for other clients. Links work behind a proxy."""
     root = request.scope.get("root_path", "")
     model = ctx.model_names[0]
     base = str(request.base_url).rstrip("/")
@@ -59,7 +59,7 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
         return told
     refusal = ctx.frontend.why_no_chat()
     page = _PAGE.substitute(
-        # Without a root path, the page's own place tells where the rest is, even if a proxy has moved it.
+        # Without a root path, links are relative to the page, which works behind a proxy that moved it.
         root=escape(f"{root}/" if root else "./"),
         model=escape(model),
         version=__version__,
@@ -77,7 +77,7 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
 
 
 def curl_example(base_url: str, model: str, frontend: Frontend, *, needs_key: bool, uds: str | None = None) -> str:
-    """A command that asks what the model can answer, through the socket file `uds` if that is where it listens."""
+    """Return a curl command with a request that the model can answer, through the socket file `uds` if given."""
     generates = "generate" in frontend.info.tasks
     text = frontend.tokenizer.present
     asked: dict[str, Any]
@@ -88,7 +88,7 @@ def curl_example(base_url: str, model: str, frontend: Frontend, *, needs_key: bo
     else:
         path, asked = "chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
     if generates:
-        # Greedily, for else a small model's first answer may be anything.
+        # Greedy, because a small model's first sampled answer may be anything.
         asked["temperature"] = 0
     body = json.dumps({"model": model, **asked})
     key = " -H 'Authorization: Bearer '\"$OCTAVO_API_KEY\"" if needs_key else ""

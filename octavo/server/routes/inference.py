@@ -1,4 +1,4 @@
-"""The routes under which the model answers."""
+"""The routes for inference."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from octavo.server.siblings.siblings import Siblings
 
 
 def inference_routes(ctx: ServerContext, responses: Responses | None = None) -> APIRouter:
-    """POST /v1/chat/completions, /v1/completions, /v1/decisions, /v1/responses (and what belongs to it), /v1/messages,
-    /v1/messages/count_tokens, /tokenize, /detokenize; GET /v1/models and /v1/models/{id}.
+    """Return the routes of chat completions, completions, decisions, responses, messages, tokenization and models.
 
     Args:
-        responses: the Responses API; by default one of its own, with its own memory.
+        responses: the Responses API; by default a new one with its own storage.
     """
     router = APIRouter()
     responses = responses or Responses(ctx)
@@ -49,22 +48,22 @@ def _post(router: APIRouter, path: str, endpoint: Any, body: Any, tag: str, *, s
 
 def _add_completions(router: APIRouter, ctx: ServerContext) -> None:
     async def create_chat_completion(request: Request) -> Response:
-        """The model's answer to a conversation, as OpenAI's API has it."""
+        """Answer a conversation, as OpenAI's API defines it."""
         return await chat.chat_completions(ctx, request)
 
     async def create_chat_completions(request: Request) -> Response:
-        """The model's answers to several conversations, one choice each."""
+        """Answer several conversations, with one choice each."""
         return await chat_batch.chat_completions_batch(ctx, request)
 
     async def create_completion(request: Request) -> Response:
-        """The model's continuation of a text, as OpenAI's API has it."""
+        """Continue a text, as OpenAI's API defines it."""
         return await completions.completions(ctx, request)
 
     _post(router, "/v1/chat/completions", create_chat_completion, ChatBody, "openai", streams=True)
     _post(router, "/v1/chat/completions/batch", create_chat_completions, ChatBatchBody, "openai")
 
     async def create_decision(request: Request) -> Response:
-        """Answers to questions about an input, each with its probability, as OpenAI's Decisions API has it."""
+        """Answer questions about an input, each with its probability, as OpenAI's Decisions API defines it."""
         return await decisions(ctx, request)
 
     _post(router, "/v1/completions", create_completion, CompletionBody, "openai", streams=True)
@@ -73,11 +72,11 @@ def _add_completions(router: APIRouter, ctx: ServerContext) -> None:
 
 def _add_responses(router: APIRouter, responses: Responses) -> None:
     async def create_response(request: Request) -> Response:
-        """The model's response to an input, as OpenAI's Responses API has it."""
+        """Respond to an input, as OpenAI's Responses API defines it."""
         return await responses.create(request)
 
     async def count_response_tokens(request: Request) -> Response:
-        """How many tokens the input of a response has."""
+        """Count the tokens of a response's input."""
         return await responses.count_tokens(request)
 
     _post(router, "/v1/responses", create_response, ResponseBody, "openai", streams=True)
@@ -86,11 +85,11 @@ def _add_responses(router: APIRouter, responses: Responses) -> None:
 
 def _add_messages(router: APIRouter, ctx: ServerContext) -> None:
     async def create_message(request: Request) -> Response:
-        """The model's answer to a conversation, as Anthropic's API has it."""
+        """Answer a conversation, as Anthropic's API defines it."""
         return await anthropic.messages(ctx, request)
 
     async def count_tokens(request: Request) -> Response:
-        """How many tokens a conversation has, as Anthropic's API has it."""
+        """Count a conversation's tokens, as Anthropic's API defines it."""
         return await anthropic.count_tokens(ctx, request)
 
     _post(router, "/v1/messages", create_message, MessagesBody, "anthropic", streams=True)
@@ -99,11 +98,11 @@ def _add_messages(router: APIRouter, ctx: ServerContext) -> None:
 
 def _add_tokens(router: APIRouter, ctx: ServerContext) -> None:
     async def tokenize(request: Request) -> Response:
-        """The tokens of a text or of a conversation."""
+        """Return the tokens of a text or of a conversation."""
         return await tokens.tokenize(ctx, request)
 
     async def detokenize(request: Request) -> Response:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return await tokens.detokenize(ctx, request)
 
     _post(router, "/tokenize", tokenize, TokenizeBody, "tokens")
@@ -112,26 +111,26 @@ def _add_tokens(router: APIRouter, ctx: ServerContext) -> None:
 
 def _add_models(router: APIRouter, ctx: ServerContext) -> None:
     async def list_models(request: Request) -> Response:
-        """The names under which the model is served; for Anthropic's clients in their form."""
+        """List the names under which the model is served; in Anthropic's form for its clients."""
         return anthropic_models.list_models(ctx) if speaks_anthropic(request.scope) else models.list_models(ctx)
 
     async def retrieve_model(request: Request) -> Response:
-        """One of them."""
+        """Return the card of one model."""
         name = request.path_params["model_id"]
         if speaks_anthropic(request.scope):
             return anthropic_models.retrieve_model(ctx, name)
         return models.retrieve_model(ctx, name)
 
     router.add_api_route("/v1/models", list_models, methods=["GET"], tags=["openai"])
-    # A model's name may hold slashes.
+    # A model's name may contain slashes.
     router.add_api_route("/v1/models/{model_id:path}", retrieve_model, methods=["GET"], tags=["openai"])
 
 
 def kept_responses(responses: Responses, siblings: Siblings | None) -> APIRouter:
-    """GET, DELETE and /cancel of a response that was made before, and its /input_items.
+    """Return GET, DELETE and /cancel of a stored response, and its /input_items.
 
     Args:
-        siblings: asked for responses that this process did not make.
+        siblings: asked for responses that this process has not created.
     """
     router = APIRouter(tags=["openai"])
 
@@ -148,10 +147,10 @@ def kept_responses(responses: Responses, siblings: Siblings | None) -> APIRouter
         router.add_api_route(path, endpoint, methods=[method], name=name, description=text)
 
     one = "/v1/responses/{response_id}"
-    made = "A response that was made before, or is being made in the background."
+    made = "Return a stored response, complete or in progress."
     route(one, "GET", "retrieve_response", made, responses.retrieve)
     route(one, "DELETE", "delete_response", "Forget a response.", responses.delete)
-    ended = "End a response that is being made in the background."
+    ended = "Cancel a background response."
     route(one + "/cancel", "POST", "cancel_response", ended, responses.cancel)
-    route(one + "/input_items", "GET", "list_input_items", "What a response answered.", responses.input_items)
+    route(one + "/input_items", "GET", "list_input_items", "List the input items of a response.", responses.input_items)
     return router

@@ -1,4 +1,4 @@
-"""Routes that pause the engine and put it to sleep, for trainers that share its machine."""
+"""Routes to pause the engine and put it to sleep, for trainers that share its machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pause_routes(ctx: ServerContext) -> APIRouter:
     engine = ctx.frontend.engine
 
     async def pause(request: Request) -> Response:
-        """Let requests that come from now on wait. `mode`: what becomes of those there are; abort, wait or keep."""
+        """Make new requests wait. `mode` determines what happens to running ones: abort, wait or keep."""
         query = request.query_params
         mode = pause_mode(query.get("mode", PauseMode.ABORT), "query.mode")
         if _flag(request, "wait_for_inflight_requests", default=False):
@@ -34,11 +34,11 @@ def pause_routes(ctx: ServerContext) -> APIRouter:
         return json_response({"status": "resumed"})
 
     async def is_paused(request: Request) -> Response:
-        """Whether requests wait for the end of a pause or a sleep."""
+        """Whether requests wait because of a pause or a sleep."""
         return json_response({"is_paused": engine.stats().paused})
 
     async def abort_requests(request: Request) -> Response:
-        """End the requests of these `request_ids`, or all."""
+        """Abort the requests with these `request_ids`, or all."""
         data = await read_body(request, ctx.config.max_body_bytes)
         names = decode_json(data).get("request_ids") if data.strip() else None
         good = names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))
@@ -59,11 +59,11 @@ def sleep_routes(ctx: ServerContext) -> APIRouter:
     engine = ctx.frontend.engine
 
     async def is_sleeping(request: Request) -> Response:
-        """Whether memory is given back, or nothing is computed until /wake_up."""
+        """Whether memory is released, or nothing is computed until /wake_up."""
         return json_response({"is_sleeping": engine.stats().sleep_level != AWAKE})
 
     async def sleep(request: Request) -> Response:
-        """Pause and give memory back. `level`: 0 nothing; 1 KV cache, and a GPU's weights to the host; 2 both."""
+        """Pause and release memory. `level`: 0 none; 1 KV cache, and a GPU's weights to the host; 2 both."""
         query = request.query_params
         level = query.get("level", "1")
         require(level.isascii() and level.isdigit(), "query.level", level, "level must be 0, 1 or 2.")
@@ -72,7 +72,7 @@ def sleep_routes(ctx: ServerContext) -> APIRouter:
         return Response(status_code=200)
 
     async def wake_up(request: Request) -> Response:
-        """Take memory again: all, or that of `tags` (weights, kv_cache)."""
+        """Allocate memory again: all, or that of `tags` (weights, kv_cache)."""
         await engine.wake_up(wake_tags(request.query_params.getlist("tags"), "query.tags"))
         return Response(status_code=200)
 
@@ -83,7 +83,7 @@ def sleep_routes(ctx: ServerContext) -> APIRouter:
 
 
 def _flag(request: Request, name: str, *, default: bool) -> bool:
-    """A boolean of the query."""
+    """Return a boolean of the query."""
     value = request.query_params.get(name)
     if value is None:
         return default

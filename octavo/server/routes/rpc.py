@@ -1,4 +1,4 @@
-"""POST /collective_rpc: one of a closed list of methods, by its name."""
+"""POST /collective_rpc: calls one of a closed list of methods by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rpc_routes(ctx: ServerContext) -> APIRouter:
     calls = Calls(ctx.frontend.engine)
 
     async def collective_rpc(request: Request) -> Response:
-        """Call `method` with `args` and `kwargs`; `results` has what it returned, from the one worker there is."""
+        """Call `method` with `args` and `kwargs`; `results` has the result of the one worker."""
         body = decode_json(await read_body(request, ctx.config.max_body_bytes))
         method, args, kwargs = body.get("method"), body.get("args") or [], body.get("kwargs") or {}
         require(isinstance(method, str), "method", method, "method is required, and must be a string.")

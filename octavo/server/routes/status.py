@@ -1,4 +1,4 @@
-"""How the server is: liveness, readiness, version, metrics, and the page that a browser gets."""
+"""The server's state: liveness, readiness, version, metrics, and the home page."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def status_routes(ctx: ServerContext) -> APIRouter:
     router = APIRouter(tags=["status"])
 
     async def health(request: Request) -> Response:
-        """200 while the engine lives and makes progress; 503 with the reason once it does not."""
+        """200 while the engine is alive and makes progress; 503 with the reason otherwise."""
         return _health(ctx)
 
     async def ready(request: Request) -> Response:
-        """200 while new requests are taken; 503 when the engine is ill or the server is shutting down."""
+        """200 while new requests are accepted; 503 if the engine is unhealthy or the server is shutting down."""
         if ctx.lifecycle.draining:
             return ApiError(503, "The server is shutting down and takes no new requests.").response()
         return _health(ctx, "ready")
 
     async def load(request: Request) -> Response:
-        """How many sequences are being generated or wait."""
+        """Return the number of sequences running or waiting."""
         return json_response({"server_load": ctx.admission.load})
 
     async def version(request: Request) -> Response:
-        """The server's version."""
+        """Return the server's version."""
         return json_response({"version": __version__})
 
     async def home(request: Request) -> Response:
-        """What this is and how to talk to it."""
+        """Show what this server is and how to use it."""
         return home_page(ctx, request)
 
     for path in ("/health", "/live"):
@@ -54,12 +54,12 @@ def metrics_routes(ctx: ServerContext, crew: Crew | None) -> APIRouter:
     """GET /metrics.
 
     Args:
-        crew: asked for what the other processes have seen.
+        crew: source of the other processes' metrics.
     """
     router = APIRouter(tags=["status"])
 
     async def metrics(request: Request) -> Response:
-        """Everything that is measured, for Prometheus."""
+        """Return all metrics, for Prometheus."""
         others = await crew.metrics() if crew is not None else ()
         return Response(ctx.metrics.exposition(others), media_type=CONTENT_TYPE)
 

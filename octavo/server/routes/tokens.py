@@ -1,4 +1,4 @@
-"""The routes on which prompts and answers are token ids."""
+"""Routes whose prompts and answers are token ids."""
 
 from __future__ import annotations
 
@@ -22,36 +22,35 @@ TOKEN_BODIES: list[type[BaseModel]] = [GenerateBody, LabelsBody, DerenderChatBod
 
 
 def token_routes(ctx: ServerContext) -> APIRouter:
-    """POST /inference/v1/generate, /generative_scoring, /render of chat completions, completions and messages, and
-    /derender of the first two."""
+    """Return /inference/v1/generate, /generative_scoring, /render and /derender."""
     router = APIRouter(tags=["tokens"])
 
     async def generate_tokens(request: Request) -> Response:
-        """The tokens with which the model continues others."""
+        """Continue a prompt of token ids with token ids."""
         return await generate.generate(ctx, request)
 
     async def render_chat_completion(request: Request) -> Response:
-        """The tokens and sampling parameters that a chat completion becomes."""
+        """Return the tokens and sampling parameters of a chat completion."""
         return await render.render_chat(ctx, request)
 
     async def render_completion(request: Request) -> Response:
-        """The tokens and sampling parameters that each prompt of a text completion becomes."""
+        """Return the tokens and sampling parameters of each prompt of a text completion."""
         return await render.render_completion(ctx, request)
 
     async def render_message(request: Request) -> Response:
-        """The tokens and sampling parameters that a request of Anthropic's API becomes."""
+        """Return the tokens and sampling parameters of a request in Anthropic's API."""
         return await render.render_messages(ctx, request)
 
     async def derender_chat_completion(request: Request) -> Response:
-        """The chat completion whose tokens are given."""
+        """Return the chat completion of given tokens."""
         return await derender.derender_chat(ctx, request)
 
     async def derender_completion(request: Request) -> Response:
-        """The text completion whose tokens are given."""
+        """Return the text completion of given tokens."""
         return await derender.derender_completion(ctx, request)
 
     async def score_labels(request: Request) -> Response:
-        """How likely a label follows a query with each of several items."""
+        """Return the probability of a label after a query with each of several items."""
         return await labels.generative_scoring(ctx, request)
 
     def post(path: str, endpoint: Any, body: Any, *, streams: bool = False) -> None:
@@ -72,7 +71,7 @@ def tokenizer_routes(ctx: ServerContext) -> APIRouter:
     router = APIRouter(tags=["tokens"])
 
     async def tokenizer_info(request: Request) -> Response:
-        """The tokenizer's marks and chat template."""
+        """Return the tokenizer's special tokens and chat template."""
         return info.tokenizer_info(ctx)
 
     router.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])

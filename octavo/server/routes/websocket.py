@@ -1,18 +1,18 @@
-"""`/v1/stream`: generation over a WebSocket (RFC 6455), several requests on one socket, each cancelled by message.
+"""`/v1/stream`: generation over a WebSocket (RFC 6455), with several requests per socket, each cancellable.
 
-The client sends JSON, one object a message:
+The client sends JSON, one object per message:
 
     {"type": "request", "id": "a", "url": "/v1/chat/completions", "body": {...}}
     {"type": "cancel", "id": "a"}
 
-and gets, for each request, the chunks that its route would send as events, and then one of the others:
+For each request it gets the chunks that the route would send as events, and then one of the other messages:
 
     {"type": "chunk", "id": "a", "chunk": {...}}
     {"type": "done", "id": "a"}
     {"type": "cancelled", "id": "a"}
     {"type": "error", "id": "a", "error": {"message", "type", "param", "code"}}
 
-An error without an id is about a message that can't be understood; the socket stays open.
+An error without an id is about an invalid message; the socket stays open.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from octavo.server.stream import EventStream
 CHAT = "/v1/chat/completions"
 STREAMED = frozenset({CHAT, "/v1/completions", "/v1/responses", "/v1/messages"})
 MAX_REQUESTS = 256
-"""At once on one socket."""
+"""Maximum number of concurrent requests on one socket."""
 _LOST = (WebSocketDisconnect, RuntimeError)
-"""What sending to a client that is gone may raise."""
+"""Exceptions of sending to a client that has disconnected."""
 
 
 class StreamSocket:
     """The route.
 
     Args:
-        endpoints: path -> what answers a POST to it.
+        endpoints: path -> handler of a POST to it.
     """
 
     def __init__(self, ctx: ServerContext, endpoints: Mapping[str, Endpoint]) -> None:
@@ -58,7 +58,7 @@ class StreamSocket:
         self._keys = ApiKeys(ctx.config.api_keys)
 
     async def __call__(self, socket: WebSocket) -> None:
-        """Serve one socket until it is closed; what still runs then is cancelled."""
+        """Serve one socket until it is closed; then cancel its requests."""
         refusal = self._refusal(socket.headers)
         if refusal is not None:
             await socket.send_denial_response(refusal.response())
@@ -78,7 +78,7 @@ class StreamSocket:
             return key_error()
         origin, allowed = headers.get("origin"), self._ctx.config.allowed_origins
         if origin and origin not in allowed and "*" not in allowed and urlsplit(origin).netloc != headers.get("host"):
-            # Browsers let any page open a socket to anywhere, and leave it to the server to refuse.
+            # Browsers let any page open a socket to any host; the server has to refuse.
             return ApiError(403, f"Pages of {origin} may not use this server; name it with --allowed-origins.")
         return busy(self._ctx)
 
@@ -93,10 +93,10 @@ class _Visit:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def take(self, message: Mapping[str, Any]) -> None:
-        """Do what a message asks for.
+        """Handle a message.
 
         Raises:
-            WebSocketDisconnect: it says that the client is gone.
+            WebSocketDisconnect: the client has disconnected.
         """
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code") or 1000)
@@ -110,7 +110,7 @@ class _Visit:
             await self._tell(_error(request_id, as_api_error(exc)))
 
     async def end(self) -> None:
-        """Cancel what runs, and see it through."""
+        """Cancel the running requests and wait for their ends."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -149,7 +149,7 @@ class _Visit:
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
 
     async def _answer(self, request_id: str, url: str, body: dict[str, Any]) -> None:
-        """Send all of one answer, and how it ended."""
+        """Send one whole answer, and its outcome."""
         with self._ctx.lifecycle.serving():
             last = _last("done", request_id)
             try:
@@ -164,7 +164,7 @@ class _Visit:
                 await self._tell(last)
 
     async def _chunks(self, url: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-        """The JSON of each event, or of the one answer."""
+        """Yield the JSON of each event, or of the single answer."""
         request = inner_request(url, msgspec.json.encode(body), secrets.token_hex(16))
         response = await self._endpoints[url](request)
         if not isinstance(response, EventStream):

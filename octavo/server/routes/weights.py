@@ -1,4 +1,4 @@
-"""Routes that give the served model other weights: from files, or tensor by tensor as trainers send them."""
+"""Routes to update the served model's weights: from files, or tensor by tensor as trainers send them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def weight_routes(ctx: ServerContext) -> APIRouter:
     engine = ctx.frontend.engine
 
     async def update_weights_from_disk(request: Request) -> Response:
-        """Go on with the weights in `model_path`, of the same model, which are read while requests run."""
+        """Switch to the weights in `model_path`, of the same model. They are read while requests run."""
         body = await _body(request, ctx)
         path = _field(body, "model_path", str)
         require(bool(path), "model_path", path, "model_path is required: a folder or .gguf file on this machine.")
@@ -37,11 +37,11 @@ def weight_routes(ctx: ServerContext) -> APIRouter:
         return json_response({"success": True, "message": "Succeeded to update model weights.", **done})
 
     async def weight_info(request: Request) -> Response:
-        """What the weights in use are called."""
+        """Return the name of the current weights."""
         return json_response({"weight_version": engine.stats().weight_version})
 
     async def get_world_size(request: Request) -> Response:
-        """Over how many devices the model is spread."""
+        """Return the number of devices that the model uses."""
         return json_response({"world_size": 1})
 
     router.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
@@ -56,7 +56,7 @@ def transfer_routes(ctx: ServerContext) -> APIRouter:
     engine = ctx.frontend.engine
 
     async def init_weight_transfer_engine(request: Request) -> Response:
-        """Agree on how tensors come: by files, for which nothing need be known."""
+        """Select how tensors are sent: by files, for which nothing need be known."""
         info = _required(await _body(request, ctx), "init_info")
         if info:
             raise UnsupportedError(
@@ -67,17 +67,17 @@ def transfer_routes(ctx: ServerContext) -> APIRouter:
         return json_response({"message": "Weight transfer initialized"})
 
     async def start_weight_update(request: Request) -> Response:
-        """Expect tensors."""
+        """Begin a weight update."""
         await engine.begin_weights()
         return json_response({"message": "Weight update started"})
 
     async def update_weights(request: Request) -> Response:
-        """Read some tensors: those of the safetensors file or folder `path` of `update_info`."""
+        """Read some tensors: those of the safetensors file or folder `path` in `update_info`."""
         await engine.receive_weights(_required(await _body(request, ctx), "update_info"))
         return json_response({"message": "Weights updated"})
 
     async def finish_weight_update(request: Request) -> Response:
-        """Go on with the tensors that were sent, which must be all of the model."""
+        """Switch to the sent tensors, which must be all of the model's."""
         body = await _body(request, ctx)
         done = await engine.update_weights(
             received=True,
@@ -94,7 +94,7 @@ def transfer_routes(ctx: ServerContext) -> APIRouter:
 
 
 async def _body(request: Request, ctx: ServerContext) -> dict[str, Any]:
-    """The fields of a body that may be missing."""
+    """Return the fields of an optional body."""
     data = await read_body(request, ctx.config.max_body_bytes)
     return decode_json(data) if data.strip() else {}
 
@@ -106,7 +106,7 @@ def _required(body: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _field(body: dict[str, Any], name: str, kind: type) -> Any:
-    """A field, None if it is not given."""
+    """Return a field, None if it is missing."""
     value = body.get(name)
     require(value is None or type(value) is kind, name, value, f"{name} must be {_KINDS[kind]}.")
     return value

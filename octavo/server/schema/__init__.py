@@ -1,1 +1,1 @@
-"""The OpenAPI document: request bodies, and what of them this server takes."""
+"""The OpenAPI document: request bodies, and their parts that this server supports."""

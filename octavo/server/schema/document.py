@@ -1,4 +1,4 @@
-"""Request bodies in the OpenAPI document. The routes read their bodies themselves, so FastAPI can't know them."""
+"""Request bodies in the OpenAPI document. The routes read their bodies themselves, so FastAPI doesn't know them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ STREAM: dict[str, Any] = {
         }
     }
 }
-"""What `openapi_extra` says of the answer of a route that streams if its request asks for it."""
+"""Response part of `openapi_extra` for routes that can stream."""
 
 
 def describe(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
-    """What a route's `openapi_extra` says of its body, and of its answer if that may be a stream."""
+    """Return a route's `openapi_extra`: its body, and its response if that may be a stream."""
     schema = {"$ref": _REF.format(model=body.__name__)}
     said = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     return said | STREAM if streams else said
 
 
 def install(app: FastAPI, bodies: list[type[BaseModel]], limits: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Let the app's OpenAPI document define `bodies`, narrowed to `limits`, which `limits.py` makes."""
+    """Add `bodies` to the app's OpenAPI document, restricted by `limits` from `limits.py`."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -58,7 +58,7 @@ def install(app: FastAPI, bodies: list[type[BaseModel]], limits: Mapping[str, li
 
 
 def _declare(operation: dict[str, Any], names: list[str]) -> None:
-    """The parts of a path that its route reads off the request itself."""
+    """Declare the parameters of a path that its route reads from the request itself."""
     known = operation.setdefault("parameters", []) if names else []
     declared = {one["name"] for one in known}
     form = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

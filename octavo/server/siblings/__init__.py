@@ -1,1 +1,1 @@
-"""Several API processes of one server: what they share, and how they ask each other."""
+"""Several API processes of one server: shared state and communication."""

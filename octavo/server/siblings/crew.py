@@ -1,4 +1,4 @@
-"""`Crew`: the API processes beside the first one, which starts them, watches them, and ends them."""
+"""`Crew`: the API processes beside the first one, which starts, watches and ends them."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _END_S = 5.0
 _MOST_DEATHS, _DEATHS_WITHIN_S = 3, 300.0
 
 Accept = Callable[[socket.socket], Awaitable[asyncio.Server]]
-"""Answer connections to a listening socket here until the returned server is closed; the socket stays open."""
+"""Accepts a listening socket's connections here until the returned server is closed; the socket stays open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What one process of the crew is started with.
+    """The arguments of one process of the crew.
 
     Attributes:
         folder: see `Siblings`.
         core_address, core_pid: the engine core.
-        twin: makes its front end.
-        listens: the file descriptor of its listening socket.
+        twin: creates its front end.
+        listens: file descriptor of its listening socket.
     """
 
     index: int
@@ -66,25 +66,26 @@ class Charge:
 
 
 class CrewError(OctavoError):
-    """The API processes can't be kept up."""
+    """The API processes can't be kept running."""
 
 
 class Crew:
-    """
+    """Starts and supervises the processes.
+
     Args:
         siblings: the first process's view.
-        charges: what each is started with.
-        socks: on which they listen, where each has its own. Kept open here, so that no connection is refused while a
+        charges: the arguments of each process.
+        socks: their listening sockets, if each has its own. Kept open here, so that no connection is refused while a
             process is restarted; closed once it has ended for good.
-        patience_s: how long they may take to finish once they were asked to stop.
+        patience_s: maximum seconds to finish after a stop request.
 
     Attributes:
         accept: takes over the socket of a process that has died until its replacement is ready; None before this
             process serves.
-        ready: all have once answered requests.
-        failed: they can't be kept up; see `check`.
+        ready: each process has been ready once.
+        failed: they can't be kept running; see `check`.
         ended: all have ended, after `stop`.
-        restarts: of processes that had died.
+        restarts: number of restarts of processes that had died.
     """
 
     def __init__(
@@ -114,15 +115,16 @@ class Crew:
         self._minders = [asyncio.create_task(self._mind(charge)) for charge in charges]
 
     def check(self) -> None:
-        """
+        """Check the processes.
+
         Raises:
-            CrewError: they can't be kept up; says why.
+            CrewError: they can't be kept running; the text gives the reason.
         """
         if self.failed.is_set():
             raise CrewError(self._reason)
 
     def stop(self) -> None:
-        """Ask all to finish; asked again, to end at once."""
+        """Ask all processes to finish; when called again, to end at once."""
         self._ending = True
         for child in self._children.values():
             if child.stdin is not None and not child.stdin.closed:
@@ -131,7 +133,7 @@ class Crew:
                     child.stdin.flush()
 
     async def close(self) -> None:
-        """End those that still run: in good order if they can."""
+        """End the remaining processes, gracefully if possible."""
         self.stop()
         await asyncio.wait(self._minders, timeout=_END_S)
         for child in self._children.values():
@@ -139,7 +141,7 @@ class Crew:
         await asyncio.wait(self._minders)
 
     async def metrics(self) -> list[Families]:
-        """What was seen by the others, with those that have ended."""
+        """Return the metrics of the other processes, including those that have ended."""
 
         async def look(index: int) -> None:
             with contextlib.suppress(ConnectionError, TimeoutError):
@@ -154,7 +156,7 @@ class Crew:
         return [self._departed, *self._known.values(), [restarts]]
 
     async def _mind(self, charge: Charge) -> None:
-        """Keep one process up until all shall end."""
+        """Keep one process running until all shall end."""
         try:
             await self._keep_up(charge)
         except OSError as exc:
@@ -198,7 +200,7 @@ class Crew:
             self.ready.set()
 
     async def _stand_in(self, index: int) -> None:
-        """Answer here what arrives for a process that has died, including connections that wait in its queue."""
+        """Accept connections here for a process that has died, including those already queued."""
         sock = self._socks.get(index)
         if sock is not None and self.accept is not None and index not in self._standing_in:
             self._standing_in[index] = await self.accept(sock)
@@ -209,9 +211,9 @@ class Crew:
             server.close()
 
     async def _watch(self, charge: Charge, child: subprocess.Popen[bytes]) -> None:
-        """Kill a process that lives but answers no more: it would go on getting its share of the connections.
+        """Kill a process that is alive but unresponsive: it would continue to get its share of connections.
 
-        It is asked twice, for it may have been this process that stood still.
+        It is asked twice, because this process may have been the one that was blocked.
         """
         patience_s = charge.config.stall_after_s
         while await self._answers(charge.index, patience_s) or await self._answers(charge.index, _ANSWER_S):
@@ -221,18 +223,18 @@ class Crew:
             child.kill()
 
     async def _answers(self, index: int, patience_s: float) -> bool:
-        """False if it is there, but silent."""
+        """Return False if the process is alive but does not respond."""
         try:
             async with asyncio.timeout(patience_s):
                 await ask(self.siblings.path(index), "GET", OWN_METRICS)
         except TimeoutError:
             return False
         except ConnectionError:
-            return True  # it begins or has ended
+            return True  # it is starting or has ended
         return True
 
     def _lose(self, index: int) -> None:
-        """Whatever a process held is given up; what it counted stays."""
+        """Drop the state of a process that has died; its counters stay."""
         self.siblings.board.clear(index)
         self._departed = total([self._departed, lasting(self._known.pop(index, []))])
 
@@ -243,7 +245,7 @@ class Crew:
 
 
 def _spawn(charge: Charge) -> subprocess.Popen[bytes]:
-    """`octavo.server.siblings.main` with its charge on standard input, where later a byte asks it to stop."""
+    """Start `octavo.server.siblings.main`, with its arguments on standard input; a byte there later asks it to stop."""
     child = subprocess.Popen(
         [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(charge.listens,)
     )
@@ -256,7 +258,7 @@ def _spawn(charge: Charge) -> subprocess.Popen[bytes]:
 
 
 async def _says_ready(child: subprocess.Popen[bytes]) -> bool:
-    """Wait for its word that it answers; False if it ends without."""
+    """Wait until the process reports that it is ready; return False if it ends first."""
     assert child.stdout is not None
     loop, descriptor = asyncio.get_running_loop(), child.stdout.fileno()
     said = asyncio.Event()
@@ -269,7 +271,7 @@ async def _says_ready(child: subprocess.Popen[bytes]) -> bool:
 
 
 async def _gone(child: subprocess.Popen[bytes]) -> None:
-    """Wait for its end, and let go of its pipes."""
+    """Wait for the process's end, and close its pipes."""
     while child.poll() is None:
         await asyncio.sleep(_POLL_S)
     for pipe in (child.stdin, child.stdout):
@@ -286,13 +288,13 @@ def _how_ended(code: int) -> str:
 
 @asynccontextmanager
 async def leading(frontend: Frontend, config: ServerConfig, socks: Sequence[socket.socket]) -> AsyncIterator[Crew]:
-    """The other API processes of a server, for the time of the block; this process is the first.
+    """Run the other API processes of a server for the time of the block; this process is the first.
 
     Args:
-        socks: what they listen on: one each, or one for all; this process has the first.
+        socks: the listening sockets: one each, or one for all; this process has the first.
 
     Raises:
-        ConfigError: another server listens there.
+        ConfigError: another server listens on the address.
     """
     check_alone(config, socks[0])
     engine, twin = frontend.engine, frontend.twin

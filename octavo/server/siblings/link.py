@@ -1,7 +1,7 @@
-"""ASGI over a Unix socket: how one API process lets another answer a request.
+"""ASGI over a Unix socket: forwards a request from one API process to another.
 
-A connection carries one request. Each message of ASGI (specification 3.0, "HTTP & WebSocket") is a frame: four bytes of
-length, most significant first, and the message in MessagePack; the scope is the first.
+A connection carries one request. Each ASGI message (specification 3.0, "HTTP & WebSocket") is a frame: four bytes of
+length, big-endian, and the message in MessagePack. The first frame is the scope.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _decode = msgspec.msgpack.Decoder().decode
 
 @asynccontextmanager
 async def listening(app: ASGIApp, path: Path) -> AsyncIterator[None]:
-    """Let `app` answer what comes to the socket file `path`, for the time of the block."""
+    """Serve `app` on the socket file `path` for the time of the block."""
     running: set[asyncio.Task[None]] = set()
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -53,7 +53,7 @@ async def listening(app: ASGIApp, path: Path) -> AsyncIterator[None]:
 
 
 class Relayed(Response):
-    """What the process behind a socket file answers to the same request, passed on as it comes."""
+    """The response of another process to the same request, forwarded as it arrives."""
 
     def __init__(self, path: Path, request_id: str) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Relayed(Response):
                 try:
                     await _pass_on(reader, send)
                 except ConnectionError:
-                    if not (asking.done() and asking.result()):  # else it is the client that is gone
+                    if not (asking.done() and asking.result()):  # otherwise the client has disconnected
                         raise
                 finally:
                     asking.cancel()
@@ -77,10 +77,10 @@ class Relayed(Response):
 
 
 async def ask(path: Path, method: str, url: str, request_id: str = "") -> tuple[int, bytes]:
-    """Status and body of what the process behind a socket file answers to a request without a body.
+    """Send a request without a body to the process behind a socket file. Return status and body.
 
     Raises:
-        ConnectionError: it is not there, or ended before it had answered.
+        ConnectionError: it is not running, or ended before its response was complete.
     """
     status, parts = 0, []
     scope: Scope = {
@@ -122,7 +122,7 @@ async def _connected(
 
 
 async def _ask(receive: Receive, writer: asyncio.StreamWriter) -> bool:
-    """Pass on the request's body. If the client leaves, so do we; whether it did."""
+    """Forward the request's body, until the client disconnects. Return whether it did."""
     try:
         while (message := await receive())["type"] != "http.disconnect":
             await _write(writer, message)
@@ -133,9 +133,10 @@ async def _ask(receive: Receive, writer: asyncio.StreamWriter) -> bool:
 
 
 async def _pass_on(reader: asyncio.StreamReader, send: Send) -> None:
-    """
+    """Forward the response.
+
     Raises:
-        ConnectionError: the answer ended before its end.
+        ConnectionError: the response was truncated.
     """
     while (message := await _read(reader)) is not None:
         await send(message)
@@ -164,18 +165,18 @@ async def _answer(app: ASGIApp, reader: asyncio.StreamReader, writer: asyncio.St
     try:
         await app(scope, receive, send)
     except ConnectionError:
-        pass  # whoever asked is gone
+        pass  # the requesting process has disconnected
     except Exception as exc:
         error = as_api_error(exc, request_id)
         if not begun:
             with contextlib.suppress(ConnectionError):
                 await error.response()(scope, receive, send)
     while await _read(reader) is not None:
-        pass  # to close before the other side does would tear away what it has not read
+        pass  # closing before the other side does would discard data that it has not read
 
 
 async def _read(reader: asyncio.StreamReader) -> Any:
-    """The next message; None at the end."""
+    """Return the next message; None at the end."""
     try:
         length = await reader.readexactly(_LENGTH)
         return _decode(await reader.readexactly(int.from_bytes(length)))

@@ -1,4 +1,4 @@
-"""`python -m octavo.server.siblings.main`: one more API process of a server. Started by `Crew`, never by hand."""
+"""`python -m octavo.server.siblings.main`: another API process of a server. Started only by `Crew`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STDIN, _STDOUT = 0, 1
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group; the first process decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # signals reach the whole group; the first process decides
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     charge = pickle.loads(_read(int.from_bytes(_read(8))))
@@ -47,7 +47,7 @@ async def _serve(charge: Charge) -> None:
     stop = Stop()
 
     def told() -> None:
-        """A byte asks to stop; the end of the pipe means that the first process is gone."""
+        """Handle a byte, which asks to stop, or the end of the pipe: the first process has ended."""
         if not os.read(_STDIN, 1):
             os._exit(1)
         stop.request()
@@ -78,7 +78,7 @@ def _say_ready() -> None:
 
 
 def _read(size: int) -> bytes:
-    """Exactly so many bytes of standard input, and none beyond."""
+    """Read exactly `size` bytes of standard input."""
     data = b""
     while len(data) < size:
         part = os.read(_STDIN, size - len(data))

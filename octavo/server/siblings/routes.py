@@ -1,4 +1,4 @@
-"""What one API process answers another, and what it lets the first one answer."""
+"""Routes between API processes, and those forwarded to the first process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from octavo.server.siblings.siblings import Siblings
 
 
 def private_app(ctx: ServerContext, responses: Responses, routers: Sequence[APIRouter]) -> FastAPI:
-    """Answers the other processes, whose doors the requests have come through: no keys, no counting, no draining."""
+    """Serve the other processes, which have already authenticated and counted the requests."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     async def own_metrics(request: Request) -> Response:
@@ -38,7 +38,7 @@ def private_app(ctx: ServerContext, responses: Responses, routers: Sequence[APIR
 
 
 def relayed(router: APIRouter, siblings: Siblings) -> APIRouter:
-    """The same routes, answered by the first process."""
+    """Return the same routes, forwarded to the first process."""
     relaying = APIRouter(tags=router.tags)
     for route in router.routes:
         assert isinstance(route, APIRoute)

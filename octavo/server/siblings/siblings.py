@@ -1,4 +1,4 @@
-"""`Siblings`: what an API process knows of the others of its server."""
+"""`Siblings`: an API process's view of the server's other processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from octavo.server.siblings.link import Relayed, ask
 
 
 class Siblings:
-    """
+    """The other processes of a server.
+
     Args:
-        index: this process's number; 0 leads: what can be in one place only is with it.
-        count: of all processes.
-        folder: holds their socket files and their common board; private to them.
+        index: this process's number; process 0 leads and holds state that can exist only once.
+        count: number of all processes.
+        folder: holds their socket files and their shared board; private to them.
     """
 
     def __init__(self, index: int, count: int, folder: Path) -> None:
@@ -31,15 +32,15 @@ class Siblings:
         return self.index == 0
 
     def path(self, index: int) -> Path:
-        """Where a process answers the others."""
+        """Return the socket file of a process."""
         return self._folder / f"api-{index}.sock"
 
     def relayed(self, request: Request) -> Response:
-        """What the leader answers to a request."""
+        """Return the leader's response to a request."""
         return Relayed(self.path(0), request.state.request_id)
 
     async def first(self, method: str, url: str, request_id: str) -> Response | None:
-        """What the one among the others that knows what is asked for answers; None if nobody does."""
+        """Ask the other processes. Return the first response other than "not found"; None if there is none."""
         answers = (ask(self.path(number), method, url, request_id) for number in self.others)
         for answer in await asyncio.gather(*answers, return_exceptions=True):
             if isinstance(answer, tuple) and answer[0] != 404:

@@ -1,1 +1,1 @@
-"""Token ids in, token ids out: for routers and trainers that keep the text to themselves."""
+"""Routes with token ids in and out: for routers and trainers that handle text themselves."""

@@ -1,6 +1,6 @@
-"""Answers from tokens that another engine made: `/v1/chat/completions/derender` and `/v1/completions/derender`.
+"""Answers from tokens of another engine: `/v1/chat/completions/derender` and `/v1/completions/derender`.
 
-The way back from `/render`: what `/inference/v1/generate` answered becomes what the route itself would have answered.
+The inverse of `/render`: converts the response of `/inference/v1/generate` to the route's own response.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Body(BaseModel):
 
 
 class MadeLogprob(_Body):
-    """A candidate, or with `top_logprobs` a token that was made; `token` is written as `token_id:7`."""
+    """A candidate, or with `top_logprobs` a generated token; `token` is written as `token_id:7`."""
 
     token: str
     logprob: float
@@ -59,7 +59,7 @@ class MadeLogprobs(_Body):
 
 
 class MadeChoice(_Body):
-    """Tokens of one choice, as the engine has made them."""
+    """Generated tokens of one choice."""
 
     index: Int
     token_ids: _Tokens
@@ -69,14 +69,14 @@ class MadeChoice(_Body):
 
 
 class Made(_Body):
-    """What `POST /inference/v1/generate` answered."""
+    """A response of `POST /inference/v1/generate`."""
 
     request_id: str
     choices: Annotated[list[MadeChoice], Field(min_length=1)]
 
 
 class DerenderChatBody(_Body):
-    """`POST /v1/chat/completions/derender`. `chat_request` says how reasoning and calls stand in the text."""
+    """`POST /v1/chat/completions/derender`. `chat_request` determines how reasoning and calls are parsed."""
 
     model: str | None = None
     generate_response: Made
@@ -85,7 +85,7 @@ class DerenderChatBody(_Body):
 
 
 class DerenderCompletionBody(_Body):
-    """`POST /v1/completions/derender`, with an answer for each prompt."""
+    """`POST /v1/completions/derender`, with a response for each prompt."""
 
     model: str | None = None
     generate_responses: Annotated[list[Made], Field(min_length=1)]
@@ -94,7 +94,7 @@ class DerenderCompletionBody(_Body):
 
 
 async def derender_chat(ctx: ServerContext, request: Request) -> Response:
-    """The chat completion whose tokens are given."""
+    """Return the chat completion of given tokens."""
     body = await parse_body(request, DerenderChatBody, ctx.config.max_body_bytes)
     model, made = ctx.check_model(body.model), body.generate_response
     _check(ctx, [made])
@@ -126,7 +126,7 @@ async def derender_chat(ctx: ServerContext, request: Request) -> Response:
 
 
 async def derender_completion(ctx: ServerContext, request: Request) -> Response:
-    """The text completion whose tokens are given."""
+    """Return the text completion of given tokens."""
     body = await parse_body(request, DerenderCompletionBody, ctx.config.max_body_bytes)
     model, made = ctx.check_model(body.model), body.generate_responses
     _check(ctx, made)
@@ -163,7 +163,7 @@ def _text_choice(ctx: ServerContext, index: int, choice: MadeChoice, *, skips: b
 
 
 def _output(ctx: ServerContext, choice: MadeChoice, *, skip_special_tokens: bool) -> CompletionOutput:
-    """The choice with its text, in which a token that ended it does not stand."""
+    """Return the choice with its text, without the token that ended it."""
     tokens = choice.token_ids
     if choice.finish_reason == "stop" and tokens[-1] in ctx.frontend.info.eos_token_ids:
         tokens = tokens[:-1]
@@ -172,7 +172,7 @@ def _output(ctx: ServerContext, choice: MadeChoice, *, skip_special_tokens: bool
 
 
 def _check(ctx: ServerContext, made: Sequence[Made]) -> None:
-    """Refuses what no engine with this model could have answered."""
+    """Refuse responses that no engine with this model can produce."""
     vocabulary, longest = ctx.frontend.tokenizer.vocab_size, ctx.frontend.info.max_model_len
     for one in made:
         most = ctx.config.max_n
@@ -187,7 +187,7 @@ def _check(ctx: ServerContext, made: Sequence[Made]) -> None:
 
 
 def _logprobs(ctx: ServerContext, choice: MadeChoice) -> list[TokenLogprob] | None:
-    """Log-probabilities with tokens as text."""
+    """Return log-probabilities with tokens as text."""
     if choice.logprobs is None or choice.logprobs.content is None:
         return None
     found = []
@@ -201,7 +201,7 @@ def _logprobs(ctx: ServerContext, choice: MadeChoice) -> list[TokenLogprob] | No
 
 
 def _told(ctx: ServerContext, one: MadeLogprob) -> tuple[str, list[int]]:
-    """Text and bytes of a token that is written as its id, or as text already."""
+    """Return text and bytes of a token that is written as its id, or as text already."""
     tokenizer = ctx.frontend.tokenizer
     if not one.token.startswith(_WRITTEN_AS):
         return one.token, list(one.token.encode())

@@ -50,7 +50,7 @@ async def generate(ctx: ServerContext, request: Request) -> Response:
 
 
 def _told(params: SamplingParams) -> SamplingParams:
-    """With log-probabilities there is always one candidate: the token itself, if no others are asked for."""
+    """Request at least one candidate with log-probabilities: the token itself."""
     return params.replace(logprobs=1) if params.logprobs == 0 else params
 
 

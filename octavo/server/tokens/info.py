@@ -11,7 +11,7 @@ from octavo.server.errors import json_response
 
 
 def tokenizer_info(ctx: ServerContext) -> Response:
-    """The tokenizer in the words of a tokenizer_config.json: its marks, the tokens added to it, the chat template."""
+    """Return the fields of a tokenizer_config.json: special tokens, added tokens, the chat template."""
     tokenizer = ctx.frontend.tokenizer
     added = tokenizer.backend.get_added_tokens_decoder()
     told: dict[str, Any] = {

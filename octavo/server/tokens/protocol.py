@@ -1,4 +1,4 @@
-"""What goes in and out where prompts and answers are token ids."""
+"""Request and response bodies of routes with token ids."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from octavo.server.openai.responses import ChatLogprobs, PromptLogprobs, Usage
 from octavo.server.validation import explain
 
 _SAME = frozenset(SamplingParams.__struct_fields__) & frozenset(CompletionBody.model_fields)
-"""Fields of `SamplingParams` that text completions have under the same name."""
+"""Fields of `SamplingParams` with the same name in text completions."""
 _DROPPED = frozenset({"output_kind", "skip_reading_prefix_cache"})
 
 
 class GenerateBody(BaseModel):
-    """`POST /inference/v1/generate`. `sampling_params` are taken to the letter: the model adds no defaults."""
+    """`POST /inference/v1/generate`. `sampling_params` are used as given, without the model's defaults."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -38,11 +38,11 @@ class GenerateBody(BaseModel):
 
 
 def as_completion(body: GenerateBody) -> CompletionBody:
-    """The same request in the form of a text completion; without `max_tokens` it may fill the context.
+    """Convert the request to a text completion. Without `max_tokens`, the limit is the context.
 
     Raises:
-        InvalidRequestError: a field of `sampling_params` is not of its form.
-        UnsupportedError: an option that this server does not have.
+        InvalidRequestError: a field of `sampling_params` is invalid.
+        UnsupportedError: an option that this server does not support.
     """
     if body.features:
         raise UnsupportedError("features are images, audio or video, which are not supported.", param="features")
@@ -60,7 +60,7 @@ def as_completion(body: GenerateBody) -> CompletionBody:
             else:
                 asked[f"sampling_params.{name}"] = value
     if asked["detokenize"] is None:
-        asked["detokenize"] = bool(asked.get("stop"))  # nobody asks for text but to look for these
+        asked["detokenize"] = bool(asked.get("stop"))  # text is needed only to search these
     around = {"prompt": body.token_ids, **_beside(body)}
     for name in ("model", "stream", "stream_options", "cache_salt", "priority", "request_id"):
         around[name] = getattr(body, name)
@@ -71,7 +71,7 @@ def as_completion(body: GenerateBody) -> CompletionBody:
 
 
 def _beside(body: GenerateBody) -> dict[str, Any]:
-    """Fields that are not declared, to be judged with those of a completion."""
+    """Return the undeclared fields, to be checked with those of a completion."""
     found = body.model_extra or {}
     for name, value in found.items():
         text = f"{name} is no field of this route itself; if it is a sampling parameter, put it into sampling_params."
@@ -80,13 +80,13 @@ def _beside(body: GenerateBody) -> dict[str, Any]:
 
 
 def _refuse_unless_neutral(name: str, value: Any) -> None:
-    """A field of `SamplingParams` that has no place in this route."""
+    """Refuse a field of `SamplingParams` that this route does not support, unless its value is neutral."""
     if value not in (None, False, [], {}, getattr(SamplingParams(), name)):
         raise UnsupportedError(f"sampling_params.{name} is not supported here; leave it out.", param=name, value=value)
 
 
 class GenerateChoice(msgspec.Struct, frozen=True):
-    """Tokens of one choice: all of them, or in a chunk what is new."""
+    """Tokens of one choice: all of them, or in a chunk the new ones."""
 
     index: int
     logprobs: ChatLogprobs | None
@@ -105,7 +105,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GeneratedChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of it, streamed."""
+    """One event of a streamed response."""
 
     request_id: str
     choices: list[GenerateChoice]
@@ -114,10 +114,10 @@ class GeneratedChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request becomes before it is computed; as the body of `/inference/v1/generate` it is computed.
+    """A request before it is computed; valid as the body of `/inference/v1/generate`.
 
     Attributes:
-        token_offsets: where in the prompt's text each token's characters begin and end.
+        token_offsets: each token's begin and end in characters of the prompt's text.
     """
 
     request_id: str

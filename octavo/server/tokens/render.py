@@ -1,4 +1,4 @@
-"""Requests as the engine would get them, without computing any: `/v1/chat/completions/render` and its like."""
+"""Requests as sent to the engine, without computing them: `/v1/chat/completions/render` and similar."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from octavo.server.tokens.protocol import Rendered
 
 Offsets = list[tuple[int, int]]
 _INSIDE = ("output_kind", "bad_token_ids")
-"""Fields of `SamplingParams` that are for the way through the server alone."""
+"""Fields of `SamplingParams` for internal use."""
 
 
 async def render_chat(ctx: ServerContext, request: Request) -> Response:
-    """What a chat completion becomes."""
+    """Render a chat completion."""
     body = await parse_body(request, ChatBody, ctx.config.max_body_bytes)
     return json_response(await _chat(ctx, request, body))
 
 
 async def render_messages(ctx: ServerContext, request: Request) -> Response:
-    """What a request of Anthropic's API becomes."""
+    """Render a request of Anthropic's API."""
     body = await parse_body(request, MessagesBody, ctx.config.max_body_bytes)
     return json_response(await _chat(ctx, request, chat_of_messages(body)))
 
 
 async def render_completion(ctx: ServerContext, request: Request) -> Response:
-    """What a text completion becomes, for each of its prompts."""
+    """Render a text completion, for each of its prompts."""
     body = await parse_body(request, CompletionBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "cmpl-", check_extras(ctx, body, chat=False))
     jobs = await prepare_completion(ctx, body, reply, completion_params(ctx, body))
@@ -59,7 +59,10 @@ async def _chat(ctx: ServerContext, request: Request, body: ChatBody) -> Rendere
 
 
 def _offsets(ctx: ServerContext, job: Job, body: GenerationBody, *, special: bool) -> Offsets | None:
-    """None where nobody asks, where the prompt came as tokens, and where a mark stands before what truncation left."""
+    """Return token offsets, or None.
+
+    There are none if not requested, if the prompt was given as tokens, or if a special token precedes truncated text.
+    """
     if not body.return_token_offsets or job.text is None:
         return None
     ids, offsets = ctx.frontend.tokenizer.encode_with_offsets(job.text, add_special_tokens=special)

@@ -1,4 +1,4 @@
-"""Whether requests are traced: without `--otlp-traces-endpoint` nothing of OpenTelemetry is loaded."""
+"""Setup of tracing: without `--otlp-traces-endpoint` no part of OpenTelemetry is imported."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _PROTOCOL = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 _PROTOCOLS = ("grpc", "http/protobuf")
 _SCHEMES = ("grpc", "http", "https")
 _GRPC_PORT = 4317
-"""As registered for OTLP over gRPC; 4318 is that for HTTP."""
+"""The registered port of OTLP over gRPC; 4318 is that of HTTP."""
 _HTTP_PATH = "/v1/traces"
 
 
 def check_traces(config: ServerConfig) -> None:
-    """
+    """Check the settings of tracing.
+
     Raises:
-        ConfigError: the endpoint is no URL, the protocol is unknown, or OpenTelemetry is not installed.
+        ConfigError: the endpoint is not a URL, the protocol is unknown, or OpenTelemetry is not installed.
     """
     if config.otlp_traces_endpoint is not None:
         _start(config.otlp_traces_endpoint, "").close()
@@ -34,7 +35,7 @@ def check_traces(config: ServerConfig) -> None:
 
 @asynccontextmanager
 async def tracing(config: ServerConfig, model: str) -> AsyncIterator[Traces | None]:
-    """Traces for as long as the block lasts, at whose end the last are sent; None where they are not wanted.
+    """Open traces for the time of the block, and send the last ones at its end; None if disabled.
 
     Args:
         model: the name in the traces.
@@ -63,9 +64,9 @@ def _start(endpoint: str, model: str) -> Traces:
 
 
 def destination(endpoint: str) -> tuple[str, str]:
-    """The protocol, and the URL as its exporter wants it.
+    """Return the protocol, and the URL in the form of its exporter.
 
-    The protocol is what OpenTelemetry's variables say, else gRPC for grpc:// and for its port, else HTTP.
+    The protocol is that of OpenTelemetry's variables; else gRPC for grpc:// and for its port, else HTTP.
     """
     parts = urlsplit(endpoint)
     try:

@@ -1,7 +1,6 @@
-"""Requests as spans of OpenTelemetry, sent to a collector by OTLP, within the traces that their clients began.
+"""Requests as OpenTelemetry spans, sent to a collector by OTLP, within the traces of their clients.
 
-The attributes' names are those of OpenTelemetry's semantic conventions for generative AI, and vLLM's beside them, which
-dashboards know.
+Attribute names are those of OpenTelemetry's semantic conventions for generative AI, and vLLM's, which dashboards use.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class TraceContext:
-    """ASGI middleware: what a request's task does belongs to the trace that the request's headers name."""
+    """ASGI middleware: attaches a request's task to the trace named in the request's headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -47,13 +46,14 @@ class TraceContext:
 
 
 class Traces:
-    """A span `llm_request` for each request that has ended, and in it `queue`, `prefill` and `decode`.
+    """A span `llm_request` for each finished request, with children `queue`, `prefill` and `decode`.
 
-    Which traces are kept, the service's name and limits are for OpenTelemetry's own variables to say.
+    OpenTelemetry's variables configure sampling, the service's name and limits.
     """
 
     def __init__(self, protocol: str, target: str, model: str) -> None:
-        """
+        """Create the exporter.
+
         Args:
             protocol: of OTLP, "grpc" or "http/protobuf".
             target: the collector's URL.
@@ -69,14 +69,14 @@ class Traces:
         self._tracer = self._provider.get_tracer("octavo", __version__)
 
     joining = TraceContext
-    """Middleware without which requests would be traces of their own."""
+    """Middleware that connects requests to their clients' traces."""
 
     def begin(self) -> context.Context:
-        """The trace that a request of this task belongs to."""
+        """Return the trace that a request of this task belongs to."""
         return context.get_current()
 
     def end(self, parent: context.Context, ended: Ended) -> None:
-        """Tell of a request that has ended. Costs some tens of microseconds; a thread sends it later."""
+        """Record a finished request. Takes some tens of microseconds; a thread sends it later."""
         times = ended.times
         clock = time.time_ns() - time.monotonic_ns()
         began, over = _nanoseconds(ended.arrival, clock), _nanoseconds(times.finished if times else 0.0, clock)
@@ -94,7 +94,7 @@ class Traces:
         span.end(over or None)
 
     def close(self) -> None:
-        """Send what is left, for as long as the exporter's timeout allows."""
+        """Send the remaining spans, for at most the exporter's timeout."""
         self._provider.shutdown()
 
     def _about(self, ended: Ended) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _exporter(protocol: str, target: str) -> SpanExporter:
 
 
 def _latencies(times: RequestTimes) -> dict[str, float]:
-    """vLLM's attributes, in seconds."""
+    """Return vLLM's attributes, in seconds."""
     spans = {
         "gen_ai.latency.e2e": (times.arrival, times.finished),
         "gen_ai.latency.time_in_queue": (times.arrival, times.first_scheduled),
@@ -155,5 +155,5 @@ def _parts(times: RequestTimes) -> tuple[tuple[str, float, float], ...]:
 
 
 def _nanoseconds(moment: float, clock: int) -> int:
-    """A moment of `time.monotonic` in nanoseconds since 1970; 0 stays 0."""
+    """Convert a time of `time.monotonic` to nanoseconds since 1970; 0 stays 0."""
     return int(moment * 1e9) + clock if moment else 0

@@ -1,1 +1,1 @@
-"""The Decisions API: questions about an input, answered by how likely the model finds each of the given answers."""
+"""The Decisions API: questions about an input, answered by the model's probability of each given answer."""

@@ -1,4 +1,4 @@
-"""What `POST /v1/decisions` takes and gives, as OpenAI's client declares them."""
+"""Request and response bodies of `POST /v1/decisions`, as in OpenAI's client."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _Question(_Body):
 
 
 class PredicateQuestion(_Question):
-    """How likely it is that a statement is true."""
+    """Whether a statement is true, as a probability."""
 
     type: Literal["predicate"]
 
@@ -81,7 +81,7 @@ class Choice(_Body):
 
 
 class ChoiceQuestion(_Question):
-    """Which of the choices it is."""
+    """Which of several choices applies."""
 
     type: Literal["choice"]
     choices: Annotated[list[Choice], Field(min_length=2, max_length=255)]
@@ -93,7 +93,7 @@ class Level(_Body):
 
 
 class ScoreQuestion(_Question):
-    """How far up on a scale it is; the lowest level is worth 0, the next 1."""
+    """A position on a scale; the lowest level counts 0, the next 1."""
 
     type: Literal["score"]
     levels: Annotated[list[Level], Field(min_length=2, max_length=10)]
@@ -103,7 +103,7 @@ Question = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 
 
 def _plain(schema: dict[str, Any]) -> None:
-    """Each kind names its type: readers of the document need no further hint."""
+    """Remove the discriminator: each kind of question declares its type."""
     schema.pop("discriminator", None)
 
 
@@ -111,8 +111,10 @@ _OneQuestion = Annotated[Question, Field(discriminator="type", json_schema_extra
 
 
 class DecisionBody(_Body):
-    """`input` is what all the questions are about, a text or messages. `prompt_cache_*` and `safety_identifier` are
-    for OpenAI's own service and change nothing."""
+    """`input` is the text or the messages that all questions are about.
+
+    `prompt_cache_*` and `safety_identifier` are for OpenAI's own service and have no effect.
+    """
 
     input: Said
     questions: Annotated[list[_OneQuestion], Field(min_length=1, max_length=400)]
@@ -135,7 +137,7 @@ class ChoiceProbability(msgspec.Struct, frozen=True):
 
 
 class ChoiceAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`confidence` is the probability of the choice among all that the model could have said."""
+    """`confidence` is the probability of the choice among all possible tokens."""
 
     type: str = "choice"
     name: str | None
@@ -181,7 +183,7 @@ class DecisionUsage(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The answers, in the questions' order."""
+    """The answers, in the order of the questions."""
 
     model: str
     answers: list[Any]

@@ -1,4 +1,4 @@
-"""A question as a prompt, whose next token decides, and the answer that its probabilities are."""
+"""Conversion of a question to a prompt whose next token decides, and of its probabilities to an answer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from octavo.server.openai.next_token import shares_of
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 _NAMES = (*ascii_uppercase, *ascii_lowercase, *map("".join, itertools.product(ascii_uppercase, repeat=2)))
-"""What options may be called, the plainest first."""
+"""Names for options, simplest first."""
 
 
 def options_of(question: Question) -> list[str]:
-    """The answers that the question leaves open, in words."""
+    """Return the possible answers of a question as texts."""
     if isinstance(question, PredicateQuestion):
         return ["true", "false"]
     if isinstance(question, ChoiceQuestion):
@@ -46,10 +46,10 @@ def _said(value: str | bool) -> str:
 
 
 def labels_for(count: int, tokenizer: Tokenizer, param: str) -> dict[str, int]:
-    """Names for so many options, each with its token, of which no two are the same.
+    """Return `count` option names with their tokens, all different.
 
     Raises:
-        InvalidRequestError: the tokenizer has no such number of names that are one token.
+        InvalidRequestError: the tokenizer has fewer names that are a single token.
     """
     found: dict[str, int] = {}
     for name in _NAMES:
@@ -66,7 +66,7 @@ def labels_for(count: int, tokenizer: Tokenizer, param: str) -> dict[str, int]:
 
 
 def conversation(turns: Sequence[Turn], question: Question, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages to which the name of one option is the reply."""
+    """Return messages whose expected reply is the name of one option."""
     options = (f"{name}. {option}" for name, option in zip(names, options_of(question), strict=True))
     asked = "\n".join(
         (question.instructions, "", *options, "", "Reply with the letter of one option and nothing else.")
@@ -82,7 +82,7 @@ def conversation(turns: Sequence[Turn], question: Question, names: Sequence[str]
 
 
 def answer_to(question: Question, logprobs: Sequence[float]) -> Answer:
-    """From the log-probabilities of the options' names among all tokens."""
+    """Return the answer for the log-probabilities of the options' names among all tokens."""
     shares = shares_of(logprobs)
     best, confidence = shares.index(max(shares)), math.exp(max(logprobs))
     if isinstance(question, PredicateQuestion):

@@ -28,7 +28,7 @@ from octavo.server.stream import until_disconnect
 
 
 async def decisions(ctx: ServerContext, request: Request) -> Response:
-    """Answer each question by the token with which the model would go on."""
+    """Answer each question by the probabilities of the model's next token."""
     body = await parse_body(request, DecisionBody, ctx.config.max_body_bytes)
     model = ctx.check_model(body.model)
     warnings = check_undeclared(body, strict=ctx.config.strict_params)

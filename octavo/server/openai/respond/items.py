@@ -1,4 +1,4 @@
-"""The items of a conversation, as the Responses API has them, made into chat messages."""
+"""Conversion of a conversation's items, in the form of the Responses API, to chat messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reaso
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chat messages; calls join the assistant's words before them.
+    """Return chat messages; calls are merged into the preceding assistant message.
 
     Raises:
-        InvalidRequestError: an item is not of its form.
-        UnsupportedError: an item of a type that this server does not know.
+        InvalidRequestError: an item is malformed.
+        UnsupportedError: an item of an unknown type.
     """
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
@@ -41,7 +41,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _callers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The list of calls of the last message, which is made the assistant's."""
+    """Return the list of calls of the last message; add an assistant message if necessary."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     calls: list[dict[str, Any]] = messages[-1].setdefault("tool_calls", [])

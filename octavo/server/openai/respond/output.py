@@ -1,4 +1,4 @@
-"""`Output`: the items of a response as they grow, and the events that tell of it."""
+"""`Output`: the items of a response while it is generated, and their events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class Output:
-    """Reasoning, a message and calls, in the order in which they come.
+    """Reasoning, a message and calls, in order.
 
     Attributes:
-        items: those that have begun; the last one may still be growing.
+        items: those that have begun; the last one may be incomplete.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Output:
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield from self._begin("message", {"role": "assistant", "content": []}, part)
             yield self._add(news.content, "response.output_text.delta", told)
-        elif told and self._open is not None and self._open["type"] == "message":  # tokens without text of their own
+        elif told and self._open is not None and self._open["type"] == "message":  # tokens without text
             yield self._add("", "response.output_text.delta", told)
         for call in news.calls:
             if call.id is not UNSET:
@@ -46,7 +46,7 @@ class Output:
                 yield self._event("response.function_call_arguments.delta", delta=call.function.arguments)
 
     def close(self, status: str) -> Iterator[Event]:
-        """End the item that is growing; nothing follows."""
+        """End the open item; nothing follows."""
         if not self.items:
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield from self._begin("message", {"role": "assistant", "content": []}, part)

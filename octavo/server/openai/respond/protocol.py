@@ -1,4 +1,4 @@
-"""What clients send to `/v1/responses`, and its translation into a chat request."""
+"""Request body of `/v1/responses`, and its conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IGNORED = frozenset(
     }
 )
 _CALLED = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
-"""Fields of chats -> what the Responses API calls them."""
+"""Fields of chats -> their names in the Responses API."""
 
 
 def _input(value: Any) -> str | Items:
@@ -86,14 +86,14 @@ class ResponseBody(BaseModel):
 
 
 def as_chat(body: ResponseBody, earlier: Items) -> ChatBody:
-    """The same request in the form of a chat completion.
+    """Convert the request to a chat completion.
 
     Args:
-        earlier: what came before this request's input.
+        earlier: the items before this request's input.
 
     Raises:
-        InvalidRequestError: an item or a field is not of its form.
-        UnsupportedError: an item, a tool or an option that this server does not have.
+        InvalidRequestError: an item or a field is malformed.
+        UnsupportedError: an item, a tool or an option that this server does not support.
     """
     require(
         body.truncation in (None, "disabled"),
@@ -113,7 +113,7 @@ def as_chat(body: ResponseBody, earlier: Items) -> ChatBody:
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": system + messages_of([*earlier, *body.items]),
-        "stream": True,  # whole responses are put together from the same pieces
+        "stream": True,  # whole responses are assembled from the same pieces
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,

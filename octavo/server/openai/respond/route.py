@@ -1,4 +1,4 @@
-"""`/v1/responses`: make a response, stream it, make it in the background, and ask for it again."""
+"""`/v1/responses`: create a response, stream it, run it in the background, and retrieve it later."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, named_event, until_disconnect
 
 RECALLED = "/own/responses"
-"""Where another process asks for a response and its input."""
+"""Path for other processes to retrieve a response and its input."""
 _FAILED, _CANCELLED = "failed", "cancelled"
 _PREFIX = "resp_"
 _CUT = {"length": "max_output_tokens", "repetition": "repetition"}
-"""Finish reasons of answers that are not complete -> what `incomplete_details` says."""
+"""Finish reasons of incomplete answers -> the reason in `incomplete_details`."""
 
 
 @dataclass(slots=True)
 class _Making:
-    """A response that is being made."""
+    """A response in progress."""
 
     chat: Chat
     response: dict[str, Any]
@@ -53,7 +53,7 @@ class _Making:
 
 
 class Responses:
-    """The routes of the Responses API, and what they remember."""
+    """The routes of the Responses API, and their stored responses."""
 
     def __init__(self, ctx: ServerContext) -> None:
         self._ctx = ctx
@@ -81,37 +81,37 @@ class Responses:
         return json_response(making.response)
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens the input has, with the instructions and tools."""
+        """Count the tokens of the input, with instructions and tools."""
         body = await parse_body(request, ResponseBody, self._ctx.config.max_body_bytes)
         making = await self._prepare(request, body)
         return json_response({"object": "response.input_tokens", "input_tokens": len(making.chat.job.prompt_tokens)})
 
     def keeps(self, name: str) -> bool:
-        """Whether it is this process that made a response, and remembers it."""
+        """Whether this process has stored a response."""
         return name in self._store
 
     def recalled(self, name: str) -> Response:
-        """A response and all that it answered, for another process."""
+        """Return a response and its input, for another process."""
         stored = self._store.get(name)
         return json_response([stored.response, stored.input])
 
     async def retrieve(self, name: str) -> Response:
-        """A response as it is now."""
+        """Return a response in its current state."""
         return json_response(self._store.get(name).response)
 
     async def delete(self, name: str) -> Response:
-        """Forget a response; if it is being made, that ends."""
+        """Delete a response; abort it if it is in progress."""
         self._store.delete(name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
     async def input_items(self, name: str) -> Response:
-        """What a response answered."""
+        """Return the input items of a response."""
         items = [item | {"id": item.get("id", f"item_{n}")} for n, item in enumerate(self._store.get(name).input)]
         ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
         return json_response({"object": "list", "data": items, "has_more": False, **ends})
 
     async def cancel(self, name: str) -> Response:
-        """End a response that is made in the background."""
+        """Cancel a background response."""
         stored = self._store.get(name)
         if stored.task is None:
             raise ApiError(
@@ -142,7 +142,7 @@ class Responses:
         return _Making(chat, response, earlier + body.items, writer, bool(body.enable_response_messages))
 
     async def _earlier(self, request: Request, previous: str | None) -> Items:
-        """The conversation that a response goes on with."""
+        """Return the conversation that a response continues."""
         if previous is None:
             return []
         text = "previous_response_id must be the id of a response, which begins with 'resp_'."
@@ -154,10 +154,10 @@ class Responses:
         return items
 
     async def _recall(self, name: str, request: Request) -> Stored:
-        """A response from before, whichever process made it.
+        """Return an earlier response from any process.
 
         Raises:
-            ApiError: 404, it was never kept or is no longer.
+            ApiError: 404, it was never stored or is no longer.
         """
         siblings = self._ctx.siblings
         if siblings is not None and not self.keeps(name):
@@ -168,7 +168,7 @@ class Responses:
         return self._store.get(name, "previous_response_id")
 
     async def _events(self, making: _Making) -> AsyncIterator[list[Event]]:
-        """The events of the output, in groups as they come; at the end the response is complete."""
+        """Yield the events of the output in groups as they arrive. The response is complete at the end."""
         (routed,) = making.chat.choices()
         async with aclosing(run(self._ctx, [making.chat.job])) as outputs:
             async for _, output in outputs:
@@ -214,7 +214,7 @@ class Responses:
         return first
 
     async def _work(self, making: _Making, stored: Stored) -> None:
-        """Make a response in the background; the server waits for it when it shuts down."""
+        """Run a background response; on shutdown the server waits for it."""
         with self._ctx.lifecycle.serving():
             making.response["status"] = IN_PROGRESS
             try:
@@ -237,7 +237,7 @@ class Responses:
 
 
 def _begun(body: ResponseBody, params: SamplingParams, name: str, model: str) -> dict[str, Any]:
-    """A response without its output."""
+    """Return a response without its output."""
     return {
         "id": name,
         "object": "response",
@@ -289,7 +289,7 @@ def _complete(making: _Making, status: str) -> None:
 
 
 def _raw(text: str, tokens: list[int]) -> dict[str, Any]:
-    """A message as the model reads or writes it."""
+    """Return a message in the form that the model reads or writes."""
     return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
 
 

@@ -1,4 +1,4 @@
-"""`ResponseStore`: responses that clients may ask for again. In memory, bounded, gone with the server."""
+"""`ResponseStore`: responses that clients may retrieve. In memory, bounded, lost when the server ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_KEPT_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class Stored:
-    """A response and what it answered. `task` makes it, while it is being made in the background."""
+    """A response and its input. `task` runs it while it is in progress in the background."""
 
     response: dict[str, Any]
     input: list[dict[str, Any]]
@@ -26,14 +26,14 @@ class Stored:
 
 
 class ResponseStore:
-    """Keeps the newest; the oldest go when there are too many, or they are too large together."""
+    """Keeps the newest responses; evicts the oldest beyond a number or a total size."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Stored] = OrderedDict()
         self._size = 0
 
     def put(self, stored: Stored) -> None:
-        """Keep a response, or its newer state."""
+        """Store a response, or its new state."""
         name = stored.response["id"]
         self._drop(name)
         stored.size = len(msgspec.json.encode([stored.response, stored.input]))
@@ -46,9 +46,10 @@ class ResponseStore:
         return name in self._kept
 
     def get(self, name: str, param: str = "response_id") -> Stored:
-        """
+        """Return a response.
+
         Raises:
-            ApiError: 404, it was never kept or is no longer.
+            ApiError: 404, it was never stored or is no longer.
         """
         stored = self._kept.get(name)
         if stored is None:
@@ -58,9 +59,10 @@ class ResponseStore:
         return stored
 
     def delete(self, name: str) -> None:
-        """
+        """Delete a response.
+
         Raises:
-            ApiError: 404, it was never kept or is no longer.
+            ApiError: 404, it was never stored or is no longer.
         """
         stored = self.get(name)
         if stored.task is not None:
