@@ -90,7 +90,7 @@ async def wait_ready(
                 return
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
                 raise ConfigError(
-                    f"--base-url {base_url} is no URL: {exc} Give one such as http://127.0.0.1:8000."
+                    f"--base-url {base_url} is not a URL: {exc} Give one such as http://127.0.0.1:8000."
                 ) from exc
             except httpx.TransportError:
                 if waiting is not None:

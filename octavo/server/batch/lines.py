@@ -74,7 +74,7 @@ def scan(path: Path, urls: Collection[str], *, max_lines: int, max_line_bytes: i
         if len(problems) == _MAX_PROBLEMS or problem.code == "too_many_lines":
             break
     if not places and not problems:
-        problems.append(Problem("empty_file", "The file holds no requests; write one JSON object a line."))
+        problems.append(Problem("empty_file", "The file has no requests; write one JSON object per line."))
     return problems or Input(path, places)
 
 
@@ -101,7 +101,7 @@ def _check(data: bytes, urls: Collection[str], seen: set[str], max_bytes: int) -
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        return Problem("invalid_json_line", f"This line is not valid JSON: {exc}. Write one object a line.")
+        return Problem("invalid_json_line", f"This line is not valid JSON: {exc}. Write one object per line.")
     if not isinstance(value, dict):
         return Problem("invalid_json_line", f"Each line must be a JSON object, not {kind_of(value)}.")
     return _check_fields(value, urls, seen)

@@ -171,7 +171,7 @@ def _copy(content: IO[bytes], path: Path) -> None:
 def _check_purpose(upload: Upload) -> None:
     purpose = upload.fields.get("purpose")
     require(purpose is not None, "purpose", None, "purpose is required; add it to the form.")
-    text = f"purpose must be batch, the only one that this server has a use for; got {purpose!r}."
+    text = f"purpose must be batch, the only one that this server supports; got {purpose!r}."
     require(purpose == "batch", "purpose", purpose, text)
 
 

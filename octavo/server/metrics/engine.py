@@ -55,13 +55,13 @@ ENGINE_METRICS = (
     _gauge("num_requests_waiting", "Sequences that wait to run.", lambda s: s.num_waiting),
     _gauge(
         "num_requests_waiting_by_reason",
-        "Sequences that wait to run: for room (capacity), or for something else (deferred).",
+        "Sequences that wait to run: for capacity, or for another reason (deferred).",
         lambda s: {"capacity": s.num_waiting - s.num_waiting_deferred, "deferred": s.num_waiting_deferred},
         "reason",
     ),
     _gauge(
         "num_requests_waiting_by_limit",
-        "Sequences that wait for room, by what the first of them lacks: a place among the running (seats), tokens of a "
+        "Sequences that wait for capacity, by what the first of them lacks: a running slot (seats), tokens of a "
         "step, or KV blocks.",
         lambda s: {one: s.num_waiting - s.num_waiting_deferred if one == s.waits_for else 0 for one in LIMITS},
         "limit",
@@ -80,7 +80,7 @@ ENGINE_METRICS = (
     _gauge("last_step_seconds", "Duration of the newest step.", lambda s: s.last_step_s),
     _gauge(
         "engine_sleep_state",
-        "1 for what the engine is: awake, or its weights on the host, or all given back; all 0 where it only pauses.",
+        "1 for the engine's state: awake, weights on the host, or all memory released; all 0 if it only pauses.",
         lambda s: {
             "awake": s.sleep_level == AWAKE,
             "weights_offloaded": s.sleep_level == 1,
@@ -107,7 +107,7 @@ ENGINE_METRICS = (
         lambda s: s.num_preemptions,
     ),
     _counter("kv_blocks_copied", "KV blocks copied on write.", lambda s: s.blocks_copied),
-    _counter("kv_blocks_evicted", "KV blocks whose prefix was dropped to make room.", lambda s: s.blocks_evicted),
+    _counter("kv_blocks_evicted", "KV blocks whose cached prefix was evicted.", lambda s: s.blocks_evicted),
     _counter(
         "kv_waste_sum",
         "Sum over steps of the waste; divide its rate by that of kv_waste_samples.",
@@ -116,8 +116,8 @@ ENGINE_METRICS = (
     _counter("kv_waste_samples", "Steps at which the waste was measured.", lambda s: s.waste_samples),
     _counter("engine_steps", "Steps run.", lambda s: s.num_steps),
     _counter("engine_step_tokens", "Tokens computed in steps.", lambda s: s.step_tokens),
-    _counter("engine_step_prompt_tokens", "Those of them that were prompts'.", lambda s: s.step_prompt_tokens),
-    _counter("engine_step_rows", "Sequences that took part in steps, summed over steps.", lambda s: s.step_rows),
+    _counter("engine_step_prompt_tokens", "Prompt tokens computed in steps.", lambda s: s.step_prompt_tokens),
+    _counter("engine_step_rows", "Number of sequences in a step, summed over steps.", lambda s: s.step_rows),
     _counter(
         "engine_loop_seconds",
         "Seconds of the step loop by part. On a CPU launching includes the forward pass.",
@@ -126,7 +126,7 @@ ENGINE_METRICS = (
     ),
     _counter(
         "engine_exposed_host_seconds",
-        "Seconds for which the GPU waited for the host between two steps.",
+        "Seconds that the GPU was idle between two steps, waiting for the host.",
         lambda s: s.idle_s,
     ),
 )

@@ -136,7 +136,7 @@ class Metrics(Collector):
         values = list(self._labels.values())
         success = CounterMetricFamily(
             prefix + "request_success",
-            "Choices of requests that ended, by how they ended.",
+            "Finished choices by finish reason.",
             labels=[*self._labels, "finished_reason"],
         )
         for reason, count in self.requests.finished.items():
@@ -144,7 +144,7 @@ class Metrics(Collector):
         yield success
         rejections = CounterMetricFamily(
             prefix + "admission_rejections",
-            "Requests refused because the queue was full, by the limit they met.",
+            "Requests refused because the queue was full, by limit.",
             labels=[*self._labels, "reason"],
         )
         for reason, count in self.requests.refused.items():
@@ -152,7 +152,7 @@ class Metrics(Collector):
         yield rejections
         slow = CounterMetricFamily(
             prefix + "slow_readers",
-            "Clients that read too slowly: their request was ended, or their connection closed.",
+            "Requests aborted or connections closed because the client read too slowly.",
             labels=[*self._labels, "outcome"],
         )
         slow.add_metric([*values, "request_ended"], self._engine.slow_readers)

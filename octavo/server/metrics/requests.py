@@ -24,7 +24,7 @@ _SMALL = (0, 1, 2, 5, 10, 20, 50, 100)
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", _SLOW),
     "inter_token_latency_seconds": (
-        "Time between one choice's successive outputs; a response that is not streamed counts its mean.",
+        "Time between successive outputs of a choice; for a response that is not streamed, the mean.",
         _FAST,
     ),
     "request_time_per_output_token_seconds": ("A request's mean time per token after the first.", _FAST),
@@ -34,9 +34,9 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_prefill_time_seconds": ("Time from a request's first step to its first token.", _SLOW),
     "request_decode_time_seconds": ("Time from a request's first token to its end.", _SLOW),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
-    "request_generation_tokens": ("Tokens generated for a request, all choices together.", _TOKENS),
+    "request_generation_tokens": ("Tokens generated for a request, summed over choices.", _TOKENS),
     "request_max_num_generation_tokens": ("Tokens of a request's longest choice.", _TOKENS),
-    "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that the prefix cache did not hold.", _TOKENS),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that were not in the prefix cache.", _TOKENS),
     "request_params_n": ("The parameter n of a request.", (1, 2, 5, 10, 20, 50)),
     "request_params_max_tokens": ("The parameter max_tokens of a request, resolved.", _TOKENS),
     "request_num_preemptions": ("How often a request was preempted.", _SMALL),

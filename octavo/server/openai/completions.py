@@ -86,7 +86,7 @@ async def prepare_completion(
 def _check_embeds(body: CompletionBody) -> None:
     """Refuse options that need the prompt's text, which prompt embeddings don't have."""
     for name, value in (("echo", body.echo), ("suffix", body.suffix)):
-        require(not value, name, value, f"{name} is unsupported with prompt embeds, which are no text; leave it out.")
+        require(not value, name, value, f"{name} is unsupported with prompt embeds, which have no text; leave it out.")
 
 
 def _with_suffix(ctx: ServerContext, body: CompletionBody) -> list[str | list[int]]:
@@ -98,7 +98,7 @@ def _with_suffix(ctx: ServerContext, body: CompletionBody) -> list[str | list[in
     form = infill_of(ctx.frontend.tokenizer)
     if form is None:
         raise UnsupportedError(
-            "suffix needs a model that can fill in the middle, and this one has no tokens for it; leave it out.",
+            "suffix needs a model with fill-in-the-middle tokens, which this one lacks; leave it out.",
             param="suffix",
             value=suffix,
         )

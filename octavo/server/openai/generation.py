@@ -131,13 +131,13 @@ def _failure(reason: str, params: SamplingParams) -> ApiError:
     in the log.
     """
     if is_internal(reason):
-        return ApiError(500, "The engine could not finish this request; send it again. Its log says why.")
+        return ApiError(500, "The engine could not finish this request; send it again. The log has the reason.")
     form = params.structured_outputs
     if form is not None and reason.startswith(UNFOLLOWED):
         return ApiError(400, reason, param=form.param)
     limits = [name for name in _LEAVING_TOKENS if getattr(params, name)]
     if reason == BAD_LOGITS and limits:
-        text = f"No token is possible after what was generated: {' and '.join(limits)} leave none. Loosen one of them."
+        text = f"No token is possible after the generated text: {' and '.join(limits)} leave none. Loosen one of them."
         return ApiError(400, text, param=limits[0])
     return ApiError(500, f"The engine could not finish this request: {reason}")
 

@@ -21,7 +21,7 @@ MAX_HEAD = 64 << 10
 _TLS = b"\x16\x03"
 """First bytes of a TLS handshake."""
 _IS_TLS = "A client (%s) began a TLS handshake: its URL must begin with http://, or this server needs --ssl-certfile."
-_NO_HTTP = "A client (%s) sent what is no HTTP request."
+_NO_HTTP = "A client (%s) sent an invalid HTTP request."
 
 
 def http_class(head_timeout_s: float) -> type[HttpConnection]:
@@ -87,7 +87,7 @@ class HttpConnection(HttpToolsProtocol):
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self.send_400_response("There is nothing here to connect to.")
+            self.send_400_response("CONNECT is not supported.")
             return
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] not in (b"upgrade", b"http2-settings")]
@@ -122,7 +122,7 @@ class HttpConnection(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, f"{msg} Send HTTP/1.1 as RFC 9112 has it; HTTP libraries do.")
+        self._refuse(400, f"{msg} Send HTTP/1.1 as RFC 9112 defines it; use an HTTP library.")
 
     def _start_timer(self) -> None:
         if self._timer is None:

@@ -128,7 +128,7 @@ def raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if wanted < _FEW_FILES:
-        text = "Only %d files may be open at once (ulimit -n): connections beyond about as many are closed unheard."
+        text = "Only %d files may be open at once (ulimit -n): further connections are dropped."
         logger.warning(text, wanted)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -60,8 +60,8 @@ def transfer_routes(ctx: ServerContext) -> APIRouter:
         info = _required(await _body(request, ctx), "init_info")
         if info:
             raise UnsupportedError(
-                f"init_info has {', '.join(sorted(info))}, but this server takes weights from files alone, which need "
-                "nothing: send an empty init_info, and paths to /update_weights.",
+                f"init_info has {', '.join(sorted(info))}, but this server reads weights only from files: "
+                "send an empty init_info, and paths to /update_weights.",
                 param="init_info",
             )
         return json_response({"message": "Weight transfer initialized"})

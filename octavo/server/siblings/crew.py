@@ -184,14 +184,14 @@ class Crew:
             deaths.append(time.monotonic())
             how = f"API process {charge.index} {_how_ended(child.returncode)}"
             if charge.index in self._unready and child.returncode >= 0:  # it would fail again
-                self._fail(f"{how} before it was ready; its log lines say why.")
+                self._fail(f"{how} before it was ready; see its log lines.")
                 return
             if len(deaths) == _MOST_DEATHS and deaths[-1] - deaths[0] < _DEATHS_WITHIN_S:
                 self._fail(f"{how}, {_MOST_DEATHS} times within {_DEATHS_WITHIN_S:.0f} s; the server stops.")
                 return
             await self._stand_in(charge.index)
             self.restarts += 1
-            logger.error("%s; the requests that it was answering are lost, and it is started again.", how)
+            logger.error("%s; its requests are lost, and it is restarted.", how)
 
     def _note_ready(self, index: int) -> None:
         self._stand_down(index)

@@ -22,7 +22,7 @@ from octavo.server.errors import ApiError, as_api_error
 _CARRIED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
 _DISCONNECT: Message = {"type": "http.disconnect"}
 _LENGTH = 4
-_ENDED = "the API process that was to answer has ended"
+_ENDED = "the API process that handled the request has ended"
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode

@@ -74,7 +74,7 @@ def _beside(body: GenerateBody) -> dict[str, Any]:
     """Return the undeclared fields, to be checked with those of a completion."""
     found = body.model_extra or {}
     for name, value in found.items():
-        text = f"{name} is no field of this route itself; if it is a sampling parameter, put it into sampling_params."
+        text = f"{name} is not a field of this route; if it is a sampling parameter, put it into sampling_params."
         require(name not in CompletionBody.model_fields, name, value, text)
     return found
 

@@ -74,7 +74,7 @@ def _offsets(ctx: ServerContext, job: Job, body: GenerationBody, *, special: boo
 
 
 def _rendered(job: Job, body: GenerationBody, name: str, model: str, offsets: Offsets | None) -> Rendered:
-    text = "What is rendered are token ids, and prompt embeds have none; leave them out."
+    text = "Only token ids can be rendered, and prompt embeds have none; leave them out."
     require(not job.request.keys, "prompt_embeds", None, text)
     limit = job.request.params.max_tokens
     params: dict[str, Any] = msgspec.to_builtins(job.params) | {"max_tokens": limit}

@@ -75,7 +75,7 @@ def destination(endpoint: str) -> tuple[str, str]:
         port = -1
     if parts.scheme not in _SCHEMES or not parts.hostname or port == -1:
         raise ConfigError(
-            f"--otlp-traces-endpoint {endpoint!r} is no URL of a collector: give one such as grpc://localhost:4317 or "
+            f"--otlp-traces-endpoint {endpoint!r} is not a collector's URL: give one such as grpc://localhost:4317 or "
             "http://localhost:4318."
         )
     asked = next((value for name in _PROTOCOL if (value := os.environ.get(name))), None)

@@ -19,7 +19,7 @@ def load_formats(file: str) -> Mapping[str, ToolFormat]:
     path = Path(file).expanduser()
     spec = importlib.util.spec_from_file_location("octavo_tool_parser_plugin", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"--tool-parser-plugin {file}: give a Python file (.py) that is there.")
+        raise ConfigError(f"--tool-parser-plugin {file}: give an existing Python file (.py).")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -40,7 +40,7 @@ def load_formats(file: str) -> Mapping[str, ToolFormat]:
 def _check(one: ToolFormat, file: str) -> None:
     problem = ""
     if one.name in FORMATS:
-        problem = "its name is that of a format which Octavo has; choose another"
+        problem = "its name is that of a built-in format; choose another"
     elif not one.call_open or not one.name_end or not one.call_close:
         problem = "call_open, name_close and call_close must not be empty"
     elif not one.opening.startswith(one.trigger):

@@ -185,7 +185,7 @@ def test_a_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(ConfigError, match="no server answers at http://server"):
         asyncio.run(wait_ready("http://server", 0.0, httpx.MockTransport(refuse), told.append))
     assert told == ["http://server"]
-    with pytest.raises(ConfigError, match="--base-url server is no URL"):
+    with pytest.raises(ConfigError, match="--base-url server is not a URL"):
         asyncio.run(wait_ready("server", 60.0))
 
 

@@ -145,7 +145,7 @@ def test_a_wrong_hash_keeps_nothing(
     else:
         wrong = replace(source, files=(replace(source.files[0], sha256="0" * 64),))
     monkeypatch.setattr(pull_module, "CATALOGUE", {"toy": replace(entry, sources=(wrong,))})
-    with pytest.raises(ModelFileError, match=r"not the file that the catalogue promises.*0{64}.*Pull again"):
+    with pytest.raises(ModelFileError, match=r"does not match the catalogue.*0{64}.*Pull again"):
         pull("toy", cache_dir=cache)
     assert left_over(cache) == []
 
@@ -254,7 +254,7 @@ def test_no_pip(entry: CatalogueEntry, cache: Path, tmp_path: Path, monkeypatch:
 
 def test_no_room(entry: CatalogueEntry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ModelFileError, match=r"No room .* MB are needed.*OCTAVO_CACHE"):
+    with pytest.raises(ModelFileError, match=r"does not fit into .* MB are needed.*OCTAVO_CACHE"):
         pull("toy", cache_dir=cache)
 
 

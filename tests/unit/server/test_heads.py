@@ -140,7 +140,7 @@ def test_what_clients_send_fills_no_log(caplog: pytest.LogCaptureFixture) -> Non
 
     asyncio.run(scenario())
     assert len(caplog.messages) == 2
-    assert "(127.0.0.1) sent what is no HTTP request" in caplog.messages[0]
+    assert "(127.0.0.1) sent an invalid HTTP request" in caplog.messages[0]
     assert "--ssl-certfile" in caplog.messages[1]
 
 

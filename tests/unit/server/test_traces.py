@@ -185,8 +185,8 @@ def test_which_protocol(
 @pytest.mark.parametrize(
     ("endpoint", "asked", "says"),
     [
-        ("localhost:4317", None, "is no URL"),
-        ("http://host:port", None, "is no URL"),
+        ("localhost:4317", None, "is not a collector's URL"),
+        ("http://host:port", None, "is not a collector's URL"),
         ("http://host:4318", "http/json", "must be one of grpc, http/protobuf"),
         ("grpc://host:4317", "http/protobuf", "not for gRPC"),
     ],

@@ -116,7 +116,7 @@ class Responses:
         if stored.task is None:
             raise ApiError(
                 400,
-                "Cannot cancel a synchronous response. Only one that is made in the background can be cancelled.",
+                "Cannot cancel a synchronous response. Only a background response can be cancelled.",
                 param="response_id",
             )
         stored.task.cancel()

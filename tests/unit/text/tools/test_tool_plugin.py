@@ -33,7 +33,7 @@ def test_a_declared_format_is_chosen_by_name(tmp_path: Path) -> None:
     [
         (HEAD, "declares no format.*Parsers for other servers can't be used"),
         ("1/0", "fails: ZeroDivisionError"),
-        (HEAD + MINE.replace('"mine"', '"hermes"'), "its name is that of a format which Octavo has"),
+        (HEAD + MINE.replace('"mine"', '"hermes"'), "its name is that of a built-in format"),
         (HEAD + MINE.replace('call_close="</fn>"', 'call_close=""'), "call_close must not be empty"),
         (HEAD + MINE.replace('trigger="<fn>"', 'trigger="x"'), "its trigger 'x' is no beginning of '<fn>'"),
     ],
@@ -44,5 +44,5 @@ def test_what_is_no_format_is_refused(tmp_path: Path, text: str, says: str) -> N
 
 
 def test_a_file_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="that is there"):
+    with pytest.raises(ConfigError, match="give an existing"):
         AnswerFormats.of(None, plugin=str(tmp_path / "none.py"))
