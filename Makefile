@@ -25,8 +25,8 @@ chat: $(VENV)/.ready-run ## install and talk to a model in the terminal
 test: $(VENV)/.ready-test ## install and run the tests: make test ARGS="tests/unit -k pool"
 	$(BIN)/python -m pytest $(ARGS)
 
-deletion: $(VENV)/.ready-test ## the quick tests without each of the features: two or three minutes for each
-	$(BIN)/python tools/deletion.py
+deletion: $(VENV)/.ready-test ## the quick tests with each feature's folder deleted: some minutes for each; ARGS=--short for a few of them
+	$(BIN)/python tools/deletion.py $(ARGS)
 
 check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes
 	$(BIN)/ruff check .

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from octavo.version import __version__
 
 if TYPE_CHECKING:
-    from octavo.core.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from octavo.core.output import CompletionOutput, RequestOutput
     from octavo.core.params import RequestOutputKind, SamplingParams
     from octavo.core.structured import StructuredOutputsParams
+    from octavo.features.beams.api import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from octavo.features.pooling.api import PoolingParams
     from octavo.python.async_llm import AsyncLLM
     from octavo.python.async_llm import AsyncLLM as AsyncLLMEngine
     from octavo.python.engine import LLMEngine
     from octavo.python.engine_args import AsyncEngineArgs, EngineArgs
     from octavo.python.llm import LLM
-    from octavo.python.pooling_params import PoolingParams
     from octavo.text.prompts.prompt import TextPrompt, TokensPrompt
 
 __all__ = [
@@ -49,13 +49,13 @@ _HOMES = {
     "AsyncEngineArgs": "octavo.python.engine_args",
     "AsyncLLM": "octavo.python.async_llm",
     "AsyncLLMEngine": "octavo.python.async_llm",
-    "BeamSearchOutput": "octavo.core.beams",
-    "BeamSearchParams": "octavo.core.beams",
-    "BeamSearchSequence": "octavo.core.beams",
+    "BeamSearchOutput": "octavo.features.beams.api",
+    "BeamSearchParams": "octavo.features.beams.api",
+    "BeamSearchSequence": "octavo.features.beams.api",
     "CompletionOutput": "octavo.core.output",
     "EngineArgs": "octavo.python.engine_args",
     "LLMEngine": "octavo.python.engine",
-    "PoolingParams": "octavo.python.pooling_params",
+    "PoolingParams": "octavo.features.pooling.api",
     "RequestOutput": "octavo.core.output",
     "RequestOutputKind": "octavo.core.params",
     "SamplingParams": "octavo.core.params",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
@@ -14,13 +14,10 @@ from octavo.build_worker import build_worker
 from octavo.cache.cache import KVCache
 from octavo.config import EngineConfig
 from octavo.core.cache_groups import blocks_held
-from octavo.core.embeds import OPTION as PROMPT_EMBEDS
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
 from octavo.core.memory import memory_errors
-from octavo.core.params import PROCESSORS, SamplingParams
-from octavo.core.pooling import OPTION as POOLING
-from octavo.core.pooling import PoolerInfo, Pooling
+from octavo.core.params import SamplingParams
 from octavo.core.profiling import ProfileSettings, from_environment, profile_settings
 from octavo.core.request import GenerateRequest
 from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
@@ -32,10 +29,11 @@ from octavo.engine.profile import Profiler
 from octavo.engine.record import FORM, Header, Recorder
 from octavo.features import FeatureContext, build_engine_halves, payload_types
 from octavo.hub.files import ModelFiles
-from octavo.hub.pooler import is_sentence_transformer, max_sequence_length, pooler_of
 from octavo.hub.resolve import eos_token_ids
+from octavo.hub.sentence_transformers import max_sequence_length
 from octavo.models.encoders.registry import is_encoder
 from octavo.models.overrides import check_overrides
+from octavo.schedule.hooks import EngineHook
 from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Policy, make_policy
 from octavo.schedule.scheduler import Scheduler
@@ -89,8 +87,7 @@ def _with_worker(
     """The rest of it, once what computes is begun."""
     encodes = is_encoder(files.config)
     hooks = build_engine_halves(context)
-    features = [hook.name for hook in hooks]
-    tasks = _tasks(config, files, worker.facts, features)
+    tasks = _tasks(files, hooks, generates=context.generates)
     loaded = worker.load(timer)
     num_blocks, limits = (_encoder_sized if encodes else _sized)(config, files, worker.facts, loaded)
     port = worker.allocate(_cache_sizes(num_blocks, limits))
@@ -112,9 +109,9 @@ def _with_worker(
         eos_token_ids=[] if encodes else list(eos_token_ids(files)),
         phases=timer.seconds,
         kv_form=port.kv_form,
-        features=features,
+        features=[hook.name for hook in hooks],
+        feature_info={hook.name: hook.info for hook in hooks if hook.info is not None},
         tasks=tasks,
-        pooler=_pooler(config, files, worker.facts, encodes=encodes) if "embed" in tasks else None,
         profile_dir=str(profile.folder) if profile else "",
         pid=os.getpid(),
     )
@@ -163,36 +160,22 @@ def _info(
     )
 
 
-def _pooler(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, *, encodes: bool) -> PoolerInfo:
-    """How vectors are made; an encoder knows a way of its own."""
-    override, size = config.model.pooler_config, facts.hidden_size
-    if not encodes:
-        return pooler_of(files, override, size=size, default="last")
-    return pooler_of(files, override, size=size, default=cast("Pooling", facts.pooling), labels=facts.num_labels)
-
-
-def _tasks(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, features: list[str]) -> list[str]:
-    """What the model is there for.
+def _tasks(files: ModelFiles, hooks: Sequence[EngineHook], *, generates: bool) -> list[str]:
+    """What requests may ask for.
 
     Raises:
-        ConfigError: the settings ask for something else, or for a feature that this build lacks.
+        ConfigError: nothing; the feature is missing for which the model was to be served.
     """
-    if not is_encoder(files.config):
-        tasks = _decoder_tasks(config, files, features)
-    elif POOLING in features:
-        tasks = ["embed", "token_embed", *(["classify"] if facts.num_labels else [])]
-    else:
-        raise ConfigError(f"{files.name} is an encoder, but this build of Octavo lacks the feature {POOLING}.")
-    _check_processors(config, files, features, generates="generate" in tasks)
-    _check_embeds(config, files, features, generates="generate" in tasks)
+    tasks = [*(["generate"] if generates else []), *(task for hook in hooks for task in hook.tasks)]
+    if not tasks:
+        raise ConfigError(f"{files.name} is to compute vectors, and this build of Octavo lacks the feature for that.")
     return tasks
 
 
 def _recorder(config: EngineConfig, path: str, facts: WorkerFacts, sizes: CacheSizes) -> Recorder:
     """Raises ConfigError if the settings hold what can't be in a file."""
-    odd = next((one for one in config.model.logits_processors if not isinstance(one, str)), None)
-    if odd is not None:
-        raise ConfigError(f"logits_processors={odd!r} can't be recorded with record_steps; name it as 'module:Class'.")
+    for own in config.features.values():
+        own.check_sendable("objects can't be recorded with record_steps")
     header = Header(FORM, __version__, msgspec.to_builtins(config), facts, sizes)
     return Recorder(Path(path).expanduser(), config.device.record_steps_limit, header, PlanCodec(payload_types()))
 
@@ -246,39 +229,6 @@ def _encoder_sized(
 def _depth(config: EngineConfig, facts: WorkerFacts) -> int:
     """Steps launched ahead of the oldest unread one."""
     return facts.default_depth if config.scheduler.depth is None else config.scheduler.depth
-
-
-def _decoder_tasks(config: EngineConfig, files: ModelFiles, features: list[str]) -> list[str]:
-    """What a decoder is there for: text and vectors, or only vectors."""
-    asked, embeds = config.model.runner, config.model.convert == "embed"
-    bare = _architecture(files).endswith("Model")
-    if asked == "generate" and (bare or embeds):
-        why = (
-            "--convert embed turns it into an embedding model"
-            if embeds
-            else f"{files.name} has no head that could generate text"
-        )
-        raise ConfigError(f"--runner generate: {why}. Leave it out.")
-    only_vectors = asked == "pooling" or (asked == "auto" and (embeds or bare or is_sentence_transformer(files)))
-    vectors = ["embed", "token_embed"] if POOLING in features else []
-    if only_vectors and not vectors:
-        raise ConfigError(f"--runner pooling: this build of Octavo lacks the feature {POOLING}.")
-    return vectors if only_vectors else ["generate", *vectors]
-
-
-def _check_processors(config: EngineConfig, files: ModelFiles, features: list[str], *, generates: bool) -> None:
-    given = config.model.logits_processors
-    if given and not generates:
-        raise ConfigError(f"--logits-processors {given[0]}: {files.name} computes embeddings, not text. Leave it out.")
-    if given and PROCESSORS not in features:
-        raise ConfigError(f"--logits-processors {given[0]}: this build of Octavo lacks the feature {PROCESSORS}.")
-
-
-def _check_embeds(config: EngineConfig, files: ModelFiles, features: list[str], *, generates: bool) -> None:
-    if config.model.enable_prompt_embeds and not generates:
-        raise ConfigError(f"--enable-prompt-embeds: {files.name} takes texts to compute embeddings. Leave it out.")
-    if config.model.enable_prompt_embeds and PROMPT_EMBEDS not in features:
-        raise ConfigError(f"--enable-prompt-embeds: this build of Octavo lacks the feature {PROMPT_EMBEDS}.")
 
 
 def _architecture(files: ModelFiles) -> str:

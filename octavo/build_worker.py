@@ -10,7 +10,6 @@ from functools import partial
 
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.core.structured import StructuredDefaults
 from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
 from octavo.engine.executor import WorkerBuild
 from octavo.engine.multiproc import RankBuild, RankProcess
@@ -18,8 +17,8 @@ from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.features import FeatureContext, build_worker_halves, payload_types
 from octavo.hub.files import ModelFiles
-from octavo.hub.pooler import dense_layers
 from octavo.hub.resolve import eos_token_ids
+from octavo.hub.sentence_transformers import is_sentence_transformer
 from octavo.models.encoders.registry import is_encoder
 from octavo.models.overrides import blamed
 from octavo.text.sources import tokenizer_files
@@ -48,12 +47,8 @@ def build_local(config: EngineConfig, files: ModelFiles) -> DecoderBuild | Encod
 
 def begin_rank(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, FeatureContext]:
     """Begin a worker in a process of its own."""
-    odd = next((one for one in config.model.logits_processors if not isinstance(one, str)), None)
-    if odd is not None:
-        raise ConfigError(
-            f"logits_processors={odd!r}: with distributed_executor_backend='mp' the model runs in a process of its "
-            "own, so name it as 'module:Class'."
-        )
+    for own in config.features.values():
+        own.check_sendable("with distributed_executor_backend='mp' the model runs in a process of its own")
     rank = RankProcess("octavo.rank_main", (config, files, logging.getLogger().getEffectiveLevel()))
     try:
         build = RankBuild(rank, PlanCodec(payload_types()))
@@ -70,15 +65,35 @@ def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts)
         vocab_size=facts.vocab_size,
         eos_token_ids=tuple(eos_token_ids(files)),
         load_tokenizer=lambda: load_tokenizer(tokenizer_files(config.model, files)),
+        generates=not is_encoder(files.config) and generates_text(config, files),
         whole_prompts=is_encoder(files.config),
         device=facts.torch_device,
         model=str(files.path),
+        files=files,
+        hidden_size=facts.hidden_size,
+        num_labels=facts.num_labels,
+        summary=facts.summary,
         max_num_seqs=num_seqs,
-        dense=dense_layers(files, facts.hidden_size),
-        structured_outputs=StructuredDefaults.of(config.model.structured_outputs_config),
-        logits_processors=config.model.logits_processors,
-        prompt_embeds=config.model.enable_prompt_embeds,
+        settings=config.features,
     )
+
+
+def generates_text(config: EngineConfig, files: ModelFiles) -> bool:
+    """Whether a decoder makes text as well as vectors, or vectors only.
+
+    Raises:
+        ConfigError: text is asked for, and the model has no head for it.
+    """
+    asked, embeds = config.model.runner, config.model.convert == "embed"
+    bare = str((files.config.get("architectures") or ["unknown"])[0]).endswith("Model")
+    if asked == "generate" and (bare or embeds):
+        why = (
+            "--convert embed turns it into an embedding model"
+            if embeds
+            else f"{files.name} has no head that could generate text"
+        )
+        raise ConfigError(f"--runner generate: {why}. Leave it out.")
+    return not (asked == "pooling" or (asked == "auto" and (embeds or bare or is_sentence_transformer(files))))
 
 
 def _facts(worker: Worker | EncoderWorker) -> WorkerFacts:
@@ -95,7 +110,7 @@ def _facts(worker: Worker | EncoderWorker) -> WorkerFacts:
         hidden_size=spec.hidden_size,
         max_position=spec.max_position,
         num_labels=getattr(spec, "num_labels", 0),
-        pooling=getattr(spec, "pooling", ""),
+        summary=getattr(spec, "summary", "last"),
     )
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from octavo.core import quantities
 from octavo.core.errors import ConfigError
 from octavo.core.keywords import near
 from octavo.core.params import LogprobsMode, SamplingParams
-from octavo.core.structured import StructuredDefaults
+from octavo.features import FeatureSettings, settings_types
 from octavo.foreign import check_keyword
 
 DEFAULT_MODEL = "smollm2"
@@ -73,8 +75,6 @@ class ModelConfig:
         max_model_len: None takes the model's, reduced to what the KV cache holds.
         runner: "generate" text, or only compute embeddings ("pooling"); "auto" goes by the checkpoint.
         convert: what a pooling runner makes of the model: "embed" for embeddings; "auto" goes by the checkpoint.
-        pooler_config: how embeddings are pooled, overriding the checkpoint: `pooling_type` (MEAN, CLS, LAST),
-            `normalize`, `is_matryoshka`, `matryoshka_dimensions`, and the `task` of /pooling.
         max_logprobs: the largest `logprobs` that a request may ask for; -1 for no limit.
         logprobs_mode: what `logprobs` tell: of the model's own logits ("raw") or of those that a token is drawn from
             ("processed": after penalties, bans, temperature and filters); log-probabilities or the logits themselves.
@@ -82,11 +82,6 @@ class ModelConfig:
         generation_config: where sampling defaults come from: "auto" for the model's generation_config.json, a folder
             with another one, or "none" (also "vllm") for the defaults of `SamplingParams`.
         override_generation_config: individual defaults that replace those, such as {"temperature": 0.5}.
-        structured_outputs_config: what holds for the JSON of every structured output: `disable_any_whitespace`,
-            `disable_additional_properties`.
-        logits_processors: code that changes logits before sampling, each "module:Class"; if the engine runs in the
-            caller's process, also classes, instances and functions.
-        enable_prompt_embeds: prompts may hold embeddings in place of tokens.
         enable_sleep_mode: requests may make the engine release the memory of KV cache and weights for a while.
     """
 
@@ -107,20 +102,13 @@ class ModelConfig:
     max_model_len: int | None = None
     runner: Literal["auto", "generate", "pooling"] = "auto"
     convert: Literal["auto", "none", "embed"] = "auto"
-    pooler_config: dict[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
     logprobs_mode: LogprobsMode = "raw_logprobs"
     stream_interval: int = 1
     seed: int = 0
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] = field(default_factory=dict)
-    structured_outputs_config: dict[str, Any] = field(default_factory=dict)
-    logits_processors: tuple[Any, ...] = ()
-    enable_prompt_embeds: bool = False
     enable_sleep_mode: bool = False
-
-    def __post_init__(self) -> None:
-        StructuredDefaults.of(self.structured_outputs_config)
 
     @property
     def config_overrides(self) -> dict[str, Any]:
@@ -213,12 +201,19 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that `build.py` needs to make an engine core."""
+    """All that `build.py` needs to make an engine core.
+
+    Attributes:
+        features: feature name -> its own settings, for the features that have some.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    features: dict[str, FeatureSettings] = field(
+        default_factory=lambda: {name: kind() for name, kind in settings_types().items()}
+    )
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
@@ -230,8 +225,9 @@ class EngineConfig:
             TypeError: there is no such setting; the text suggests similar names.
             ConfigError: a value that the setting can't have.
         """
-        sections = {section.name: section.default_factory for section in fields(cls)}
-        home = {f.name: name for name, made in sections.items() for f in fields(made)}  # type: ignore[arg-type]
+        floors = {section.name: section.default_factory for section in fields(cls) if section.name != "features"}
+        sections: dict[str, Any] = floors | settings_types()
+        home = {f.name: name for name, made in sections.items() for f in fields(made)}
         chosen: dict[str, dict[str, Any]] = {name: {} for name in sections}
         for given, value in settings.items():
             name = _FLAG_NAMES.get(given, given)
@@ -245,7 +241,21 @@ class EngineConfig:
                 continue  # the default
             _check(kind, name, given, value)
             chosen[home[name]][name] = tuple(value) if isinstance(value, list) else value
-        return cls(**{name: made(**chosen[name]) for name, made in sections.items()})  # type: ignore[operator]
+        made = {name: section(**chosen[name]) for name, section in sections.items()}
+        return cls(**{name: made.pop(name) for name in floors}, features=made)
+
+    @classmethod
+    def restored(cls, plain: Mapping[str, Any]) -> EngineConfig:
+        """The settings that `msgspec.to_builtins` made plain.
+
+        Raises:
+            msgspec.ValidationError: they are not of this version.
+        """
+        own = plain.get("features", {})
+        features = {name: msgspec.convert(own.get(name, {}), kind) for name, kind in settings_types().items()}
+        kinds = get_type_hints(cls)
+        floors = {name: msgspec.convert(plain[name], kinds[name]) for name in plain if name != "features"}
+        return cls(**floors, features=features)
 
     @property
     def needs_weights(self) -> bool:

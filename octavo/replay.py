@@ -80,7 +80,7 @@ def replay(path: Path, *, model: str | None = None, announce: Callable[[str], No
 
 def _settings(header: Header, model: str | None) -> EngineConfig:
     try:
-        config = msgspec.convert(header.config, EngineConfig)
+        config = EngineConfig.restored(header.config)
     except msgspec.ValidationError as exc:
         raise ConfigError(f"the record's settings, by Octavo {header.version}, can't be used here: {exc}.") from exc
     device = dataclasses.replace(config.device, record_steps=None, profiler_config={})

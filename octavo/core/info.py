@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.pooling import PoolerInfo
-
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The served model and the room it has. Sizes in bytes, lengths in tokens.
@@ -32,11 +30,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         stream_interval: the fewest tokens of a choice that are streamed together, but for its first and its last.
         scheduling_policy: who goes first, by its name; empty where that is not known.
         tasks: what requests may ask for: "generate", "embed", "token_embed", "classify".
-        pooler: how vectors are made; None if they are not.
         pid: of the engine's process.
         profile_dir: where profiles are written; empty if none can be made.
         hidden_size: numbers in the embedding of one token.
         features: names of the optional features that are there; options of others are refused.
+        feature_info: feature name -> what it tells its parts in front ends, encoded.
     """
 
     name: str
@@ -66,7 +64,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     features: list[str] = msgspec.field(default_factory=list)
     tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
-    pooler: PoolerInfo | None = None
+    feature_info: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
     pid: int = 0
     profile_dir: str = ""
     kv_groups: int = 1

@@ -84,8 +84,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
         refused: the field at fault, when the error is the request's own and nothing was generated because of it.
         times: set with `finish`, and so far as they are known with the first token.
         num_preemptions: set with `finish`.
-        found: feature name -> what that feature made of a request that ends with its prompt; set with `finish`.
-        logprob: of all tokens of a beam, set with `finish`.
+        found: feature name -> what that feature sends to its text half; set with `finish`.
     """
 
     id: str
@@ -102,7 +101,6 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     refused: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     found: dict[str, bytes] | None = None
-    logprob: float | None = None
 
 
 @dataclass(slots=True)
@@ -119,7 +117,7 @@ class CompletionOutput:
     """One choice: the whole so far (CUMULATIVE, FINAL_ONLY) or what is new (DELTA).
 
     Attributes:
-        cumulative_logprob: of all its tokens, if `logprobs` were asked for, and of beams.
+        cumulative_logprob: of all its tokens, if `logprobs` were asked for, or if a feature knows it.
         stop_reason: the stop string or stop token that ended it, or, for an error, what went wrong.
     """
 

@@ -15,28 +15,11 @@ from octavo.core.keywords import Suggesting, kind_in_words
 from octavo.core.structured import StructuredOutputsParams
 
 _EPS = 1e-5
-PROCESSORS = "logits_processors"
-"""The feature that reads `SamplingParams.extra_args`, and the name of its option."""
 MAX_BAD_WORDS = 1024
-MAX_BEAMS = 64
 MAX_LOGPROB_TOKENS = 128
 """Most entries of `logprob_token_ids`."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 """What `logprobs` are: of the model's own logits or of what the token is drawn from, normalized or not."""
-_NOT_WITH_BEAMS = (
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "repetition_detection",
-    "structured_outputs",
-    "thinking_token_budget",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +47,12 @@ RANGES = {
     "min_tokens": Range(0),
     "logprobs": Range(-1),
     "prompt_logprobs": Range(-1),
-    "thinking_token_budget": Range(-1),
-    "beam_width": Range(1, MAX_BEAMS),
     "length_penalty": Range(-32, 32),
     "stream_interval": Range(1),
 }
 """Field of `SamplingParams` -> what it may be. Penalties end where their powers and products would leave the floats."""
+FEATURE_PARAMS = ("beam_width", "structured_outputs", "thinking_token_budget", "extra_args", "feature_args")
+"""Fields of `SamplingParams` that only features read; None by default. They travel in the features' options."""
 MAX_PATTERN = 1024
 """Longest pattern that `RepetitionDetection` looks for."""
 # Fields that others have and that are refused here -> what to do instead.
@@ -174,6 +157,7 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
         length_penalty: in [-32, 32]; beams are compared by log-probability / length ** length_penalty.
         structured_outputs: the form that the output must have.
         extra_args: JSON values for the engine's logits processors (`vllm_xargs` over HTTP).
+        feature_args: feature name -> its arguments, for features without a field of their own here.
         thinking_token_budget: tokens of reasoning after which its end mark is written for the model; None or -1 for no
             limit. No effect, but a warning, for models that do not mark their reasoning.
         skip_reading_prefix_cache: compute the whole prompt, whatever the KV cache holds of it.
@@ -215,6 +199,7 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     extra_args: dict[str, Any] | None = None
+    feature_args: dict[str, Any] | None = None
     spaces_between_special_tokens: bool = True
     stream_interval: int | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -238,9 +223,7 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
         for name, remedy in _NOT_HERE.items():
             if value := getattr(self, name):
                 raise UnsupportedError(f"{name} is not supported; {remedy}.", param=name, value=value)
-        if self.beam_width is not None:
-            self._check_beams(self.beam_width)
-        elif self.greedy and self.n > 1:
+        if self.greedy and self.n > 1 and self.beam_width is None:
             raise InvalidRequestError(
                 f"n must be 1 when using greedy sampling, got {self.n}. Set a temperature above 0 to have choices that "
                 "differ.",
@@ -320,7 +303,7 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
                 f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}.",
             )
         self._check_range("min_tokens", f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.")
-        for name in ("logprobs", "prompt_logprobs", "thinking_token_budget"):
+        for name in ("logprobs", "prompt_logprobs"):
             self._check_range(name, f"{name} must be non-negative or -1, got {getattr(self, name)}.")
         self._check_range("stream_interval", f"stream_interval must be at least 1, got {self.stream_interval}.")
 
@@ -355,19 +338,6 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
         )
         allowed = self.allowed_token_ids
         _require(allowed is None or len(allowed) > 0, "allowed_token_ids", allowed, "allowed_token_ids is empty.")
-
-    def _check_beams(self, width: int) -> None:
-        self._check_range("beam_width", f"beam_width must be in [1, {MAX_BEAMS}], got {width}.")
-        _require(self.n <= width, "n", self.n, f"n must be at most beam_width={width}, got {self.n}.")
-        self._check_range("length_penalty", f"length_penalty must be in [-32, 32], got {self.length_penalty}.")
-        odd = [name for name in _NOT_WITH_BEAMS if getattr(self, name) not in (None, [], {}, 0, 0.0)]
-        odd += ["repetition_penalty"] if self.repetition_penalty != 1 else []
-        if odd:
-            raise InvalidRequestError(
-                f"{odd[0]} can't be combined with beam search; leave one of them out.",
-                param=odd[0],
-                value=getattr(self, odd[0]),
-            )
 
     def _check_stops(self) -> None:
         stops = self.stop_strings

@@ -24,7 +24,7 @@ class NewRow(msgspec.Struct, frozen=True):
         blocks: its block table for each group of layers, with room for what this step computes; -1 where a group keeps
             no block.
         options: the features' own options, as in `GenerateRequest`.
-        beam: it is one of a beam search's.
+        raw_logprobs: report log-probabilities of the raw logits, whatever the engine's `logprobs_mode`.
     """
 
     slot: int
@@ -36,7 +36,7 @@ class NewRow(msgspec.Struct, frozen=True):
     num_computed: int
     blocks: list[list[int]]
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
-    beam: bool = False
+    raw_logprobs: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True):

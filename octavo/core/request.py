@@ -13,7 +13,10 @@ from octavo.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.cache.cache import BlockTable
+    from octavo.schedule.siblings import Siblings
 
+PLACEHOLDER = -1
+"""Among token ids: something other than a token stands here. It never counts as a repetition."""
 BACKGROUND = 1 << 30
 """Requests of this `priority` or a higher one run, under every policy, in the room that the others leave."""
 
@@ -33,9 +36,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     Attributes:
         id: unique; not to be used again while anything of the earlier request may still be on its way.
-        tokens: the prompt's token ids, at least one; `PLACEHOLDER` where an embedding stands in place of a token.
-        keys: what tells the prompt's tokens from others in the KV cache, if that is not their ids alone: the digest of
-            an embedding in the place of its placeholder.
+        tokens: the prompt's token ids, at least one; `PLACEHOLDER` where something else stands in place of a token.
+        keys: what tells the prompt's tokens from others in the KV cache, if that is not their ids alone: a digest in
+            the place of each placeholder.
         params: how to sample; `params.max_tokens` is resolved (not None) by the time it gets here.
         namespace: requests share KV cache only within one namespace (a tenant's salt).
         priority: lower runs earlier, under the priority policy; from `BACKGROUND` on, under all.
@@ -77,8 +80,8 @@ class Request:
     """Tokens that end it: the model's end-of-sequence ones, unless ignored, and its own."""
     seed: int
     table: BlockTable
-    leader: Request | None = None
-    """The sibling (choice 0) whose prompt blocks this one shares."""
+    siblings: Siblings
+    """All sequences of the request, this one among them."""
     num_computed: int = 0
     """Positions whose KV is written once every launched step has run."""
     pending: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from octavo.core.cache_groups import FULL, CacheGroup
@@ -21,7 +23,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: columns of the logits.
         hidden_size: numbers in the embedding of one token.
         max_position: the model's longest context.
-        num_labels, pooling: an encoder's classes, and how it makes vectors by itself.
+        num_labels: an encoder's classes.
+        summary: whose hidden state stands for a whole prompt, unless the checkpoint says so.
     """
 
     device: str
@@ -35,7 +38,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     max_position: int
     num_labels: int = 0
-    pooling: str = ""
+    summary: Literal["mean", "cls", "last"] = "last"
 
 
 class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,93 +1,138 @@
 """The table of features: optional capabilities, each a folder here.
 
-A feature's halves are modules of its folder, each of which may be missing:
+A feature's parts are modules of its folder. Each is loaded only where it is needed, and each may be missing:
 
 - `engine.py` has `build_engine(context) -> EngineHook | None`. It needs no torch.
 - `worker.py` has `build_worker(context) -> WorkerHook | None`, which may be called in another process, with a context
   of the same settings.
 - `payload.py` has `NAME`, by which requests' options and plans call the feature, and `PAYLOAD`, the msgspec type of
   what the engine half sends to the worker half with a step. It needs no torch.
+- `text.py` has `Text`, a `TextHook`: the half in front ends. It needs no torch.
+- `settings.py` has `Settings`, a dataclass derived from `FeatureSettings`; `flags.py` has `FLAGS`, their flags.
+- `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: routes of its own.
+- `offline.py` and `online.py` have `Methods`, which `LLM` and `AsyncLLM` get.
 
-A folder that is not there leaves the engine without that feature and otherwise whole; a request that asks for it is
-then refused by name (`ModelInfo.features`).
+A folder that is missing leaves the engine without that feature and otherwise whole. A request that asks for it is
+refused by name (`ModelInfo.features`).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-from octavo.core.pooling import DenseLayer
-from octavo.core.structured import NO_DEFAULTS, StructuredDefaults
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
+    from octavo.hub.files import ModelFiles
     from octavo.schedule.hooks import EngineHook
     from octavo.text.tokenizers.tokenizer import Tokenizer
     from octavo.worker.hooks import WorkerHook
 
-FEATURES = ("grammar", "logits_processors", "pooling", "prompt_embeds", "thinking")
+FEATURES = ("beams", "grammar", "logits_processors", "pooling", "prompt_embeds", "thinking")
+
+S = TypeVar("S", bound="FeatureSettings")
+
+
+class FeatureSettings:
+    """Base of the settings that a feature declares: a frozen dataclass, each field with a default.
+
+    The fields are keywords of `LLM`, so their names must be unique among all settings.
+    """
+
+    def check_sendable(self, why: str) -> None:
+        """Raise ConfigError, which says `why`, if a value cannot be written to a file or sent to another process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class FeatureContext:
-    """What a feature may know of the engine that it becomes part of: settings, and facts about model and device.
+    """What a feature may know of the engine that it becomes part of.
 
     Attributes:
         vocab_size: columns of the logits.
         eos_token_ids: tokens that end a sequence.
-        load_tokenizer: the model's tokenizer; called only when it is needed, from any thread.
-        whole_prompts: each prompt is computed in one step, all of it at once.
-        device: where the logits are, in torch's words.
-        model: the model's folder or file.
-        max_num_seqs: the most rows of logits there are at once.
-        dense: layers that pooled vectors go through.
-        structured_outputs: what holds for every structured output.
-        logits_processors: what the setting of that name holds: names, and in-process classes, instances and functions.
-        prompt_embeds: prompts may hold embeddings.
+        load_tokenizer: returns the model's tokenizer; callable from any thread, expensive the first time.
+        generates: the engine makes text; False if it only makes vectors.
+        whole_prompts: each prompt is computed in one step.
+        device: where the logits are, as torch names it.
+        model: path of the model's folder or file.
+        files: the model's files; None in tests that have none.
+        hidden_size: elements of a hidden state.
+        num_labels: outputs of the model's classification head; 0 without one.
+        summary: whose hidden state stands for a whole prompt, unless the checkpoint says so.
+        max_num_seqs: upper bound on the rows of logits in one step.
+        settings: feature name -> its settings, for the features that declare some.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     load_tokenizer: Callable[[], Tokenizer]
+    generates: bool = True
     whole_prompts: bool = False
     device: str = "cpu"
     model: str = ""
+    files: ModelFiles | None = None
+    hidden_size: int = 0
+    num_labels: int = 0
+    summary: Literal["mean", "cls", "last"] = "last"
     max_num_seqs: int = 0
-    dense: tuple[DenseLayer, ...] = ()
-    structured_outputs: StructuredDefaults = NO_DEFAULTS
-    logits_processors: tuple[Any, ...] = ()
-    prompt_embeds: bool = False
+    settings: Mapping[str, FeatureSettings] = field(default_factory=dict)
+
+    @property
+    def model_name(self) -> str:
+        """The model as the user named it, for errors."""
+        return self.files.name if self.files else self.model
+
+    def settings_of(self, kind: type[S]) -> S:
+        """The settings of this class; the defaults if none were given."""
+        return next((one for one in self.settings.values() if isinstance(one, kind)), None) or kind()
 
 
 def build_engine_halves(context: FeatureContext) -> list[EngineHook]:
-    """Return the engine halves of all features that are there and have something to do."""
-    built = (module.build_engine(context) for module in _modules("engine"))
+    """Return the engine halves of all features that are there and have something to do.
+
+    Raises:
+        ConfigError: a feature's settings don't go together with the model.
+    """
+    built = (module.build_engine(context) for _, module in parts("engine"))
     return [hook for hook in built if hook is not None]
 
 
 def build_worker_halves(context: FeatureContext) -> list[WorkerHook]:
     """Return the worker halves likewise."""
-    built = (module.build_worker(context) for module in _modules("worker"))
+    built = (module.build_worker(context) for _, module in parts("worker"))
     return [hook for hook in built if hook is not None]
 
 
 def payload_types() -> dict[str, Any]:
     """Return the payload's type of each feature that sends one, by the feature's name."""
-    return {module.NAME: module.PAYLOAD for module in _modules("payload")}
+    return {module.NAME: module.PAYLOAD for _, module in parts("payload") if hasattr(module, "PAYLOAD")}
 
 
-def _modules(part: str) -> Iterator[ModuleType]:
-    """Yield this module of every feature that has it."""
-    for feature in FEATURES:
-        folder = f"{__name__}.{feature}"
-        module = f"{folder}.{part}"
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as exc:
-            if exc.name not in (folder, module):
-                raise
-        else:
-            yield found
+def part(name: str, module: str = "") -> ModuleType | None:
+    """A module of a feature's folder, or its package; None if the folder or the module is missing."""
+    path = ".".join(filter(None, (__name__, name, module)))
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as exc:
+        if exc.name not in (f"{__name__}.{name}", path):
+            raise
+        return None
+
+
+def parts(module: str) -> Iterator[tuple[str, ModuleType]]:
+    """The features that have this module, with it."""
+    for name in FEATURES:
+        if (found := part(name, module)) is not None:
+            yield name, found
+
+
+def settings_types() -> dict[str, type[FeatureSettings]]:
+    """Feature name -> the class of its settings, for the features that declare some."""
+    return {name: module.Settings for name, module in parts("settings")}
+
+
+def methods(module: str) -> type:
+    """A class of all methods that features add to one of the Python API's classes: `Methods` in this module."""
+    return type("FeatureMethods", tuple(found.Methods for _, found in parts(module)), {})

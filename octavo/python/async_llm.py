@@ -9,17 +9,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from octavo.config import EngineConfig
-from octavo.core.errors import ConfigError, EngineDeadError
+from octavo.core.errors import EngineDeadError
 from octavo.core.info import ModelInfo
 from octavo.core.log import LogSettings
 from octavo.core.output import RequestOutput
 from octavo.core.params import SamplingParams
 from octavo.core.pausing import AWAKE, PauseMode, pause_mode, sleep_level, wake_tags
-from octavo.core.pooling import PoolingOutput, PoolingRequestOutput, Task
 from octavo.core.stats import EngineStats
 from octavo.engine.client import CoreClient
 from octavo.engine.phases import OnPhase
 from octavo.engine.process import CoreProcess
+from octavo.features import methods
 from octavo.hub.progress import Progress, silent
 from octavo.python.async_worker import AsyncWorkerMethods
 from octavo.python.inputs import no_running_reset, refuse, tokenization
@@ -29,13 +29,20 @@ from octavo.text.frontend import Frontend
 from octavo.text.prompts.prompt import Prompt
 from octavo.text.recipe import FrontendRecipe
 from octavo.text.sources import model_files
-from octavo.text.vectors.pooling import pool
 
 if TYPE_CHECKING:
+    from octavo.features.pooling import online as pooling
     from octavo.python.engine_args import EngineArgs
 
+if TYPE_CHECKING:
 
-class AsyncLLM(AsyncWorkerMethods):
+    class FeatureMethods(pooling.Methods):
+        """Methods that features add to `AsyncLLM`."""
+else:
+    FeatureMethods = methods("online")
+
+
+class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
     """Made by `start`; close it, or use it as `async with await AsyncLLM.start("smollm2") as llm`. No torch in here."""
 
     def __init__(self, client: CoreClient | None, frontend: Frontend | None, settings: dict[str, Any] | None = None):
@@ -93,12 +100,8 @@ class AsyncLLM(AsyncWorkerMethods):
             config = model
         else:
             config = EngineConfig.of(model=model, **settings) if model else EngineConfig.of(**settings)
-        odd = next((one for one in config.model.logits_processors if not isinstance(one, str)), None)
-        if odd is not None:
-            raise ConfigError(
-                f"logits_processors={odd!r}: the engine runs in a process of its own, so name it as 'module:Class'; "
-                "only LLM takes Python objects."
-            )
+        for own in config.features.values():
+            own.check_sendable("the engine runs in a process of its own")
         files = await asyncio.to_thread(model_files, config.model, weights=config.needs_weights, progress=progress)
         recipe = FrontendRecipe(
             files,
@@ -183,32 +186,6 @@ class AsyncLLM(AsyncWorkerMethods):
         async with aclosing(cast("AsyncGenerator[RequestOutput]", self.frontend.generate(request, text))) as outputs:
             async for output in outputs:
                 yield output
-
-    async def encode(
-        self,
-        prompt: Prompt,
-        *,
-        pooling_task: Task = "embed",
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> PoolingRequestOutput:
-        """What the task makes of a prompt, in `outputs.data`: one vector, or for "token_embed" a vector of each token.
-
-        Cancelling it aborts the request. `options` are those of `PoolingPreparer.prepare`.
-
-        Raises:
-            InvalidRequestError: the prompt can't be served, or the model makes no such thing.
-            EngineDeadError: the engine has stopped.
-        """
-        await self._started()
-        pooling = self.frontend.pooling
-        params = pooling.params(pooling_task, dimensions=dimensions, normalize=normalize)
-        request = pooling.prepare(prompt, params, request_id=request_id, **{"param": "prompt", **options})
-        found = await pool(self._client, request)
-        data = found.pooled.rows() if pooling_task == "token_embed" else found.pooled.values()
-        return PoolingRequestOutput(request.id, PoolingOutput(data), request.tokens, found.num_cached_tokens)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their generators yield what was generated, with the finish reason "abort"."""

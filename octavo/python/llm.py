@@ -7,13 +7,13 @@ from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from octavo.core.beams import BeamSearchOutput, BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput
-from octavo.core.params import OutputKind, SamplingParams
+from octavo.core.params import SamplingParams
 from octavo.core.pausing import pause_mode, sleep_level, wake_tags
 from octavo.core.stats import EngineStats
+from octavo.features import methods
 from octavo.hub.progress import Progress, silent
 from octavo.python.inputs import (
     Messages,
@@ -31,24 +31,31 @@ from octavo.python.inputs import (
 from octavo.python.local import LocalEngine
 from octavo.python.loop import SharedLoop
 from octavo.python.metrics import Metric, metrics_of
-from octavo.python.pooling import PoolingDriver, PoolingMethods
 from octavo.python.progress import UseTqdm, open_progress
 from octavo.python.tokenizer import ScriptTokenizer
 from octavo.python.worker import WorkerMethods
 from octavo.text.chat.content_format import ContentFormat
 from octavo.text.chat.template import chat_template_of
 from octavo.text.detokenize.assembler import RequestAssembler
-from octavo.text.detokenize.beams import beams_of
-from octavo.text.prompts.embed_parts import taken
+from octavo.text.prompts.message_parts import taken
 from octavo.text.prompts.prepare import not_generating
 from octavo.text.prompts.prompt import Prompt
 from octavo.text.tokenizers.no_tokenizer import needs_tokenizer
 
 if TYPE_CHECKING:
+    from octavo.features.beams import offline as beams
+    from octavo.features.pooling import offline as pooling
     from octavo.python.engine_args import EngineArgs
 
+if TYPE_CHECKING:
 
-class LLM(PoolingMethods, WorkerMethods):
+    class FeatureMethods(beams.Methods, pooling.Methods):
+        """Methods that features add to `LLM`."""
+else:
+    FeatureMethods = methods("offline")
+
+
+class LLM(FeatureMethods, WorkerMethods):
     """A model that is loaded and ready.
 
     Example:
@@ -81,7 +88,6 @@ class LLM(PoolingMethods, WorkerMethods):
         if settings.get("scheduling_policy") is None and settings.get("policy") is None:
             settings["policy"] = "longest-first"
         self._engine = LocalEngine(model, chat_template=chat_template, progress=progress, **settings)
-        self._pooling = PoolingDriver(self._engine.tokenizer, self._engine.info)
         self._queue: list[RequestAssembler] = []
 
     @classmethod
@@ -225,37 +231,14 @@ class LLM(PoolingMethods, WorkerMethods):
             raise self._no_template()
         prompts: list[Prompt] = []
         for conversation in conversations(messages):
-            plain, embeds = taken(conversation)
+            plain, parts = taken(conversation)
             text = template.render(plain, **options)
-            if embeds is not None:
-                prompts.append(embeds.prompt(text))
+            if parts is not None:
+                prompts.append(parts.prompt(text))
                 continue
             tokens = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
         return prompts
-
-    def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
-        lora_request: Any = None,
-        use_tqdm: UseTqdm = False,
-        concurrency_limit: int | None = None,
-    ) -> list[BeamSearchOutput]:
-        """The most likely continuations of each prompt, the best first.
-
-        Args:
-            concurrency_limit: search for so many prompts at a time; None leaves it to the scheduler.
-        """
-        refuse(lora_request=lora_request)
-        if concurrency_limit is not None and concurrency_limit < 1:
-            raise InvalidRequestError(
-                "concurrency_limit must be at least 1, or None.", param="concurrency_limit", value=concurrency_limit
-            )
-        sampling = params.sampling().replace(output_kind=OutputKind.FINAL_ONLY)
-        assemblers = [self._engine.open(prompt, sampling) for prompt in as_list(prompts)]
-        found = self._complete(assemblers, use_tqdm, at_once=concurrency_limit)
-        return [beams_of(output, params, self._engine.tokenizer) for output in found]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt piece by piece, as `sampling_params.output_kind` says. Closing the iterator aborts."""

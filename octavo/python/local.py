@@ -69,7 +69,7 @@ class LocalEngine:
         """
         name = request_id or f"llm-{next(self._ids)}"
         prepared = self._preparer.prepare(prompt, params, request_id=name, fit=True, **options)
-        return RequestAssembler(prepared.request, self.tokenizer, prepared.prompt_text)
+        return RequestAssembler(prepared.request, self.tokenizer, prepared.prompt_text, self._preparer.hooks)
 
     def default_params(self) -> SamplingParams:
         """What the model's authors recommend."""

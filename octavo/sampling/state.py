@@ -60,8 +60,8 @@ class PreparedParams:
 
     @classmethod
     def of(cls, row: NewRow, vocab_size: int, logprobs_mode: LogprobsMode) -> PreparedParams:
-        """A request's, as the worker is told of it. Beams are compared by raw log-probabilities in every mode."""
-        mode: LogprobsMode = "raw_logprobs" if row.beam else logprobs_mode
+        """The parameters of a request that takes a slot."""
+        mode: LogprobsMode = "raw_logprobs" if row.raw_logprobs else logprobs_mode
         return cls.make(row.params, row.seed, row.stop_ids, vocab_size, mode)
 
     @classmethod

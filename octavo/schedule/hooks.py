@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from octavo.core.errors import InvalidRequestError, internal_error
+from octavo.core.output import FinishReason, TokenLogprobs
+from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
-from octavo.core.request import Request
+from octavo.core.request import GenerateRequest, Request
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a sequence in lockstep ends: with these tokens, and with data for the feature's text half."""
+
+    tokens: list[int]
+    reason: FinishReason
+    found: dict[str, bytes] | None = None
+
+
+class Lockstep(ABC):
+    """How the sequences of one request take their steps together; see `schedule/siblings.py`.
+
+    Attributes:
+        width: how many sequences there are, at least the request's `n`.
+        param: the request's field that sets `width`, for errors.
+        params: how the worker samples each of them, set by `begin`; it asks for `logprobs`.
+    """
+
+    width: int
+    param: str
+    params: SamplingParams
+
+    @abstractmethod
+    def begin(self, max_tokens: int, stop_ids: frozenset[int]) -> None:
+        """The request was taken; no output will be longer than `max_tokens`."""
+
+    @abstractmethod
+    def step(self, outputs: Sequence[list[int]], found: Sequence[TokenLogprobs]) -> list[tuple[int, int]] | None:
+        """Return what the sequences become, as (sequence that is continued, next token); None at the end.
+
+        Args:
+            outputs: each sequence's tokens so far, without the prompt.
+            found: the most likely next tokens of each.
+        """
+
+    @abstractmethod
+    def endings(self) -> list[Ending]:
+        """At the end, how the sequences end; at least one. Those for which there is none take the last."""
 
 
 class EngineHook:
@@ -20,8 +66,19 @@ class EngineHook:
     opt_in: bool = False
     """Whether requests without options for it mean nothing to it: of their tokens it is not told, and of steps in which
     only requests without options compute single tokens it is neither asked nor told."""
+    tasks: tuple[str, ...] = ()
+    """What requests may ask for because of it; see `ModelInfo.tasks`."""
+    info: msgspec.Raw | None = None
+    """What its other parts may know of the model; see `ModelInfo.feature_info`."""
     admits_for_good: bool = False
     """Whether a request that computes single tokens is never held up by it: then it need not be asked each time."""
+
+    def lockstep(self, spec: GenerateRequest) -> Lockstep | None:
+        """Return how the request's sequences take their steps together; None if they are independent.
+
+        Called when the request arrives, and only if it has options for this feature.
+        """
+        return None
 
     def admit(self, request: Request, num_tokens: int) -> int:
         """How many of `num_tokens` the request may compute now; 0 lets it wait and others pass it.
@@ -46,8 +103,21 @@ class EngineHook:
         """These tokens were just appended. True ends the request: its output is complete."""
         return False
 
+    def result(self, request: Request) -> bytes | None:
+        """Return what goes to the feature's text half with the end of the request; see `TextHook.answer`.
+
+        Called only if the request has options for this feature.
+        """
+        return None
+
     def on_release(self, request: Request) -> None:
         """The request has ended; forget it. After a failure this may be said twice."""
+
+
+def lockstep_of(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> Lockstep | None:
+    """The lockstep that a feature wants for a new request; None if none does."""
+    wanted = (hook.lockstep(spec) for hook in hooks if hook.name in spec.options)
+    return next((one for one in wanted if one is not None), None) if spec.options else None
 
 
 def hooks_of(request: Request, hooks: Sequence[EngineHook]) -> tuple[EngineHook, ...]:
@@ -90,6 +160,18 @@ def committed(hooks: Sequence[EngineHook], request: Request, tokens: Sequence[in
             log.exception("the feature %r failed on a token of request %s, which ends here", hook.name, request.id)
             failed = internal_error(exc)
     return complete, failed
+
+
+def results(hooks: Sequence[EngineHook], request: Request) -> dict[str, bytes]:
+    """`result` of the features that the request has options for. A failure is logged and leaves that result out."""
+    found: dict[str, bytes] = {}
+    for hook in hooks:
+        try:
+            if hook.name in request.spec.options and (data := hook.result(request)) is not None:
+                found[hook.name] = data
+        except Exception:
+            log.exception("the feature %r failed to give the result of request %s", hook.name, request.id)
+    return found
 
 
 def released(hooks: Sequence[EngineHook], request: Request) -> None:

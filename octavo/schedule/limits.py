@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError, context_error
 from octavo.core.request import GenerateRequest
+from octavo.schedule.hooks import Lockstep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Limits:
     whole_prompts: bool = False
 
 
-def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits) -> int:
+def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits, lockstep: Lockstep | None = None) -> int:
     """The request's `max_tokens`, resolved; refused at the door if it could never be computed to the end.
 
     Raises:
@@ -54,16 +55,8 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits) ->
             value=spec.params.max_tokens,
         )
     need = cache.blocks_for(len(spec.tokens) + max_tokens + limits.num_drafts)
-    width = spec.params.beam_width or 1
-    if width > limits.max_num_seqs:
-        raise InvalidRequestError(
-            f"beam_width must be at most {limits.max_num_seqs}, the sequences that run at once (--max-num-seqs), got "
-            f"{width}.",
-            param="beam_width",
-            value=width,
-        )
-    if width > 1:  # the beams share the prompt's full blocks at least
-        need += (width - 1) * (cache.blocks_for(max_tokens) + 1)
+    if lockstep is not None:
+        need += _checked_width(lockstep, limits) * (cache.blocks_for(max_tokens) + 1)
     if need > cache.num_blocks:
         raise InvalidRequestError(
             f"{len(spec.tokens)} prompt tokens and max_tokens={max_tokens} need {need} KV blocks, but the whole "
@@ -73,6 +66,19 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits) ->
             value=max_tokens,
         )
     return max_tokens
+
+
+def _checked_width(lockstep: Lockstep, limits: Limits) -> int:
+    """How many sequences run beside the first; all share the prompt's full blocks at least."""
+    width = lockstep.width
+    if width > limits.max_num_seqs:
+        raise InvalidRequestError(
+            f"{lockstep.param} must be at most {limits.max_num_seqs}, the sequences that run at once (--max-num-seqs), "
+            f"got {width}.",
+            param=lockstep.param,
+            value=width,
+        )
+    return width - 1
 
 
 def _checked_prompt(spec: GenerateRequest, room: int, cache: KVCache, limits: Limits) -> int:

@@ -42,7 +42,6 @@ class Last:
     complete: bool = False
     refused: str | None = None
     found: dict[str, bytes] | None = None
-    logprob: float | None = None
 
 
 def last_news(request: Request, reason: FinishReason, eos: Collection[int], last: Last) -> TokenDelta:
@@ -63,5 +62,4 @@ def last_news(request: Request, reason: FinishReason, eos: Collection[int], last
         last.complete,
         last.refused,
         found=last.found,
-        logprob=last.logprob,
     )

@@ -19,6 +19,7 @@ from octavo.schedule.pace import Pace
 from octavo.schedule.policy import Policy, Rank
 from octavo.schedule.quarantine import Quarantine
 from octavo.schedule.roster import Roster
+from octavo.schedule.siblings import yielding
 from octavo.schedule.step import Admission, Step
 from octavo.schedule.victims import displaced_by, victim_of
 
@@ -53,7 +54,6 @@ class Planner:
         self._quarantine = quarantine
         self._counters = counters
         self._room = roster.room
-        self._beams = roster.beams
         self._paced = policy.spreads_prompts and limits.paced_tokens > 0
 
     def decide(self, *, in_flight: bool) -> Step:
@@ -67,7 +67,7 @@ class Planner:
             else:
                 self._make_way(step)
                 self._fill(step)
-                while not step.rows and not in_flight and self._yield_beam(step):
+                while not step.rows and not in_flight and self._yield_one(step):
                     step.starved = None
                     self._fill(step)
         finally:
@@ -101,7 +101,7 @@ class Planner:
         small: list[Request] = []
         large: list[Request] = []
         for request in self._roster.running:
-            if self._beams.hold(request):
+            if request.siblings.holds(request):
                 continue
             if request.finish is None and request.inflight < self._limits.max_ahead and not request.certain_to_finish:
                 (small if request.uncomputed <= 1 + request.num_drafts else large).append(request)
@@ -161,7 +161,7 @@ class Planner:
         self._roster.seat(request)
         if not self._add_row(step, request, num_tokens):
             raise AssertionError(f"no KV block for request {request.id}, although there was room")
-        step.add_new(request, shared, self._beams.params(request))
+        step.add_new(request, shared)
         self._counters.admission(request, shared)
         return Admission.DONE
 
@@ -193,8 +193,8 @@ class Planner:
         samples = num_tokens == request.uncomputed and request.max_tokens > 0
         drafts = request.num_drafts if samples else 0
         step.add_row(request, num_tokens, growth, samples=samples, drafts=drafts)
-        if self._beams.moved(request):
-            step.add_new(request, start, self._beams.params(request))
+        if request.siblings.take_moved(request):
+            step.add_new(request, start)
         request.num_computed = end
         request.inflight += 1
         if samples:
@@ -254,14 +254,17 @@ class Planner:
             for victim in victims:
                 self.preempt(victim)
 
-    def _yield_beam(self, step: Step) -> bool:
-        """Nothing runs because beams hold slots and blocks while they wait for one of theirs; whether one yielded."""
+    def _yield_one(self, step: Step) -> bool:
+        """Nothing runs because sequences in lockstep hold slots and blocks while they wait for one of theirs.
+
+        Returns whether one yielded.
+        """
         head = self._roster.waiting.peek()
         needy = (step.starved, self._policy.rank(head) if head else None)
         ranks = [rank for rank in needy if rank is not None]
         if not ranks:
             return False
-        victim = self._beams.yielding(self._roster.running, lambda r: self._policy.rank(r) > min(ranks))
+        victim = yielding(self._roster.running, lambda r: self._policy.rank(r) > min(ranks))
         if victim is not None:
             self.preempt(victim)
         return victim is not None

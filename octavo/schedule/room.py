@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 from octavo.cache.cache import KVCache
 from octavo.core.request import Request
-from octavo.schedule.beam import Beams
 
 
 class Room:
@@ -17,9 +16,8 @@ class Room:
         watermark: part of the cache that stays free when a request is admitted beside running ones, for their growth.
     """
 
-    def __init__(self, cache: KVCache, beams: Beams, *, share_prefixes: bool, watermark: float = 0.0) -> None:
+    def __init__(self, cache: KVCache, *, share_prefixes: bool, watermark: float = 0.0) -> None:
         self._cache = cache
-        self._beams = beams
         self._share_prefixes = share_prefixes
         self._reserve = int(watermark * cache.num_blocks)
 
@@ -28,9 +26,10 @@ class Room:
 
         `prompts` are the requests whose prompt the step in the making computes or finds; see `Step`.
         """
-        if self._beams.hold(request):
+        siblings = request.siblings
+        if siblings.holds(request):
             return False
-        leader = self._beams.leader_of(request)
+        leader = siblings.leader_of(request)
         if leader is not None and leader.finish is None and not request.num_preemptions:
             if leader.slot < 0 or leader.num_computed < leader.num_prompt or leader in prompts:
                 return False
@@ -52,8 +51,8 @@ class Room:
         known = len(request.tokens) + min(request.max_tokens, 1)
         missing = cache.missing(request.table, request.num_computed, known)
         growth = min(num_running, cache.num_blocks // 50)
-        # Beams wait for each other: one that waited for those that run to end would wait forever.
-        reserve = self._reserve if num_running and not request.params.beam_width else 0
+        # Sequences in lockstep wait for each other: one that waited for the others to end would wait for ever.
+        reserve = self._reserve if num_running and request.siblings.lockstep is None else 0
         return missing + max(growth, reserve) - cache.num_free
 
     def register(self, request: Request) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from octavo.cache.cache import BlockTable, KVCache
 from octavo.core.output import FinishReason
 from octavo.core.request import Request
-from octavo.schedule.beam import Beams
 from octavo.schedule.hooks import EngineHook, released
 from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Policy
@@ -22,15 +21,13 @@ class Roster:
     Attributes:
         waiting: those without a slot, in the policy's order.
         running: those with a slot, in the order of rank.
-        beams: which of them are beams of one search.
         room: what of the KV cache is theirs.
     """
 
     def __init__(self, cache: KVCache, policy: Policy, limits: Limits, hooks: Sequence[EngineHook]) -> None:
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
-        self.beams = Beams()
-        self.room = Room(cache, self.beams, share_prefixes=limits.share_prefixes, watermark=limits.watermark)
+        self.room = Room(cache, share_prefixes=limits.share_prefixes, watermark=limits.watermark)
         self._cache = cache
         self._policy = policy
         self._hooks = hooks
@@ -58,7 +55,6 @@ class Roster:
     def enter(self, choices: list[Request]) -> None:
         """A request has come: its choices wait."""
         self._alive[choices[0].id] = choices
-        self.beams.open(choices)
         for choice in choices:
             self.waiting.push(choice)
 
@@ -128,13 +124,12 @@ class Roster:
         self.running.remove(request)
         self._free_slots.append(request.slot)
         self._freed.append(request.slot)
-        self.beams.moved(request)  # if it comes back, its slot is filled anyway
+        request.siblings.take_moved(request)  # if it comes back, its slot is filled anyway
         request.slot = -1
 
     def _forget(self, request: Request) -> None:
         released(self._hooks, request)
         if all(r.finish is not None and r.slot < 0 for r in self._alive.get(request.id, ())):
-            self.beams.close(request)
             self._alive.pop(request.id, None)
 
 

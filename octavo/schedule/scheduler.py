@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from octavo.cache.cache import KVCache
@@ -18,16 +19,16 @@ from octavo.core.output import FinishReason, StepOutput, TokenDelta, TokenLogpro
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import GenerateRequest, Request
 from octavo.core.stats import EngineStats
-from octavo.schedule.choices import make_choices
 from octavo.schedule.counters import Counters
 from octavo.schedule.endings import append
-from octavo.schedule.hooks import EngineHook, committed
+from octavo.schedule.hooks import EngineHook, committed, lockstep_of, results
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.news import Last, last_news, prompt_news, times_at_first_token
 from octavo.schedule.planner import Planner
 from octavo.schedule.policy import Policy
 from octavo.schedule.quarantine import Quarantine
 from octavo.schedule.roster import Roster
+from octavo.schedule.siblings import make_siblings
 from octavo.schedule.steady import Steady
 
 log = logging.getLogger(__name__)
@@ -74,8 +75,9 @@ class Scheduler:
         """
         if spec.id in self._roster:
             raise InvalidRequestError("request_id is in use by a running request.", param="request_id", value=spec.id)
-        max_tokens = checked_max_tokens(spec, self.cache, self.limits)
-        choices = make_choices(spec, max_tokens, self._eos, self._seeds, self._num_arrivals)
+        lockstep = lockstep_of(spec, self._hooks)
+        max_tokens = checked_max_tokens(spec, self.cache, self.limits, lockstep)
+        choices = make_siblings(spec, max_tokens, self._eos, self._seeds, self._num_arrivals, lockstep)
         self._num_arrivals += len(choices)
         self._roster.enter(choices)
 
@@ -262,27 +264,26 @@ class Scheduler:
             return
         if error is not None:
             self._end(request, FinishReason.ERROR, error=error)
-        elif request.params.beam_width and found:
+        elif request.siblings.lockstep is not None and found:
             self._report(request, found[0])
         else:
             before = request.num_output
             self._append(request, sampled, found)
             self.counters.stats.generation_tokens += request.num_output - before
 
-    def _report(self, beam: Request, found: TokenLogprobs) -> None:
-        """A beam's part of a round; at the end of the search all of its beams end."""
-        for one, hypothesis in self._roster.beams.report(beam, found, self.cache):
+    def _report(self, request: Request, found: TokenLogprobs) -> None:
+        """Take a sequence's part of a round in lockstep; after the last round all of its siblings end."""
+        for one, ending in request.siblings.report(request, found, self.cache):
             one.first_token = time.monotonic()
-            reason = FinishReason.STOP if hypothesis.stopped else FinishReason.LENGTH
-            self._finish(one, reason, Last(hypothesis.tokens, logprob=hypothesis.logprob))
+            self._finish(one, ending.reason, Last(ending.tokens, found=ending.found))
             if one.index < one.params.n:
-                self.counters.stats.generation_tokens += len(hypothesis.tokens)
+                self.counters.stats.generation_tokens += len(ending.tokens)
 
     def _end(
         self, request: Request, reason: FinishReason, *, error: str | None = None, refused: str | None = None
     ) -> None:
-        """End a request before its time, if it has not ended; beams end together, or would wait for each other."""
-        for one in self._roster.beams.together(request):
+        """End a request before its time, if it has not ended, with the siblings that would wait for it."""
+        for one in request.siblings.ending_with(request):
             if one.finish is None:
                 self._finish(one, reason, Last(error=error, refused=refused))
 
@@ -310,7 +311,9 @@ class Scheduler:
             self._news.append(TokenDelta(request.id, request.index, tokens, kept, request.num_cached, times=times))
 
     def _finish(self, request: Request, reason: FinishReason, last: Last) -> None:
-        """The one place where a request ends: with the last news of it, unless it is a beam that is not answered."""
+        """The one place where a request ends: with its last news, unless its index is beyond `n`."""
+        if request.spec.options and (found := results(self._hooks, request)):
+            last = replace(last, found=found | (last.found or {}))
         news = last_news(request, reason, self._eos, last)
         if request.index < request.params.n:
             self._news.append(news)

@@ -70,7 +70,7 @@ class Steady:
         rows, draft = step.rows, step.draft
         if rows != running or draft.num_tokens != [1] * len(rows) or not all(draft.samples) or any(draft.num_drafts):
             return None
-        if any(r.num_drafts or r.params.beam_width for r in rows):
+        if any(r.num_drafts or r.siblings.lockstep for r in rows):
             return None
         return cls(step, unfilled, cache, room, max_ahead, hooks)
 

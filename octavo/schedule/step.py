@@ -6,7 +6,6 @@ import enum
 from dataclasses import dataclass, field
 
 from octavo.cache.cache import Growth
-from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, PlanDraft
 from octavo.core.request import Request
 from octavo.schedule.pace import Pace
@@ -57,19 +56,19 @@ class Step:
             self.prompts.add(request)
             self.num_prompt_tokens += min(num_tokens, request.num_prompt - request.num_computed)
 
-    def add_new(self, request: Request, num_computed: int, params: SamplingParams) -> None:
+    def add_new(self, request: Request, num_computed: int) -> None:
         """Tell the worker of a request that took a slot or fills it anew, with the KV of so many positions there."""
         self.prompts.add(request)
         row = NewRow(
             slot=request.slot,
             tokens=list(request.tokens),
             num_prompt=request.num_prompt,
-            params=params,
+            params=request.siblings.params,
             seed=request.seed,
             stop_ids=sorted(request.stop_ids),
             num_computed=num_computed,
             blocks=[list(blocks) for blocks in request.table.groups],
             options=request.spec.options,
-            beam=request.params.beam_width is not None,
+            raw_logprobs=request.siblings.lockstep is not None,
         )
         self.draft.new.append(row)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 
 from octavo.config import ServerConfig
+from octavo.features import parts
 from octavo.hub.cache import data_dir
 from octavo.server import errors
 from octavo.server.admission import Admission
@@ -45,7 +46,6 @@ from octavo.server.routes.profile import profile_routes
 from octavo.server.routes.rpc import rpc_routes
 from octavo.server.routes.status import metrics_routes, status_routes
 from octavo.server.routes.tokens import TOKEN_BODIES, token_routes, tokenizer_routes
-from octavo.server.routes.vectors import BODIES, vector_routes
 from octavo.server.routes.websocket import StreamSocket
 from octavo.server.routes.weights import transfer_routes, weight_routes
 from octavo.server.schema import document
@@ -113,7 +113,7 @@ def create_app(
         app.state.private = private_app(ctx, responses, in_one_place)
         if not siblings.leads:
             in_one_place = [relayed(router, siblings) for router in in_one_place]
-    inference = [inference_routes(ctx, responses), token_routes(ctx), vector_routes(ctx)]
+    inference = [inference_routes(ctx, responses), token_routes(ctx), *_feature_routes(ctx)]
     optional, app.state.behind = _behind_flags(ctx)
     optional += [docs_routes()] if config.enable_docs else []
     for router in (status_routes(ctx), debug_routes(ctx), *inference, *in_one_place, *optional):
@@ -121,11 +121,21 @@ def create_app(
     posts = post_endpoints(*inference)
     app.include_router(invocation_routes(ctx, posts))
     app.router.routes.append(WebSocketRoute("/v1/stream", StreamSocket(ctx, posts).__call__))
-    document.install(app, [*INFERENCE_BODIES, *TOKEN_BODIES, *BODIES, BatchBody], limits(ctx, batches.executor.urls))
+    own = [module for _, module in parts("http")]
+    bodies = [*INFERENCE_BODIES, *TOKEN_BODIES, *(body for module in own for body in module.BODIES), BatchBody]
+    bounds = dict(limits(ctx, batches.executor.urls))
+    for module in own:
+        bounds |= module.limits(ctx)
+    document.install(app, bodies, bounds)
     errors.install(app, error_response)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
     return app
+
+
+def _feature_routes(ctx: ServerContext) -> list[APIRouter]:
+    """The routes that features bring."""
+    return [module.routes(ctx) for _, module in parts("http")]
 
 
 def _behind_flags(ctx: ServerContext) -> tuple[list[APIRouter], dict[str, str]]:
@@ -180,7 +190,7 @@ def make_context(
 def background_executor(ctx: ServerContext) -> Executor:
     """Runs the lines of batches through the routes, in the room that other requests leave."""
     quiet = replace(ctx, background=True)
-    return Executor(post_endpoints(inference_routes(quiet), vector_routes(quiet)))
+    return Executor(post_endpoints(inference_routes(quiet), *_feature_routes(quiet)))
 
 
 def _batch_service(ctx: ServerContext, *, leads: bool) -> BatchService:

@@ -153,3 +153,9 @@ def require(condition: bool, param: str, value: Any, message: str) -> None:
     """Raise `InvalidRequestError` for `param` unless `condition` holds."""
     if not condition:
         raise InvalidRequestError(message, param=param, value=value)
+
+
+def check_count(limit: int, count: int, param: str) -> None:
+    """Refuse more inputs than the server takes in one request."""
+    text = f"{param} must have at most {limit} entries on this server (--max-inputs), got {count}."
+    require(count <= limit, param, f"{count} entries", text)

@@ -8,7 +8,7 @@ says so; with --strict-params it is refused, too.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -94,12 +94,15 @@ _OTHER_NAMES = {
 }
 
 
-def check_undeclared(body: BaseModel, *, strict: bool, known: Mapping[str, Limited] | None = None) -> list[str]:
+def check_undeclared(
+    body: BaseModel, *, strict: bool, known: Mapping[str, Limited] | None = None, claimed: Collection[str] = ()
+) -> list[str]:
     """Return warnings about the fields of `body` that its model does not declare.
 
     Args:
         strict: refuse unknown fields.
         known: more fields that may only have certain values.
+        claimed: fields that are read, though the model does not declare them.
 
     Raises:
         InvalidRequestError: an unknown field, if `strict`.
@@ -108,6 +111,8 @@ def check_undeclared(body: BaseModel, *, strict: bool, known: Mapping[str, Limit
     warnings = []
     limited = _LACKING | (dict(known) if known else {})
     for name, value in (body.model_extra or {}).items():
+        if name in claimed:
+            continue
         if name in _NEEDLESS:
             warnings.append(f"`{name}` was ignored: {_NEEDLESS[name]}.")
             continue

@@ -23,7 +23,6 @@ from octavo.text.prompts.prepare import Preparer, not_generating
 from octavo.text.prompts.prompt import Prompt
 from octavo.text.tokenizers.no_tokenizer import needs_tokenizer
 from octavo.text.tokenizers.tokenizer import Tokenizer
-from octavo.text.vectors.pooling import PoolingPreparer
 
 Twin = Callable[[EngineClient], "Frontend"]
 
@@ -60,7 +59,6 @@ class Frontend:
         self.info = info
         self.chat = chat
         self.answers = answers or AnswerFormats.of(chat)
-        self.pooling = PoolingPreparer(tokenizer, info)
         self.preparer = Preparer(tokenizer, info, reasoning=self.answers.reasoning, max_tokens=max_tokens)
         self.default_sampling = sampling_defaults(default_sampling or {})
 
@@ -71,8 +69,7 @@ class Frontend:
     async def prepare_async(self, prompt: Prompt, params: SamplingParams, **options: Any) -> GenerateRequest:
         """As `prepare`, but what takes long is done in a thread, so that other streams flow on."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        embeds = isinstance(prompt, Mapping) and "prompt_embeds" in prompt
-        if embeds:
+        if isinstance(prompt, Mapping) and self.preparer.reader_of(prompt) is not None:
             return await asyncio.to_thread(self.prepare, prompt, params, **options)
         length = len(text) if isinstance(text, str) else 0
         return await aside(length, lambda: self.prepare(prompt, params, **options))
@@ -120,7 +117,7 @@ class Frontend:
             InvalidRequestError: the engine can't serve it: it is too long, or its grammar is none; with the reason.
             EngineDeadError: the engine has stopped.
         """
-        assembler = RequestAssembler(request, self.tokenizer, prompt_text, ender=ender)
+        assembler = RequestAssembler(request, self.tokenizer, prompt_text, self.preparer.hooks, ender=ender)
         stream = cast("AsyncGenerator[TokenDelta, None]", self.engine.generate(request))
         output: RequestOutput | None = None
         async with aclosing(stream) as deltas:

@@ -53,7 +53,9 @@ def make_package(root: Path, *, core: str) -> None:
 
 INDEPENDENT = "def answer():\n    return 42\n"
 DEPENDENT = "from mini.features.wings import NAME\n\ndef answer():\n    return 42 if NAME else 0\n"
-HIDDEN = 'import importlib\n\ndef answer():\n    importlib.import_module("mini.features." + "wings")\n    return 42\n'
+HIDDEN = (
+    'import importlib\n\ndef answer():\n    importlib.import_module("mini.features." + "sgniw"[::-1])\n    return 42\n'
+)
 
 
 def run(deletion: ModuleType, root: Path, *extra: str) -> int:
@@ -90,6 +92,39 @@ def test_a_dependency_that_reading_misses_is_found_by_running(
     assert "the tests fail without: wings" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("planted", "text"),
+    [
+        ("wings_of = 1", "wings_of"),
+        ("class FoldedWings: ...", "FoldedWings"),
+        ("def f(settings): return settings.wings", "wings"),
+        ("f = dict(wings=1)", "wings"),
+        ("def f(wings): ...", "wings"),
+        ("NAME = 'wings'", "wings"),
+        ("import os as wings", "wings"),
+        ("PATH = 'mini/features/wings.py'", "mini/features/wings.py"),
+    ],
+)
+def test_a_planted_mention_is_found(deletion: ModuleType, tmp_path: Path, planted: str, text: str) -> None:
+    make_package(tmp_path, core=f"{INDEPENDENT}{planted}\n")
+    (complaint,) = deletion.static_check(tmp_path, "mini")
+    assert complaint.startswith(f"mini/core.py:3 names the feature 'wings' ({text})")
+
+
+def test_prose_and_other_words_are_no_mentions(deletion: ModuleType, tmp_path: Path) -> None:
+    make_package(tmp_path, core=f'"""Birds have wings."""\n{INDEPENDENT}SAID = "it has wings"\nwingspan = 1\n')
+    assert deletion.static_check(tmp_path, "mini") == []
+
+
+def test_public_words_are_let_pass_in_their_file_and_must_be_used(deletion: ModuleType, tmp_path: Path) -> None:
+    make_package(tmp_path, core=f"{INDEPENDENT}wings = 1\n")
+    allowed = (deletion.public("core.py", "wings", "wings", "a field of requests"),)
+    assert deletion.static_check(tmp_path, "mini", allowed) == []
+    make_package(tmp_path, core=INDEPENDENT)
+    (complaint,) = deletion.static_check(tmp_path, "mini", allowed)
+    assert "core.py no longer names the feature 'wings'" in complaint
+
+
 def test_no_features_is_said(deletion: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mini").mkdir()
     assert run(deletion, tmp_path) == 0
@@ -97,4 +132,4 @@ def test_no_features_is_said(deletion: ModuleType, tmp_path: Path, capsys: pytes
 
 
 def test_octavo_itself_names_no_feature_in_core(deletion: ModuleType) -> None:
-    assert deletion.static_check(REPOSITORY, "octavo") == []
+    assert deletion.static_check(REPOSITORY, "octavo", deletion.PUBLIC) == []

@@ -22,7 +22,6 @@ from octavo.core.params import RepetitionDetection
 from octavo.core.plan import PlanDraft
 from octavo.engine.toy import ToyDevice, ToyStep
 from octavo.schedule import endings, planner, roster, scheduler
-from octavo.schedule.beam import Beams
 from octavo.schedule.counters import Counters
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.planner import Planner
@@ -31,6 +30,7 @@ from octavo.schedule.queue import WaitingQueue
 from octavo.schedule.room import Room
 from octavo.schedule.roster import Roster
 from octavo.schedule.scheduler import Scheduler
+from octavo.schedule.siblings import Siblings
 from octavo.schedule.steady import Steady
 from octavo.schedule.step import Step
 
@@ -40,7 +40,7 @@ KEEPING = [
     (PrefixTree, ["insert"]),
     (Room, ["register"]),
     (Roster, ["_give_back"]),
-    (Beams, ["moved"]),
+    (Siblings, ["take_moved"]),
 ]
 COMMIT = [
     *KEEPING,
@@ -51,7 +51,7 @@ COMMIT = [
     (EngineHook, ["on_commit"]),
     (Roster, ["leave", "release", "_forget"]),
     (WaitingQueue, ["discard"]),
-    (Beams, ["together", "close"]),
+    (Siblings, ["ending_with"]),
     (Quarantine, ["passed"]),
     (Counters, ["idle"]),
     (Steady, ["take"]),

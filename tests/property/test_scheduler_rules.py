@@ -151,13 +151,11 @@ def test_a_reserve_lets_running_requests_grow_instead_of_being_preempted(waterma
     assert engine.output("second") == toy_generate([2] * 16, 12, stop_ids=())
 
 
-def test_no_reserve_is_held_against_a_request_that_runs_alone_or_waits_for_its_beams():
+def test_no_reserve_is_held_against_a_request_that_runs_alone():
     engine = Engine(num_blocks=10, watermark=1.0)
     engine.ask("whole", range(1, 37), max_tokens=4, ignore_eos=True)
-    engine.ask("beams", [1, 2, 3], max_tokens=6, beam_width=3)
     engine.run()
     assert len(engine.output("whole")) == 4
-    assert len(engine.output("beams")) > 0
 
 
 def test_priority_runs_the_urgent_first_and_preempts_the_rest():

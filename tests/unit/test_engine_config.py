@@ -33,15 +33,6 @@ from octavo.core.errors import ConfigError
         ({"gpu_memory_utilization": 90}, "gpu_memory_utilization=90 must be a number over 0 and up to 1"),
         ({"watermark": -0.1}, "watermark=-0.1 must be a number at least 0 and up to 1"),
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0 must be a whole number of at least 1"),
-        (
-            {"structured_outputs_config": {"backend": "regexes"}},
-            "backend: 'regexes' is not supported; it may be 'auto'",
-        ),
-        (
-            {"structured_outputs_config": {"disable_any_whitespace": 1}},
-            "disable_any_whitespace: 1 must be true or false",
-        ),
-        ({"structured_outputs_config": {"bakend": "auto"}}, "bakend: there is no such field; those are"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
     ],
 )

@@ -19,6 +19,7 @@ from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.errors import ConfigError
 from octavo.core.keywords import near
+from octavo.features import settings_types
 from octavo.foreign import FLAGS
 
 Groups = Mapping[str, tuple[Flag, ...]]
@@ -164,13 +165,18 @@ def _read_one(flag: Flag, raw: Any, where: str) -> Any:
 
 def engine_from(found: Mapping[str, Any]) -> EngineConfig:
     """`EngineConfig` with the settings found, defaults elsewhere."""
-    sections: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "device": {}}
+    floors: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "device": {}}
+    features: dict[str, dict[str, Any]] = {name: {} for name in settings_types()}
+    sections = floors | features
     for target, value in found.items():
         section, field = target.split(".")
         if section in sections:
             sections[section][field] = value
     default = EngineConfig()
-    return EngineConfig(**{name: replace(getattr(default, name), **fields) for name, fields in sections.items()})
+    own = {name: kind(**features[name]) for name, kind in settings_types().items()}
+    return EngineConfig(
+        **{name: replace(getattr(default, name), **fields) for name, fields in floors.items()}, features=own
+    )
 
 
 def server_from(found: Mapping[str, Any]) -> ServerConfig:

@@ -107,15 +107,6 @@ MODEL = (
         choices=("auto", "none", "embed"),
     ),
     Flag(
-        "pooler-config",
-        "model.pooler_config",
-        'how embeddings are pooled, overriding the model, as JSON: {"pooling_type": "MEAN", "normalize": true}',
-        "{}",
-        units.json_object,
-        metavar="JSON",
-        aliases=("override-pooler-config",),
-    ),
-    Flag(
         "max-logprobs",
         "model.max_logprobs",
         "largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit",
@@ -153,30 +144,6 @@ MODEL = (
         "{}",
         units.json_object,
         metavar="JSON",
-    ),
-    Flag(
-        "structured-outputs-config",
-        "model.structured_outputs_config",
-        'what holds for the JSON of all structured outputs: {"disable_any_whitespace": true}, '
-        '{"disable_additional_properties": true}',
-        "{}",
-        units.json_object,
-        metavar="JSON",
-    ),
-    Flag(
-        "logits-processors",
-        "model.logits_processors",
-        "your own code that changes logits before sampling, each as module:Class",
-        "those of installed packages",
-        many=True,
-        metavar="MODULE:CLASS",
-    ),
-    Flag(
-        "enable-prompt-embeds",
-        "model.enable_prompt_embeds",
-        "take embeddings in prompts, in place of tokens (prompt_embeds)",
-        "off",
-        switch=True,
     ),
     Flag(
         "enable-sleep-mode",

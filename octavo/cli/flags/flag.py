@@ -17,7 +17,8 @@ class Flag:
 
     Attributes:
         name: without the dashes.
-        target: "section.field" of the config it sets; sections are those of `EngineConfig`, and "server".
+        target: "section.field" of the config it sets; sections are those of `EngineConfig`, names of features, and
+            "server".
         default: what the help shows; the value itself stands in the dataclass.
         read: text -> value.
         aliases: other names; a short one with its dash.

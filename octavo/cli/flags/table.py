@@ -8,12 +8,14 @@ from octavo.cli.flags.engine import CACHE, DEVICE, MODEL, SCHEDULING
 from octavo.cli.flags.flag import Flag
 from octavo.cli.flags.log import LOG
 from octavo.cli.flags.server import SERVER
+from octavo.features import parts
 
 ENGINE_GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "model": MODEL,
     "KV cache": CACHE,
     "scheduling": SCHEDULING,
     "device": DEVICE,
+    "features": tuple(flag for _, module in parts("flags") for flag in module.FLAGS),
 }
 SERVER_GROUPS: Mapping[str, tuple[Flag, ...]] = {"HTTP server": SERVER, "log": LOG}
 

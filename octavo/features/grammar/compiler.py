@@ -16,7 +16,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured import NO_DEFAULTS, StructuredDefaults, StructuredOutputsParams
+from octavo.core.structured import StructuredOutputsParams
+from octavo.features.grammar.defaults import NO_DEFAULTS, StructuredDefaults
 from octavo.features.grammar.lower import lower
 
 if TYPE_CHECKING:

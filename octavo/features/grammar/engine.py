@@ -22,7 +22,9 @@ from octavo.core.structured import UNFOLLOWED
 from octavo.device.host import physical_cores
 from octavo.features import FeatureContext
 from octavo.features.grammar.compiler import Compiled, Compiler
+from octavo.features.grammar.defaults import StructuredDefaults
 from octavo.features.grammar.payload import NAME, Masks
+from octavo.features.grammar.settings import Settings
 from octavo.schedule.hooks import EngineHook
 
 _MAX_THREADS = 4
@@ -210,5 +212,6 @@ def _fill_one_by_one(bits: NDArray[np.int32], work: Sequence[tuple[LLMatcher, in
 
 def build_engine(context: FeatureContext) -> GrammarEngine:
     """Costs nothing until the first request with a grammar."""
-    compiler = Compiler(context.load_tokenizer, context.vocab_size, context.eos_token_ids, context.structured_outputs)
+    defaults = StructuredDefaults.of(context.settings_of(Settings).structured_outputs_config)
+    compiler = Compiler(context.load_tokenizer, context.vocab_size, context.eos_token_ids, defaults)
     return GrammarEngine(NAME, compiler, context.device)

@@ -1,7 +1,7 @@
-"""Logits processors of one's own: Python code that changes logits before sampling, loaded when the engine starts.
+"""Custom logits processors: Python code that changes logits before sampling, loaded when the engine starts.
 
-`interface.py` is what people write; `load.py` finds and makes it, `persistent.py` runs processors of vLLM's batch
-interface; `engine.py` follows the requests that they take part in, `worker.py` lets them at the logits. See
+`interface.py` is what users implement; `load.py` finds and constructs processors, `persistent.py` runs those of vLLM's
+batch interface; `engine.py` follows the requests that they take part in, `worker.py` applies them to logits. See
 docs/logits-processors.md.
 """
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
 from octavo.features import FeatureContext
 from octavo.features.logits_processors.load import Loaded, load
 from octavo.features.logits_processors.payload import NAME, Share, Shares
+from octavo.features.logits_processors.settings import Settings
 from octavo.schedule.hooks import EngineHook
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,14 @@ def _accepts(loaded: Loaded, params: SamplingParams) -> bool:
 
 
 def build_engine(context: FeatureContext) -> ProcessorsEngine | None:
-    """None without processors: then requests that bring arguments for them are refused."""
+    """None without processors: then requests that bring arguments for them are refused.
+
+    Raises:
+        ConfigError: the model makes no text, or a processor can't be loaded.
+    """
+    given = context.settings_of(Settings).logits_processors
+    if given and not context.generates:
+        name = context.model_name
+        raise ConfigError(f"--logits-processors {given[0]}: {name} computes embeddings, not text. Leave it out.")
     loaded = load(context)
     return ProcessorsEngine(NAME, loaded) if loaded else None

@@ -17,6 +17,7 @@ from octavo.core.params import SamplingParams
 from octavo.features import FeatureContext
 from octavo.features.logits_processors.interface import LogitsProcessor, PerRequest, ProcessorContext, arity
 from octavo.features.logits_processors.persistent import PersistentBatch
+from octavo.features.logits_processors.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def _load(context: FeatureContext) -> list[Loaded]:
             log.warning("left out: %s", exc)
     for point in sorted(entry_points(group=GROUP), key=lambda one: one.name):
         found[point.name] = _made(_loaded(point), point.name, context)
-    for given in context.logits_processors:
+    for given in context.settings_of(Settings).logits_processors:
         name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
         found[name] = _made(_named(given) if isinstance(given, str) else given, f"{_FLAG} {name}", context)
     for name in found:

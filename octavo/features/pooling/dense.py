@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octavo.core.pooling import DenseActivation, DenseLayer
+from octavo.features.pooling.params import DenseActivation, DenseLayer
 from octavo.models.load.safetensors import SafetensorsCheckpoint
 from octavo.models.load.weights import load_weights
 from octavo.nn.build import Build

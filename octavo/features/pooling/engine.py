@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from octavo.core.plan import PlanDraft
 from octavo.core.request import Request
 from octavo.features import FeatureContext
+from octavo.features.pooling.checkpoint import pooler_of
 from octavo.features.pooling.payload import NAME, Span, Spans
+from octavo.features.pooling.settings import Settings
 from octavo.schedule.hooks import EngineHook
 
 
@@ -43,5 +47,17 @@ class PoolingEngine(EngineHook):
 
 
 def build_engine(context: FeatureContext) -> PoolingEngine:
-    """Costs nothing until the first such request."""
-    return PoolingEngine(NAME)
+    """Idle until the first such request.
+
+    Raises:
+        ConfigError: the checkpoint or the settings ask for a way to make vectors that there is not.
+    """
+    hook = PoolingEngine(NAME)
+    hook.tasks = ("embed", "token_embed", *(["classify"] if context.num_labels else []))
+    if context.files is not None:
+        config = context.settings_of(Settings).pooler_config
+        info = pooler_of(
+            context.files, config, size=context.hidden_size, default=context.summary, labels=context.num_labels
+        )
+        hook.info = msgspec.Raw(msgspec.msgpack.encode(info))
+    return hook

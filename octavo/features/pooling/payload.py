@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.pooling import OPTION as NAME
-
-__all__ = ["NAME", "PAYLOAD", "Span", "Spans"]
+NAME = "pooling"
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.core.plan import StepPlan
-from octavo.core.pooling import Activation, Pooled, PoolingParams
 from octavo.device.transfer import Download, download, upload
 from octavo.features import FeatureContext
+from octavo.features.pooling.checkpoint import dense_layers
 from octavo.features.pooling.dense import Dense
+from octavo.features.pooling.params import Activation, Pooled, PoolingParams
 from octavo.features.pooling.payload import NAME, Span, Spans
 from octavo.models.model import EncoderModel, Model
 from octavo.worker.hooks import Findings, Site, WorkerHook
@@ -180,5 +181,6 @@ def _findings(found: list[tuple[Span, Download, int | None]]) -> tuple[Mapping[i
 
 def build_worker(context: FeatureContext) -> PoolingWorker:
     """Load the dense layers; the rest costs nothing until the first request that is pooled."""
-    dense = [Dense(layer, torch.device(context.device)) for layer in context.dense]
+    layers = dense_layers(context.files, context.hidden_size) if context.files else ()
+    dense = [Dense(layer, torch.device(context.device)) for layer in layers]
     return SegmentedPoolingWorker(NAME, dense) if context.whole_prompts else PoolingWorker(NAME, dense)

@@ -1,5 +1,5 @@
 """Embeddings in prompts, given by clients.
 
-`engine.py` finds out which of them a step needs, `worker.py` puts them where the model's own would stand. The prompt's
-token ids are placeholders there, and its keys digests, so that the KV cache is shared by equal embeddings alone.
+`text.py` reads and checks them, `engine.py` selects those that a step needs, `worker.py` puts them in place of the
+model's own. The prompt has placeholder token ids there, and digests as keys, so that only equal embeddings share KV.
 """

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from octavo.core.embeds import EmbedSpan
+from octavo.core.errors import ConfigError
 from octavo.core.plan import PlanDraft
 from octavo.core.request import Request
 from octavo.features import FeatureContext
 from octavo.features.prompt_embeds.payload import NAME, Piece, Pieces
+from octavo.features.prompt_embeds.settings import Settings
+from octavo.features.prompt_embeds.span import EmbedSpan
 from octavo.schedule.hooks import EngineHook
 
 
@@ -58,5 +60,14 @@ def _piece(span: EmbedSpan, first: int, end: int, shift: int) -> Iterator[Piece]
 
 
 def build_engine(context: FeatureContext) -> EmbedsEngine | None:
-    """None unless the settings want it. Costs nothing until the first such request."""
-    return EmbedsEngine(NAME) if context.prompt_embeds and not context.whole_prompts else None
+    """None unless the settings enable it. Idle until the first such request.
+
+    Raises:
+        ConfigError: it is enabled for a model that makes no text.
+    """
+    if not context.settings_of(Settings).enable_prompt_embeds:
+        return None
+    if not context.generates:
+        name = context.model_name
+        raise ConfigError(f"--enable-prompt-embeds: {name} takes texts to compute embeddings. Leave it out.")
+    return EmbedsEngine(NAME)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.embeds import OPTION as NAME
-from octavo.core.embeds import FloatType
+from octavo.features.prompt_embeds.span import FloatType
 
-__all__ = ["NAME", "PAYLOAD", "Piece", "Pieces"]
+NAME = "prompt_embeds"
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.embeds import FloatType
 from octavo.device.transfer import upload
 from octavo.features import FeatureContext
 from octavo.features.prompt_embeds.payload import NAME, Pieces
+from octavo.features.prompt_embeds.settings import Settings
+from octavo.features.prompt_embeds.span import FloatType
 from octavo.worker.hooks import WorkerHook
 
 _NUMPY: dict[FloatType, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<i2"}
@@ -32,4 +33,4 @@ class EmbedsWorker(WorkerHook):
 
 def build_worker(context: FeatureContext) -> EmbedsWorker | None:
     """None unless the settings want it."""
-    return EmbedsWorker(NAME) if context.prompt_embeds and not context.whole_prompts else None
+    return EmbedsWorker(NAME) if context.settings_of(Settings).enable_prompt_embeds else None

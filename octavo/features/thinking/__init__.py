@@ -1,4 +1,4 @@
-"""Thinking budget: reasoning that has taken as many tokens as it may is ended, and the model goes on with its answer.
+"""Thinking budget: reasoning that reaches its limit of tokens is ended, and the model goes on with its answer.
 
-`engine.py` counts tokens and says which one must come next, `worker.py` sees to it that no other can be sampled.
+`engine.py` counts tokens and decides which one must come next, `worker.py` forbids all others.
 """

@@ -12,8 +12,8 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import Request
-from octavo.core.thinking import ThinkingBudget
 from octavo.features import FeatureContext
+from octavo.features.thinking.budget import ThinkingBudget
 from octavo.features.thinking.payload import NAME, Forced
 from octavo.schedule.hooks import EngineHook
 from octavo.text.tokenizers.tokenizer import Tokenizer

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from octavo.core.errors import ConfigError
-from octavo.core.pooling import Pooling
 from octavo.models.encoders.bert import activation, num_labels
 from octavo.models.encoders.encoder import ACTIVATIONS
-from octavo.models.encoders.spec import Gate
+from octavo.models.encoders.spec import Gate, Summary
 from octavo.models.hf_config import Config, only, value_or, whole
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.whole import attend_whole
@@ -34,7 +33,7 @@ class ModernSpec:
         kinds: of each layer: "full_attention", or "sliding_attention", which sees `reach` places to either side.
         thetas: rotary base of either kind.
         biases: which of "attention", "mlp", "norm" and "head" have biases.
-        pooling: of which state the head makes labels.
+        summary: as in `EncoderSpec`.
     """
 
     hidden_size: int
@@ -49,7 +48,7 @@ class ModernSpec:
     biases: frozenset[str]
     activation: Gate
     head_activation: Gate
-    pooling: Pooling = "cls"
+    summary: Summary = "cls"
     num_labels: int = 0
 
     @property
@@ -65,9 +64,9 @@ def modernbert(config: Config) -> ModernSpec:
         ModelFileError: a field is senseless.
     """
     kinds = _kinds(config)
-    pooling = value_or(config, "classifier_pooling", "cls")
-    if pooling not in ("cls", "mean"):
-        raise ConfigError(f"The model's config has classifier_pooling={pooling!r}; Octavo knows 'cls' and 'mean'.")
+    summary = value_or(config, "classifier_pooling", "cls")
+    if summary not in ("cls", "mean"):
+        raise ConfigError(f"The model's config has classifier_pooling={summary!r}; Octavo knows 'cls' and 'mean'.")
     named = {"attention": "attention_bias", "mlp": "mlp_bias", "norm": "norm_bias", "head": "classifier_bias"}
     return ModernSpec(
         hidden_size=whole(config, "hidden_size", 768),
@@ -82,7 +81,7 @@ def modernbert(config: Config) -> ModernSpec:
         biases=frozenset(part for part, field in named.items() if config.get(field)),
         activation=activation(config, "hidden_activation"),
         head_activation=activation(config, "classifier_activation"),
-        pooling=pooling,
+        summary=summary,
         num_labels=num_labels(config),
     )
 

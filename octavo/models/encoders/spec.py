@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from octavo.core.pooling import Pooling
-
 Gate = Literal["gelu", "gelu_tanh", "relu"]
+Summary = Literal["mean", "cls", "last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +67,8 @@ class EncoderSpec:
     num_labels: int = 0
 
     @property
-    def pooling(self) -> Pooling:
-        """Of which state the head makes labels."""
+    def summary(self) -> Summary:
+        """Whose hidden state stands for the whole prompt, for the classification head as well."""
         return "cls"
 
     @property

@@ -36,7 +36,7 @@ from octavo.server.openai.tools import tool_use
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, event, until_disconnect
 from octavo.text.answers.plan import OutputPlan
-from octavo.text.prompts.embed_parts import EmbedParts
+from octavo.text.prompts.message_parts import MessageParts
 from octavo.text.prompts.prompt import Prompt
 
 
@@ -91,13 +91,13 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
         format=answers.tools,
         tools=use,
         reasoning=answers.reasoning,
-        thinking=answers.reasoning is not None and text.rstrip().endswith(answers.reasoning.begin),
+        inside=answers.reasoning is not None and text.rstrip().endswith(answers.reasoning.begin),
         content=params.structured_outputs,
     )
     params = _planned(ctx, params, plan)
     # The template has written the special tokens.
     special = bool(body.add_special_tokens)
-    prompt = text if body.embeds is None else _with_embeds(body, body.embeds, text)
+    prompt = text if body.parts is None else _with_parts(body, body.parts, text)
     try:
         job = await prepare(ctx, prompt, params, body, response_id, add_special_tokens=special, param="messages")
     except InvalidRequestError as exc:
@@ -112,10 +112,10 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
     return Chat(job, plan, body.include_reasoning is not False, role, prefix)
 
 
-def _with_embeds(body: ChatBody, embeds: EmbedParts, text: str) -> Prompt:
+def _with_parts(body: ChatBody, parts: MessageParts, text: str) -> Prompt:
     for name, value in (("echo", body.echo), ("add_special_tokens", body.add_special_tokens)):
         require(not value, name, value, f"{name} can't be combined with content parts of embeddings; leave it out.")
-    return embeds.prompt(text)
+    return parts.prompt(text)
 
 
 def _check_documents(ctx: ServerContext, body: ChatBody) -> None:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
+from octavo.server.openai.feature_fields import FeatureFields
 from octavo.server.openai.fields import Content, Int, LogitBias, Prompts, RequestId, Role, SavedTensors, Texts
-from octavo.text.prompts.embed_parts import EmbedParts, taken
+from octavo.text.prompts.message_parts import MessageParts, taken
 
 
 class StreamOptions(BaseModel):
@@ -21,33 +22,6 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class ResponseFormat(BaseModel):
-    """OpenAI's way to ask for JSON: `{"type": "json_schema", "json_schema": {"name", "schema", "strict"}}`."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: str
-    json_schema: dict[str, Any] | None = None
-
-
-class StructuredOutputs(BaseModel):
-    """The output's form; exactly one of the first six."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
-
-    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
-    frame: str | None = None
-    """As the /render routes tell of tools and reasoning."""
 
 
 class RepetitionRule(BaseModel):
@@ -61,7 +35,7 @@ class RepetitionRule(BaseModel):
     min_tokens: Int = 0
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(FeatureFields):
     """What chat and text completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -111,25 +85,6 @@ class GenerationBody(BaseModel):
     bad_words: list[str] | None = None
     allowed_token_ids: list[Int] | None = None
     repetition_detection: RepetitionRule | None = None
-    thinking_token_budget: Int | None = None
-    thinking_budget: Int | None = None
-    max_thinking_tokens: Int | None = None
-    vllm_xargs: dict[str, Any] | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_json_object: bool | None = None
-    guided_whitespace_pattern: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    grammar: str | None = None
-    json_schema: str | dict[str, Any] | None = None
 
     @property
     def streamed(self) -> bool:
@@ -196,22 +151,22 @@ class ChatBody(GenerationBody):
     documents: list[dict[str, Any]] | None = None
     return_prompt_text: bool | None = None
     echo: bool | None = None
-    _embeds: EmbedParts | None = None
+    _parts: MessageParts | None = None
 
     @property
-    def embeds(self) -> EmbedParts | None:
-        """Embeddings for which there are marks in the messages' contents."""
-        return self._embeds
+    def parts(self) -> MessageParts | None:
+        """Parts that are not text, for which there are marks in the messages' contents."""
+        return self._parts
 
     @model_validator(mode="wrap")
     @classmethod
-    def _take_embeds(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _take_parts(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         messages = value.get("messages") if isinstance(value, dict) else None
         if not isinstance(messages, list):
             return handler(value)
-        plain, embeds = taken(messages)
-        body = handler(value if embeds is None else value | {"messages": plain})
-        body._embeds = embeds
+        plain, found = taken(messages)
+        body = handler(value if found is None else value | {"messages": plain})
+        body._parts = found
         return body
 
 

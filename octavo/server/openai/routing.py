@@ -41,12 +41,12 @@ class Routed:
         if self._router.transparent:
             finish = choice.finish_reason
             return News(choice.text, finish=None if finish is None else self._finish(finish))
-        thinking = self._router.in_reasoning
+        inside = self._router.in_reasoning
         news = News()
         pieces = self._router.push(choice.text)
         if choice.finish_reason is not None:
             pieces += self._router.flush()
-        if thinking or self._router.in_reasoning:
+        if inside or self._router.in_reasoning:
             self.reasoning_tokens += len(choice.token_ids)
         calls: dict[int, ToolCallDelta] = {}
         for piece in pieces:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.params import OutputKind, RepetitionDetection, SamplingParams
 from octavo.server.body import require
 from octavo.server.context import ServerContext
+from octavo.server.openai.feature_fields import FEATURE_FIELDS
 from octavo.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
-from octavo.server.openai.structured import output_form
 from octavo.text.prompts.defaults import with_defaults
 from octavo.text.tokenizers.no_tokenizer import needs_tokenizer, without_text
 
@@ -36,7 +36,6 @@ _DIRECT = (
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
-BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
 COMPLETION_MAX_TOKENS = 16
 
 
@@ -129,13 +128,8 @@ def _params(
     _check_limits(ctx, body)
     given: dict[str, Any] = {name: value for name in _DIRECT if (value := getattr(body, name)) is not None}
     given["output_kind"] = OutputKind.DELTA if body.streamed else OutputKind.FINAL_ONLY
-    given["thinking_token_budget"] = _thinking_budget(body)
-    given["extra_args"] = body.vllm_xargs or None
-    given["structured_outputs"] = output_form(body, ctx.config.max_schema_bytes)
     try:
-        if body.use_beam_search:  # as many beams as answers
-            given |= {"beam_width": body.choices, "length_penalty": body.length_penalty, "temperature": 0.0}
-            given.setdefault("repetition_penalty", 1.0)  # the model's default is for sampling
+        given |= feature_params(ctx, body)
         if body.repetition_detection is not None:
             given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
         elif "repetition_detection" in body.model_fields_set:
@@ -148,14 +142,26 @@ def _params(
         raise InvalidRequestError("A number in the request is too large.") from None
 
 
-def _thinking_budget(body: GenerationBody) -> int | None:
-    """By any of its names; those that are given must agree."""
-    given: dict[str, int] = {name: value for name in BUDGETS if (value := getattr(body, name)) is not None}
-    require(len(set(given.values())) <= 1, next(iter(given), ""), given, f"{' and '.join(given)} must be the same.")
-    for name, value in given.items():
-        require(value >= -1, name, value, f"{name} must be non-negative or -1, got {value}.")
-        return value
-    return None
+def feature_params(ctx: ServerContext, body: GenerationBody) -> dict[str, Any]:
+    """Fields of `SamplingParams` that features make of the body.
+
+    Raises:
+        InvalidRequestError: a field is wrong.
+        UnsupportedError: a field is for a feature that this build lacks.
+    """
+    hooks = ctx.frontend.preparer.hooks
+    claimed = {name for hook in hooks for name in hook.body_fields}
+    for name in FEATURE_FIELDS & body.model_fields_set - claimed:
+        value = getattr(body, name)
+        if value and getattr(value, "type", None) != "text":  # as in response_format
+            raise UnsupportedError(f"This build of Octavo has no {name}; leave it out.", param=name, value=value)
+    found: dict[str, Any] = {}
+    args: dict[str, Any] = {}
+    for hook in hooks:
+        made = hook.params_of(body, max_bytes=ctx.config.max_schema_bytes)
+        args |= made.pop("feature_args", {})
+        found |= made
+    return found | ({"feature_args": args} if args else {})
 
 
 def _check_limits(ctx: ServerContext, body: GenerationBody) -> None:
@@ -185,9 +191,6 @@ def _check_limits(ctx: ServerContext, body: GenerationBody) -> None:
             param="prompt_logprobs",
             value=body.prompt_logprobs,
         )
-    lonely = body.length_penalty not in (None, 1.0) and not body.use_beam_search
-    text = "length_penalty needs use_beam_search; set it or leave it out."
-    require(not lonely, "length_penalty", body.length_penalty, text)
     if body.stream_options is not None and not body.streamed:
         raise InvalidRequestError(
             "stream_options is only allowed when stream is true; set stream or leave stream_options out.",

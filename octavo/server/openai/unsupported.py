@@ -9,7 +9,6 @@ from octavo.core.request import BACKGROUND
 from octavo.server.context import ServerContext
 from octavo.server.extras import LEAVE_OUT, Limited, check_undeclared
 from octavo.server.openai.protocol import ChatBody, GenerationBody, Message
-from octavo.server.openai.sampling import BUDGETS
 from octavo.text.chat.template import ROLES
 
 _BOTH: dict[str, Limited] = {
@@ -43,12 +42,14 @@ def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> lis
         UnsupportedError: a known parameter asks for something that this version does not do.
     """
     strict = ctx.config.strict_params
-    warnings = [] if ctx.frontend.answers.reasoning else _idle_budget(body, strict=strict)
+    idle = [one for hook in ctx.frontend.preparer.hooks for one in hook.idle(body)]
+    warnings = [_idle(one.field, one.value, one.reason, strict=strict) for one in idle]
     warnings += _idle_priority(body, ctx.frontend.info.scheduling_policy, strict=strict)
     warnings += _own_roles(ctx, body) if isinstance(body, ChatBody) else []
     warnings += [] if ctx.frontend.answers.template_tools else _described_tools(body)
     known = _BOTH | (_CHAT if chat else {}) | {"best_of": (LEAVE_OUT, (None, body.choices))}
-    return warnings + check_undeclared(body, strict=strict, known=known)
+    claimed = {name for hook in ctx.frontend.preparer.hooks for name in hook.body_fields}
+    return warnings + check_undeclared(body, strict=strict, known=known, claimed=claimed)
 
 
 def _own_roles(ctx: ServerContext, body: ChatBody) -> list[str]:
@@ -68,18 +69,6 @@ def _own_roles(ctx: ServerContext, body: ChatBody) -> list[str]:
             value=role,
         )
     return [f"The chat template does not name the role `{role}`; it was given the role as it stands." for role in odd]
-
-
-def _idle_budget(body: GenerationBody, *, strict: bool) -> list[str]:
-    """About a bound on the reasoning of a model that marks none."""
-    name, value = next(((name, value) for name in BUDGETS if (value := getattr(body, name)) is not None), ("", -1))
-    if value < 0:
-        return []
-    why = (
-        "this model marks no reasoning that could be bounded. Leave it out, or start the server with "
-        "--reasoning-parser if the model does reason"
-    )
-    return [_idle(name, value, why, strict=strict)]
 
 
 def _described_tools(body: GenerationBody) -> list[str]:

@@ -37,7 +37,7 @@ def invocation_routes(ctx: ServerContext, posts: Mapping[str, Endpoint]) -> APIR
     async def invoke(request: Request) -> Response:
         """Whatever the fields of the body ask for."""
         data = await read_body(request, ctx.config.max_body_bytes)
-        return await posts[_path(ctx, decode_json(data))](_again(request, data))
+        return await posts[_path(ctx, posts, decode_json(data))](_again(request, data))
 
     router.add_api_route("/invocations", invoke, methods=["POST"], openapi_extra=_ANY)
     return router
@@ -48,14 +48,15 @@ _ANY: dict[str, Any] = {
 } | STREAM
 
 
-def _path(ctx: ServerContext, body: Mapping[str, Any]) -> str:
+def _path(ctx: ServerContext, posts: Mapping[str, Endpoint], body: Mapping[str, Any]) -> str:
     """The route whose fields are there.
 
     Raises:
         InvalidRequestError: there is none that this model can answer.
     """
     tasks = ctx.frontend.info.tasks
-    known = _GENERATES if "generate" in tasks else _LABELS + _POOLS if "classify" in tasks else _POOLS
+    able = _GENERATES if "generate" in tasks else _LABELS + _POOLS if "classify" in tasks else _POOLS
+    known = [(fields, path) for fields, path in able if path in posts]
     for fields, path in known:
         if all(field in body for field in fields):
             return path

@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.core.embeds import OPTION as PROMPT_EMBEDS
 from octavo.core.params import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_PATTERN, RANGES, Range
 from octavo.core.structured import MAX_CHOICES
 from octavo.server.context import ServerContext
+from octavo.server.openai.feature_fields import FEATURE_FIELDS
 from octavo.server.openai.tools import MAX_TOOLS, NAME_PATTERN
 
 Fragment = dict[str, Any]
@@ -29,40 +29,40 @@ _NUMBERS = (
     "top_p",
     "min_p",
 )
-_BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
 _TEXTS = ("guided_json", "guided_regex", "guided_grammar", "regex", "ebnf", "json_schema", "json", "grammar")
 
 
 def limits(ctx: ServerContext, batch_urls: list[str]) -> Mapping[str, list[Fragment]]:
     """A body's field, or "Body.field" -> what its parts of each type are narrowed to, or "anyOf" in place of it all."""
-    return _sampling(ctx) | _forms() | _tokens(ctx) | _vectors(ctx) | _batches(batch_urls)
+    return _sampling(ctx) | _forms() | _tokens(ctx) | _inputs(ctx) | _batches(batch_urls)
 
 
 def _sampling(ctx: ServerContext) -> dict[str, list[Fragment]]:
     config, info = ctx.config, ctx.frontend.info
     most = info.max_model_len - 1
     told = Range(-1) if info.max_logprobs < 0 else Range(0, info.max_logprobs)
-    made = {name: [_bounded("number", RANGES[name])] for name in _NUMBERS}
-    made |= {name: [_bounded("integer", Range(1, config.max_n))] for name in ("n", "best_of")}
+    made = {name: [bounded("number", RANGES[name])] for name in _NUMBERS}
+    made |= {name: [bounded("integer", Range(1, config.max_n))] for name in ("n", "best_of")}
     made |= {
-        name: [_bounded("integer", Range(1, most))]
+        name: [bounded("integer", Range(1, most))]
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
     }
-    made |= {name: [_bounded("integer", told)] for name in ("logprobs", "prompt_logprobs", "top_logprobs")}
-    made |= {name: [_bounded("integer", RANGES["thinking_token_budget"])] for name in _BUDGETS}
+    made |= {name: [bounded("integer", told)] for name in ("logprobs", "prompt_logprobs", "top_logprobs")}
+    budgets = [name for name in FEATURE_FIELDS if name.endswith(("_budget", "_thinking_tokens"))]
+    made |= {name: [bounded("integer", Range(-1))] for name in budgets}
     stops = {"type": "array", "items": _TEXT, "maxItems": config.max_stop_strings}
-    pattern = _bounded("integer", Range(1, MAX_PATTERN))
+    pattern = bounded("integer", Range(1, MAX_PATTERN))
     return made | {
-        "min_tokens": [_bounded("integer", Range(RANGES["min_tokens"].low, most))],
-        "top_k": [_bounded("integer", RANGES["top_k"])],
-        "stream_interval": [_bounded("integer", RANGES["stream_interval"])],
+        "min_tokens": [bounded("integer", Range(RANGES["min_tokens"].low, most))],
+        "top_k": [bounded("integer", RANGES["top_k"])],
+        "stream_interval": [bounded("integer", RANGES["stream_interval"])],
         "stop": [_TEXT, stops],
         "stop_sequences": [stops],
         "bad_words": [{"type": "array", "items": _TEXT, "maxItems": MAX_BAD_WORDS}],
         "logit_bias": [{"type": "object", "propertyNames": {"pattern": "^[0-9]{1,18}$"}}],
         "RepetitionRule.max_pattern_size": [pattern],
         "RepetitionRule.min_pattern_size": [pattern],
-        "RepetitionRule.min_count": [_bounded("integer", Range(2))],
+        "RepetitionRule.min_count": [bounded("integer", Range(2))],
     }
 
 
@@ -86,50 +86,46 @@ def _forms() -> dict[str, list[Fragment]]:
 
 
 def _tokens(ctx: ServerContext) -> dict[str, list[Fragment]]:
-    token = _bounded("integer", Range(0, ctx.frontend.info.vocab_size - 1))
+    token = bounded("integer", Range(0, ctx.frontend.info.vocab_size - 1))
     several = {"type": "array", "items": token}
-    embeds: list[Fragment] = [] if PROMPT_EMBEDS in ctx.frontend.info.features else [{"anyOf": [{"type": "null"}]}]
-    return {
-        "prompt_embeds": embeds,
-        "CompletionBody.prompt": [_prompts(token, ctx.config.max_prompts)],
+    absent: list[Fragment] = [{"anyOf": [{"type": "null"}]}]
+    hooks = ctx.frontend.preparer.hooks
+    return {name: [] if hook.present else absent for hook in hooks for name in hook.prompt_fields} | {
+        "CompletionBody.prompt": [prompts(ctx.frontend.info.vocab_size, ctx.config.max_prompts)],
         "stop_token_ids": [several],
         "allowed_token_ids": [several | {"minItems": 1}],
         "logprob_token_ids": [several | {"maxItems": MAX_LOGPROB_TOKENS}],
         "label_token_ids": [several | {"maxItems": MAX_LOGPROB_TOKENS}],
         "GenerateBody.token_ids": [several],
         "DetokenizeBody.tokens": [
-            {"type": "array", "items": _bounded("integer", Range(0, ctx.frontend.tokenizer.vocab_size - 1))}
+            {"type": "array", "items": bounded("integer", Range(0, ctx.frontend.tokenizer.vocab_size - 1))}
         ],
     }
 
 
-def _vectors(ctx: ServerContext) -> dict[str, list[Fragment]]:
+def _inputs(ctx: ServerContext) -> dict[str, list[Fragment]]:
     info, most = ctx.frontend.info, ctx.config.max_inputs
-    token = _bounded("integer", Range(0, info.vocab_size - 1))
-    inputs = [_prompts(token, most)]
-    made = {f"{body}.input": inputs for body in ("EmbeddingBody", "PoolingBody", "ClassifyBody")}
-    made["truncate_prompt_tokens"] = [_bounded("integer", Range(-1, info.max_model_len)) | {"not": {"const": 0}}]
-    made["LabelsBody.items"] = inputs
-    made["documents"] = [{"type": "array", "maxItems": most}]
-    if (pooler := info.pooler) is not None:
-        sizes: Fragment = {"enum": [pooler.size, *(pooler.matryoshka or [])]}
-        free = pooler.matryoshka == []
-        made["dimensions"] = [_bounded("integer", Range(1, pooler.size)) | ({} if free else sizes)]
-    return made
+    return {
+        "truncate_prompt_tokens": [bounded("integer", Range(-1, info.max_model_len)) | {"not": {"const": 0}}],
+        "LabelsBody.items": [prompts(info.vocab_size, most)],
+        "documents": [{"type": "array", "maxItems": most}],
+    }
 
 
 def _batches(urls: list[str]) -> dict[str, list[Fragment]]:
     return {"BatchBody.endpoint": [_one_of(*urls)]}
 
 
-def _prompts(token: Fragment, most: int) -> Fragment:
+def prompts(vocab_size: int, most: int) -> Fragment:
     """A text, a list of texts, a prompt's token ids, or a list of such."""
+    token = bounded("integer", Range(0, vocab_size - 1))
     tokens = {"type": "array", "items": token, "minItems": 1}
     several = {"type": "array", "minItems": 1, "maxItems": most}
     return {"anyOf": [{"type": "string"}, several | {"items": {"type": "string"}}, tokens, several | {"items": tokens}]}
 
 
-def _bounded(kind: str, allowed: Range) -> Fragment:
+def bounded(kind: str, allowed: Range) -> Fragment:
+    """A number in a range."""
     low, high = (int(end) if math.isfinite(end) and end == int(end) else end for end in (allowed.low, allowed.high))
     bounds: Fragment = {"type": kind, "exclusiveMinimum" if allowed.above else "minimum": low}
     return bounds | ({} if math.isinf(high) else {"maximum": high})

@@ -17,7 +17,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.output import RequestOutput
 from octavo.core.params import MAX_LOGPROB_TOKENS
 from octavo.core.request import BACKGROUND
-from octavo.server.body import parse_body, require
+from octavo.server.body import check_count, parse_body, require
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import json_response
 from octavo.server.extras import check_undeclared
@@ -25,9 +25,8 @@ from octavo.server.openai.fields import Int, Items, RequestId
 from octavo.server.openai.generation import Job, UsageCounter, collect
 from octavo.server.openai.next_token import asking_for, logprobs_of, shares_of
 from octavo.server.openai.responses import Usage
+from octavo.server.score import ScoreItem
 from octavo.server.stream import until_disconnect
-from octavo.server.vectors.answers import ScoreItem
-from octavo.server.vectors.work import check_count
 
 _FIELD = "logprob_token_ids"
 """Under which name the sampler knows the labels."""
@@ -103,7 +102,7 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
 
 
 async def _prepare(ctx: ServerContext, body: LabelsBody, name: str) -> list[Job]:
-    check_count(ctx, len(body.items), "items")
+    check_count(ctx.config.max_inputs, len(body.items), "items")
     labels = list(dict.fromkeys(body.label_token_ids))
     text = f"label_token_ids must have at most {MAX_LOGPROB_TOKENS} tokens, got {len(labels)}."
     require(len(labels) <= MAX_LOGPROB_TOKENS, "label_token_ids", len(labels), text)

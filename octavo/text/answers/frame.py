@@ -57,7 +57,7 @@ class Frame:
             self._rules.append(f"{gap}: /[ \\n]{{0,4}}/")
             think = f"{end} {gap}"
             start = (
-                f"{think} ({start})" if plan.thinking else f"({self._literal(plan.reasoning.begin)} {think})? ({start})"
+                f"{think} ({start})" if plan.inside else f"({self._literal(plan.reasoning.begin)} {think})? ({start})"
             )
         return "\n".join(["%llguidance {}", f"start: {start}", "TEXT: /(.|\\n)*/", *self._rules])
 

@@ -25,14 +25,14 @@ class OutputPlan:
         tools: the tools that may be called; None for a request without.
         format: how calls are written.
         reasoning: how reasoning is marked; None if the model marks none.
-        thinking: the prompt ends within reasoning.
+        inside: the prompt ends within reasoning.
         content: the form that the content must have.
     """
 
     format: ToolFormat
     tools: ToolUse | None = None
     reasoning: ReasoningFormat | None = None
-    thinking: bool = False
+    inside: bool = False
     content: StructuredOutputsParams | None = None
 
     @property
@@ -74,7 +74,7 @@ class OutputPlan:
             forced=self.tools is not None and self.tools.forced,
             once=self.ends_at_repetition,
             reasoning=self.reasoning,
-            thinking=self.thinking,
+            inside=self.inside,
         )
 
     def _kinds(self) -> Mapping[str, Mapping[str, Kind]]:

@@ -45,7 +45,7 @@ class Router:
         reasoning: how reasoning is marked; None routes none.
         once: a call that is identical to an earlier one (name, and arguments as written) ends the list of calls, and is
             left out together with all that follows it.
-        thinking: the prompt ends within reasoning.
+        inside: the prompt ends within reasoning.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Router:
         forced: bool = False,
         once: bool = False,
         reasoning: ReasoningFormat | None = None,
-        thinking: bool = False,
+        inside: bool = False,
     ) -> None:
         self.calls = 0
         self.repeated = False
@@ -70,9 +70,9 @@ class Router:
         self._scan: ObjectScan | KeyedReader = ObjectScan()
         self._skip = 0
         self._repeats = RepeatedCalls() if once else None
-        begins_thinking = thinking and reasoning is not None
+        begins_inside = inside and reasoning is not None
         self._step: Callable[[bool], bool] = (
-            self._before_reasoning if begins_thinking else self._undecided if reasoning else self._begin_body
+            self._before_reasoning if begins_inside else self._undecided if reasoning else self._begin_body
         )
 
     @property

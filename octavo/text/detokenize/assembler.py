@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from octavo.core.output import Logprob, RequestOutput, RequestTimes, TokenDelta
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
 from octavo.text.detokenize.choice import Choice, Ender, no_text, readable
+from octavo.text.hooks import TextHook
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -32,6 +33,7 @@ class RequestAssembler:
         request: GenerateRequest,
         tokenizer: Tokenizer,
         prompt_text: str | None = None,
+        hooks: Sequence[TextHook] = (),
         *,
         ender: Callable[[], Ender | None] | None = None,
     ) -> None:
@@ -43,7 +45,7 @@ class RequestAssembler:
         after_text = any(token not in skipped for token in request.tokens)
         self._open = params.n
         self._choices = [
-            Choice(index, params, tokenizer, after_text=after_text, ends=ender() if ender else None)
+            Choice(index, params, tokenizer, after_text=after_text, ends=ender() if ender else None, hooks=hooks)
             for index in range(params.n)
         ]
         self._num_cached = 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from octavo.core.output import CompletionOutput, FinishReason, Logprob, TokenDelta, TokenLogprobs
 from octavo.core.params import OutputKind, SamplingParams
 from octavo.text.detokenize.detokenizer import Detokenizer
 from octavo.text.detokenize.stops import StopMatcher
+from octavo.text.hooks import TextHook
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 Ender = Callable[[str], bool]
@@ -33,6 +34,7 @@ class Choice:
         *,
         after_text: bool,
         ends: Ender | None = None,
+        hooks: Sequence[TextHook] = (),
     ) -> None:
         self.index = index
         self.finish: FinishReason | None = None
@@ -54,7 +56,8 @@ class Choice:
         self._cumulative_logprob = 0.0
         self._count = 0
         self._told = 0
-        self._beam_logprob: float | None = None
+        self._hooks = hooks
+        self._found: Mapping[str, bytes] = {}
 
     def push(self, delta: TokenDelta) -> None:
         """Takes the engine's news. What comes after the end is dropped: the engine may run a step ahead."""
@@ -77,15 +80,19 @@ class Choice:
         else:
             self._text, self._tokens, self._logprobs = [text], list(tokens), list(logprobs)
         wants_logprobs = self._params.reports
-        return CompletionOutput(
+        output = CompletionOutput(
             index=self.index,
             text=text,
             token_ids=tokens,
-            cumulative_logprob=self._cumulative_logprob if wants_logprobs else self._beam_logprob,
+            cumulative_logprob=self._cumulative_logprob if wants_logprobs else None,
             logprobs=logprobs if wants_logprobs else None,
             finish_reason=None if self.finish is None else self.finish.value,
             stop_reason=self.stop_reason,
         )
+        for hook in self._hooks if self._found else ():
+            if (data := self._found.get(hook.name)) is not None:
+                hook.answer(output, data)
+        return output
 
     @property
     def has_news(self) -> bool:
@@ -127,7 +134,7 @@ class Choice:
             if self.finish is not None:
                 return
             self._text.append(self._matcher.flush())
-        self.finish, self._beam_logprob = delta.finish, delta.logprob
+        self.finish, self._found = delta.finish, delta.found or {}
         self.stop_reason = delta.error if delta.finish is FinishReason.ERROR else delta.stop_reason
 
 

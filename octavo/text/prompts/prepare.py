@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
-from octavo.core.embeds import OPTION as EMBEDS
-from octavo.core.embeds import PLACEHOLDER
 from octavo.core.errors import InvalidRequestError, UnsupportedError, context_error
 from octavo.core.info import ModelInfo
-from octavo.core.params import PROCESSORS, SamplingParams
-from octavo.core.request import GenerateRequest
-from octavo.core.thinking import ThinkingBudget
+from octavo.core.params import FEATURE_PARAMS, SamplingParams
+from octavo.core.request import PLACEHOLDER, GenerateRequest
 from octavo.text.answers.reasoning import ReasoningFormat
-from octavo.text.prompts.prompt import Prompt, TokensPrompt, parts_of
+from octavo.text.hooks import TextContext, TextHook, load_hooks
+from octavo.text.prompts.prompt import Prompt, parts_of
 from octavo.text.tokenizers.no_tokenizer import without_text
 from octavo.text.tokenizers.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 Side = Literal["left", "right"]
 
 # A normalizer may make one character of several, and a token may swallow spaces beside it: no prompt is refused by its
 # length alone unless it is over the bound by this factor.
 _SLACK = 4
-_GRAMMAR = "grammar"
-_THINKING = "thinking"
-_TAIL = 16
-"""Tokens at the end of a prompt in which a mark of reasoning may stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +53,10 @@ class Preparer:
     ) -> None:
         self.tokenizer = tokenizer
         self.info = info
-        self.reasoning = reasoning
         self.max_tokens = max_tokens
+        self.hooks = load_hooks(TextContext(tokenizer, info, reasoning))
+        self._claimed = {name: hook.taken_out for hook in self.hooks for name in hook.params}
+        self._claimed["feature_args"] = lambda params: {"feature_args": None}
 
     def prepare(
         self,
@@ -97,23 +90,21 @@ class Preparer:
             raise not_generating(self.info)
         params = self._limited(params)
         keys: list[int | bytes] = []
-        embeds: msgspec.Raw | None = None
-        if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
-            from octavo.text.prompts.embeds import lay_out  # with numpy, without which others do
-
+        options: dict[str, msgspec.Raw] = {}
+        if isinstance(prompt, Mapping) and (reader := self.reader_of(prompt)) is not None:
             self.check_chars(prompt.get("prompt") or "", param)
-            plain, keys, embeds = lay_out(prompt, self.tokenizer, self.info, params, truncated=truncate is not None)
-            prompt = cast("TokensPrompt", plain)
+            read = reader.read_prompt(prompt, params, truncated=truncate is not None)
+            prompt, keys, options[reader.name] = read.prompt, read.keys, read.option
         text, tokens, salt = parts_of(prompt, param)
         if not self.tokenizer.present:
-            params = without_text(params)
+            params = without_text(params, *(name for hook in self.hooks for name in hook.text_params))
         room = min(params.max_tokens or 1, self.info.max_model_len - 1)
         limit = truncation(truncate, self.info.max_model_len, keep=self.info.max_model_len - room)
         if tokens is None:
             assert text is not None
             tokens = self._tokenized(text, limit, side, param, add_special_tokens=add_special_tokens)
         else:
-            self.check_ids(tokens, param, placeholders=embeds is not None)
+            self.check_ids(tokens, param, placeholders=bool(keys))
             tokens = cut(tokens, limit, side)
         if not tokens:
             raise InvalidRequestError(
@@ -124,9 +115,7 @@ class Preparer:
         self._check_vocabulary(params)
         if self.info.stream_interval > (params.stream_interval or 1):
             params = params.replace(stream_interval=self.info.stream_interval)
-        params, options = self._split_options(self._with_bad_tokens(params), text, tokens)
-        if embeds is not None:
-            options[EMBEDS] = embeds
+        params = self._split_options(self._with_bad_tokens(params), text, tokens, options)
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
             tokens=tokens,
@@ -148,41 +137,35 @@ class Preparer:
             self.check_chars(text, param)
         return self.tokenizer.encode_within(text, limit=limit, side=side, add_special_tokens=add_special_tokens)[0]
 
-    def _split_options(
-        self, params: SamplingParams, text: str | None, tokens: list[int]
-    ) -> tuple[SamplingParams, dict[str, msgspec.Raw]]:
-        """What a feature of the engine sees to, apart from the rest; refused if the engine lacks the feature."""
-        found: dict[str, Any] = {}
-        form = params.structured_outputs
-        if form is not None:
-            self._require_feature(_GRAMMAR, "structured output", form.param)
-            found[_GRAMMAR] = form
-        budget = params.thinking_token_budget
-        if budget is not None and budget >= 0 and self.reasoning is not None:
-            self._require_feature(_THINKING, "thinking budget", "thinking_token_budget")
-            begin, end = self.reasoning.begin, self.reasoning.end
-            tail = text if text is not None else self.tokenizer.decode(tokens[-_TAIL:], skip_special_tokens=False)
-            is_open = tail.rstrip().endswith(begin)
-            found[_THINKING] = ThinkingBudget(tokens=budget, begin=begin, end=end, open=is_open)
-        elif budget is not None and budget >= 0:
-            log.warning("a thinking budget has no effect: the model marks no reasoning (--reasoning-parser)")
-        if params.extra_args:
-            what = "logits processors (--logits-processors) that could read extra_args (vllm_xargs over HTTP)"
-            self._require_feature(PROCESSORS, what, "extra_args")
-        if PROCESSORS in self.info.features:
-            found[PROCESSORS] = _json_values(params.extra_args)
-        if not found:
-            return params, {}
-        try:
-            options = {name: msgspec.Raw(msgspec.msgpack.encode(option)) for name, option in found.items()}
-        except OverflowError:
-            param = form.param if form is not None else "thinking_token_budget"
-            raise InvalidRequestError(f"{param} has a whole number of more than 64 bits.", param=param) from None
-        return params.replace(structured_outputs=None, thinking_token_budget=None, extra_args=None), options
+    def hook(self, name: str) -> TextHook:
+        """The text half of a feature that is present."""
+        return next(hook for hook in self.hooks if hook.name == name)
 
-    def _require_feature(self, name: str, what: str, param: str) -> None:
-        if name not in self.info.features:
-            raise UnsupportedError(f"This engine has no {what}; leave it out.", param=param)
+    def reader_of(self, prompt: Mapping[str, Any]) -> TextHook | None:
+        """The feature in whose form a prompt object is; None for text and token ids."""
+        return next((h for h in self.hooks for name in h.prompt_fields if prompt.get(name) is not None), None)
+
+    def _split_options(
+        self, params: SamplingParams, text: str | None, tokens: list[int], options: dict[str, msgspec.Raw]
+    ) -> SamplingParams:
+        """Add the features' options; return the parameters without those that only features read.
+
+        Raises:
+            UnsupportedError: a parameter asks for a feature that is not there.
+        """
+        for hook in self.hooks:
+            if (option := hook.option(params, text, tokens)) is not None:
+                options[hook.name] = option
+        changes: dict[str, Any] = {}
+        odd = next((name for name in params.feature_args or () if name not in options), None)
+        if odd is not None:
+            raise UnsupportedError(f"This engine has no feature {odd}; leave it out.", param="feature_args", value=odd)
+        for name in FEATURE_PARAMS:
+            if getattr(params, name) is not None:
+                if name not in self._claimed:
+                    raise UnsupportedError(f"This build of Octavo has no {name}; leave it out.", param=name)
+                changes |= self._claimed[name](params)
+        return params.replace(**changes) if changes else params
 
     def check_chars(self, text: str, param: str) -> None:
         """Refuses a text that can't fit, before time is spent on tokenizing it."""
@@ -263,13 +246,6 @@ class Preparer:
                         param=name,
                         value=token,
                     )
-
-
-def _json_values(extra_args: dict[str, Any] | None) -> msgspec.Raw:
-    try:
-        return msgspec.Raw(msgspec.msgpack.encode(extra_args))
-    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        raise InvalidRequestError(f"extra_args must hold JSON values alone: {exc}.", param="extra_args") from None
 
 
 def truncation(given: int | None, longest: int, *, keep: int) -> int | None:

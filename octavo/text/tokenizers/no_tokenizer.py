@@ -11,7 +11,7 @@ from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.params import SamplingParams
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
-_TEXT_PARAMS = ("stop", "bad_words", "structured_outputs", "thinking_token_budget")
+_TEXT_PARAMS = ("stop", "bad_words")
 
 
 class NoTokenizer(Tokenizer):
@@ -69,13 +69,13 @@ def needs_tokenizer(param: str | None = None, value: Any = None) -> InvalidReque
     )
 
 
-def without_text(params: SamplingParams) -> SamplingParams:
-    """The parameters of a request whose output stays token ids.
+def without_text(params: SamplingParams, *more: str) -> SamplingParams:
+    """The parameters of a request whose output stays token ids. `more`: further fields that need text.
 
     Raises:
         UnsupportedError: they name text to look for or to allow.
     """
-    odd = next((name for name in _TEXT_PARAMS if getattr(params, name) not in (None, [], "")), None)
+    odd = next((name for name in (*_TEXT_PARAMS, *more) if getattr(params, name) not in (None, [], "")), None)
     if odd is not None:
         raise needs_tokenizer(odd, getattr(params, odd))
     return params.replace(detokenize=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def test_nothing_given_is_the_defaults() -> None:
 
 def test_every_flag_sets_a_field_that_exists() -> None:
     sections: dict[str, Any] = {f.name: getattr(EngineConfig(), f.name) for f in dataclasses.fields(EngineConfig)}
-    sections["server"] = ServerConfig()
+    sections |= sections.pop("features") | {"server": ServerConfig()}
     for flag in ALL:
         section, field = flag.target.split(".")
         assert field in {f.name for f in dataclasses.fields(sections[section])}, flag.name
@@ -63,9 +62,10 @@ def test_every_flag_sets_a_field_that_exists() -> None:
 
 def test_every_field_has_a_flag() -> None:
     targets = {flag.target for flag in ALL}
-    for section in dataclasses.fields(EngineConfig):
-        for field in dataclasses.fields(getattr(EngineConfig(), section.name)):
-            assert f"{section.name}.{field.name}" in targets
+    sections = {section.name: getattr(EngineConfig(), section.name) for section in dataclasses.fields(EngineConfig)}
+    for name, section in (sections | sections.pop("features")).items():
+        for field in dataclasses.fields(section):
+            assert f"{name}.{field.name}" in targets
     for field in dataclasses.fields(ServerConfig):
         assert f"server.{field.name}" in targets
 
@@ -74,7 +74,9 @@ def test_shown_defaults_are_the_real_ones() -> None:
     """Numbers and words in the help that restate a dataclass default must agree with it."""
     for flag in ALL:
         section, field = flag.target.split(".")
-        real = getattr(ServerConfig() if section == "server" else getattr(EngineConfig(), section), field)
+        config = EngineConfig()
+        owner = ServerConfig() if section == "server" else config.features.get(section) or getattr(config, section)
+        real = getattr(owner, field)
         if isinstance(real, bool) or real is None or real in ("", ()):
             continue
         read = flag.read(flag.default)
@@ -232,23 +234,8 @@ def test_a_model_that_a_flag_of_many_values_took_is_missed(tmp_path: Path, capsy
     check("--api-key", "secret", "other")
 
 
-def test_how_vectors_are_made_may_be_written_in_three_ways(tmp_path: Path) -> None:
-    wanted = {"pooling_type": "MEAN", "normalize": False}
-    for words in (
-        ("--pooler-config", json.dumps(wanted)),
-        ("--override-pooler-config", json.dumps(wanted)),
-        ("--pooler-config.pooling_type", "MEAN", "--pooler-config.normalize", "false"),
-    ):
-        engine, _ = parse("m", "--runner", "pooling", *words)
-        assert (engine.model.runner, engine.model.pooler_config) == ("pooling", wanted)
-    file = tmp_path / "octavo.yaml"
-    file.write_text("model: m\nconvert: embed\npooler-config:\n  pooling_type: MEAN\n  normalize: false\n")
-    engine, _ = parse("--config", str(file))
-    assert (engine.model.convert, engine.model.pooler_config) == ("embed", wanted)
-
-
 @pytest.mark.parametrize("value", ["MEAN", "[1]", "{"])
 def test_what_is_no_json_object_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse("m", "--pooler-config", value)
+        parse("m", "--hf-overrides", value)
     assert "JSON" in capsys.readouterr().err

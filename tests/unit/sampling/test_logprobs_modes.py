@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import plain_sampler
 import pytest
@@ -137,9 +138,10 @@ def test_prompts_and_beams_keep_to_raw_logprobs(resident: bool, monkeypatch: pyt
         settings = {"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 21, "threads": 1, **where}
         loop, _ = build_core(EngineConfig.of(logprobs_mode=mode, **settings), model_files(QWEN3 if resident else LLAMA))
         told = SamplingParams(max_tokens=2, temperature=0, logprobs=1, prompt_logprobs=2, ignore_eos=True)
-        beams = SamplingParams(max_tokens=3, beam_width=2, n=2)
+        beams = SamplingParams(max_tokens=3, n=2)
+        option = msgspec.Raw(msgspec.msgpack.encode([2, 1.0]))
         loop.add(GenerateRequest(id="told", tokens=prompt, params=told))
-        loop.add(GenerateRequest(id="beams", tokens=prompt, params=beams))
+        loop.add(GenerateRequest(id="beams", tokens=prompt, params=beams, options={"beams": option}))
         news: list[TokenDelta] = []
         while loop.busy:
             news += loop.step()
@@ -148,12 +150,12 @@ def test_prompts_and_beams_keep_to_raw_logprobs(resident: bool, monkeypatch: pyt
 
     plain, other = deltas("raw_logprobs"), deltas("processed_logits")
     assert [one.error for one in plain] == [None] * len(plain)
-    assert [(one.tokens, one.logprob, one.prompt_logprobs) for one in plain] == [
-        (one.tokens, one.logprob, one.prompt_logprobs) for one in other
+    assert [(one.tokens, one.found, one.prompt_logprobs) for one in plain] == [
+        (one.tokens, one.found, one.prompt_logprobs) for one in other
     ]
     assert any(one.prompt_logprobs for one in plain)
     assert all(entry.logprob < 0 for one in plain for entry in one.logprobs or [])
-    assert any(one.logprob is not None for one in plain)
+    assert any(one.found is not None for one in plain)
     assert [entry.rank for one in plain for entry in one.logprobs or []] == [1, 1]
     differ = zip(plain, other, strict=True)
     assert all(one.logprobs != two.logprobs for one, two in differ if one.logprobs)

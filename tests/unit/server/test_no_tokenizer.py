@@ -12,9 +12,8 @@ from server_kit import HELLO, TOKENIZER, VOCAB_SIZE, ask_now, saying
 from toy_models import LLAMA
 
 from octavo.config import ModelConfig
-from octavo.core.beams import BeamSearchParams
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.core.params import SamplingParams, StructuredOutputsParams
+from octavo.core.params import SamplingParams
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.hub.files import ModelFiles
 from octavo.python.llm import LLM
@@ -68,7 +67,6 @@ def test_generation_of_tokens_needs_none(app: Any) -> None:
         ("/v1/completions", IDS | {"stop": "x"}),
         ("/v1/completions", IDS | {"bad_words": ["x"]}),
         ("/v1/completions", IDS | {"detokenize": True}),
-        ("/v1/completions", IDS | {"structured_outputs": {"regex": "a"}}),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}),
         ("/v1/chat/completions", HELLO),
         ("/v1/messages", HELLO | {"max_tokens": 5, "model": "toy"}),
@@ -89,17 +87,13 @@ def test_llm_of_ids(llm: LLM) -> None:
     assert (output.prompt, output.outputs[0].text, len(output.outputs[0].token_ids)) == (None, "", 3)
     entries = output.outputs[0].logprobs or []
     assert [[one.decoded_token for one in entry.values()] for entry in entries] == [[None]] * 3
-    (beams,) = llm.beam_search([[4, 5]], BeamSearchParams(2, 2))
-    assert [(len(one.tokens), one.text) for one in beams.sequences] == [(4, "")] * 2
 
 
-@pytest.mark.parametrize("params", [{"stop": "a"}, {"bad_words": ["a"]}, {"thinking_token_budget": 3}])
+@pytest.mark.parametrize("params", [{"stop": "a"}, {"bad_words": ["a"]}])
 def test_llm_says_why_not(llm: LLM, params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=f"{SAYS}.*{next(iter(params))}"):
         llm.generate([[4, 5]], SamplingParams(**params))
-    form = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     for call in (
-        lambda: llm.generate([[4]], form),
         lambda: llm.generate("text"),
         lambda: llm.chat([{"role": "user", "content": "hi"}]),
         llm.get_tokenizer,

@@ -117,6 +117,12 @@ def request(name: str, extra: dict[str, Any] | None, **params: Any) -> GenerateR
     )
 
 
+def searching(one: GenerateRequest) -> GenerateRequest:
+    """The same request as a search with two beams."""
+    option = msgspec.Raw(msgspec.msgpack.encode([2, 1.0]))
+    return msgspec.structs.replace(one, options=one.options | {"beams": option})
+
+
 def requests() -> list[GenerateRequest]:
     return [
         request("plain", None),
@@ -126,7 +132,7 @@ def requests() -> list[GenerateRequest]:
         request("target", {"target": 77}),
         request("target, drawn", {"target": 9}, temperature=1.2, n=3, seed=1),
         request("all", {"sums": 1, "once": 1, "target": 30}, repetition_penalty=1.2),
-        request("beams", {"sums": 1}, beam_width=2, n=2, min_tokens=0, max_tokens=9),
+        searching(request("beams", {"sums": 1}, n=2, temperature=1, min_tokens=0, max_tokens=9)),
         request("another", {"target": 50}),
         request("last", {"sums": 1, "target": 8}, logprobs=2),
     ]

@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 
 from octavo.build import build_core
 from octavo.core.params import SamplingParams
-from octavo.core.pooling import OPTION, PoolingParams
 from octavo.core.request import GenerateRequest
-from octavo.text.vectors.pooling import pooled_output
+from octavo.features.pooling.params import PoolingParams
+from octavo.features.pooling.payload import NAME as OPTION
+from octavo.features.pooling.requests import pooled_output
 
 GPU = torch.cuda.is_available()
 ENCODER = {

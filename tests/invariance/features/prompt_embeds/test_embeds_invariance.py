@@ -12,13 +12,13 @@ from toy_engine import drive, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, VOCAB, behind, model_files
 
 from octavo.build import build_core
-from octavo.core.embeds import OPTION
 from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.fake import fake_info
 from octavo.engine.loop import EngineLoop
+from octavo.features.prompt_embeds.payload import NAME as OPTION
 from octavo.text.prompts.prepare import Preparer
 from octavo.text.tokenizers.no_tokenizer import NoTokenizer
 
@@ -191,9 +191,6 @@ def test_a_step_of_one_embedding_is_no_graph_of_a_gpus_runner(monkeypatch: pytes
     assert replayed["forward"] > 1, "the tokens that follow"
 
 
-def test_an_engine_that_can_not_take_them_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_can_not_take_them_does_not_start() -> None:
     with pytest.raises(ConfigError, match="--enable-prompt-embeds: tiny takes texts"):
         engine(runner="pooling")
-    monkeypatch.setattr("octavo.build.build_engine_halves", lambda context: [])
-    with pytest.raises(ConfigError, match="--enable-prompt-embeds: this build of Octavo lacks the feature"):
-        engine()

@@ -88,8 +88,8 @@ def test_reasoning_comes_first(kind: tuple[Tokenizer, LLTokenizer]) -> None:
     assert takes("<think>\nhm, {</think>\n\n" + call, kind, **plan)
     assert takes(call, kind, **plan)
     assert not takes("<think>hm" + call, kind, **plan)
-    assert takes("\nhm</think>" + call, kind, **plan, thinking=True)
-    assert not takes(call, kind, **plan, thinking=True)
+    assert takes("\nhm</think>" + call, kind, **plan, inside=True)
+    assert not takes(call, kind, **plan, inside=True)
 
 
 @pytest.mark.parametrize(

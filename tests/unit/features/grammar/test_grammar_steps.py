@@ -19,12 +19,13 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.output import FinishReason, StepOutput, TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
-from octavo.core.structured import StructuredDefaults, StructuredOutputsParams
+from octavo.core.structured import StructuredOutputsParams
 from octavo.engine.loop import EngineLoop
 from octavo.features import FeatureContext, build_engine_halves, build_worker_halves
 from octavo.features.grammar import compiler as compiler_module
 from octavo.features.grammar import engine as engine_module
 from octavo.features.grammar.compiler import Compiler
+from octavo.features.grammar.defaults import StructuredDefaults
 from octavo.features.grammar.engine import GrammarEngine
 from octavo.features.grammar.payload import Masks
 from octavo.features.grammar.worker import GrammarWorker

@@ -16,6 +16,7 @@ from octavo.features.logits_processors import LogitsProcessor, ProcessorContext
 from octavo.features.logits_processors.interface import AdapterLogitsProcessor, Row
 from octavo.features.logits_processors.load import Loaded, load
 from octavo.features.logits_processors.persistent import PersistentBatch
+from octavo.features.logits_processors.settings import Settings
 
 MODULE = """
 from octavo.features.logits_processors import LogitsProcessor
@@ -81,8 +82,9 @@ def context(*given: Any, **more: Any) -> FeatureContext:
     def no_tokenizer() -> Any:
         raise AssertionError("nobody asked for it")
 
+    settings = {"logits_processors": Settings(logits_processors=given)}
     return FeatureContext(
-        vocab_size=5, eos_token_ids=(), load_tokenizer=no_tokenizer, model="m", logits_processors=given, **more
+        vocab_size=5, eos_token_ids=(), load_tokenizer=no_tokenizer, model="m", settings=settings, **more
     )
 
 

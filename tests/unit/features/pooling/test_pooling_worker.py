@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan
-from octavo.core.pooling import Pooled, PoolingParams
 from octavo.device.cpu import CpuDevice
+from octavo.features.pooling.params import Pooled, PoolingParams
 from octavo.features.pooling.payload import Span, Spans
 from octavo.features.pooling.worker import PoolingWorker, SegmentedPoolingWorker
 

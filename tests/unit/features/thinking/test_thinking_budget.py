@@ -14,8 +14,8 @@ from octavo.cache.cache import KVCache
 from octavo.core.output import StepOutput
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
-from octavo.core.thinking import ThinkingBudget
 from octavo.engine.loop import EngineLoop
+from octavo.features.thinking.budget import ThinkingBudget
 from octavo.features.thinking.engine import ThinkingEngine, Watch
 from octavo.features.thinking.worker import ThinkingWorker
 from octavo.schedule.policy import make_policy

@@ -71,7 +71,7 @@ def test_an_answer_is_read_as_it_was_written(
         words = "" if calls else words.lstrip("{")
     before = (("" if inside else THINK.begin) + "\n" + thought + "\n" + THINK.end + "\n\n") if thinks else ""
     text = before + words + tail
-    router = Router(tools=form, reasoning=THINK, thinking=thinks and inside)
+    router = Router(tools=form, reasoning=THINK, inside=thinks and inside)
     reasoning, content, found = read(router, cut(text, data.draw(st.lists(st.integers(0, 200), max_size=12))))
     assert found == plain
     assert reasoning == (thought.strip() if thinks else "")
@@ -115,13 +115,13 @@ def test_a_call_cut_off_shows_what_there_is(form: ToolFormat) -> None:
 
 
 def test_reasoning_is_counted_while_it_lasts() -> None:
-    router = Router(reasoning=THINK, thinking=True)
+    router = Router(reasoning=THINK, inside=True)
     assert router.in_reasoning
     router.push("I think")
     assert router.in_reasoning
     router.push("</think>so")
     assert not router.in_reasoning
-    assert not Router(reasoning=None, thinking=True).in_reasoning
+    assert not Router(reasoning=None, inside=True).in_reasoning
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""Arguments and results of `LLM.beam_search`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from octavo.core.keywords import Suggesting
+from octavo.core.output import FinishReason, RequestOutput
+from octavo.core.params import OutputKind, SamplingParams
+from octavo.core.structured import StructuredOutputsParams
+from octavo.text.tokenizers.tokenizer import Tokenizer
+
+
+class BeamSearchParams(msgspec.Struct, metaclass=Suggesting, omit_defaults=True):
+    """One search; names follow the field's usage.
+
+    Attributes:
+        beam_width: sequences that are followed, and given back.
+        max_tokens: the most tokens to generate.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        temperature: in [0, 2]; without effect, since sequences are compared by the log-probabilities of the raw logits.
+        length_penalty: in [-32, 32]; sequences are compared by log-probability / length ** length_penalty.
+        include_stop_str_in_output: keep the token that ended a sequence.
+        structured_outputs: refused with an error, for it does not go together with beam search.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def sampling(self) -> SamplingParams:
+        """The request for all sequences of the search.
+
+        Raises:
+            InvalidRequestError: a field is out of range; the message names it.
+        """
+        return SamplingParams(
+            n=self.beam_width,
+            beam_width=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            structured_outputs=self.structured_outputs,
+            output_kind=OutputKind.FINAL_ONLY,
+        )
+
+    def output(self, found: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
+        """The result of that request: its choices as sequences, as tokens and as text."""
+        return _beams_of(found, self, tokenizer)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One continuation that was found.
+
+    Attributes:
+        tokens: the prompt's and those generated.
+        cum_logprob: the sum of the generated tokens' log-probabilities, that of the token which ended it included.
+        text: all of `tokens`, as text.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """A prompt's `beam_width` best continuations, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def _beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
+    """The choices as sequences: prompt and output together, as tokens and as text."""
+    sequences = []
+    for choice in output.outputs:
+        ended = choice.finish_reason == FinishReason.STOP.value and not params.include_stop_str_in_output
+        tokens = output.prompt_token_ids + (choice.token_ids[:-1] if ended else choice.token_ids)
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                cum_logprob=choice.cumulative_logprob or 0.0,
+                text=tokenizer.decode(tokens, skip_special_tokens=False) if tokenizer.present else "",
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+        )
+    return BeamSearchOutput(sequences)

@@ -1,0 +1,50 @@
+"""`Methods`: the part of `LLM` that searches."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.output import RequestOutput
+from octavo.features.beams.api import BeamSearchOutput, BeamSearchParams
+from octavo.python.inputs import as_list, refuse
+from octavo.python.local import LocalEngine
+from octavo.python.progress import UseTqdm
+from octavo.text.detokenize.assembler import RequestAssembler
+from octavo.text.prompts.prompt import Prompt
+
+
+class Methods:
+    """What `LLM` gets from this feature."""
+
+    _engine: LocalEngine
+
+    @abstractmethod
+    def _complete(
+        self, assemblers: list[RequestAssembler], use_tqdm: UseTqdm, at_once: int | None = None
+    ) -> list[RequestOutput]: ...
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt, the best first.
+
+        Args:
+            concurrency_limit: search for so many prompts at a time; None leaves it to the scheduler.
+        """
+        refuse(lora_request=lora_request)
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise InvalidRequestError(
+                "concurrency_limit must be at least 1, or None.", param="concurrency_limit", value=concurrency_limit
+            )
+        sampling = params.sampling()
+        assemblers = [self._engine.open(prompt, sampling) for prompt in as_list(prompts)]
+        found = self._complete(assemblers, use_tqdm, at_once=concurrency_limit)
+        return [params.output(output, self._engine.tokenizer) for output in found]

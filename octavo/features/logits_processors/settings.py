@@ -1,0 +1,25 @@
+"""Settings of custom logits processors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.core.errors import ConfigError
+from octavo.features import FeatureSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(FeatureSettings):
+    """
+    Attributes:
+        logits_processors: code that changes logits before sampling, each "module:Class"; if the engine runs in the
+            caller's process, also classes, instances and functions.
+    """
+
+    logits_processors: tuple[Any, ...] = ()
+
+    def check_sendable(self, why: str) -> None:
+        odd = next((one for one in self.logits_processors if not isinstance(one, str)), None)
+        if odd is not None:
+            raise ConfigError(f"logits_processors={odd!r}: {why}, so name it as 'module:Class'.")

@@ -1,0 +1,57 @@
+"""`Methods`: the part of `AsyncLLM` that makes vectors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from octavo.engine.client import CoreClient
+from octavo.features.pooling.params import PoolingOutput, PoolingRequestOutput, Task
+from octavo.features.pooling.payload import NAME
+from octavo.features.pooling.requests import pool
+from octavo.features.pooling.text import Text
+from octavo.text.frontend import Frontend
+from octavo.text.prompts.prompt import Prompt
+
+
+class Methods(ABC):
+    """What `AsyncLLM` gets from this feature."""
+
+    @property
+    @abstractmethod
+    def _client(self) -> CoreClient: ...
+
+    @property
+    @abstractmethod
+    def frontend(self) -> Frontend: ...
+
+    @abstractmethod
+    async def _started(self) -> None: ...
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        *,
+        pooling_task: Task = "embed",
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> PoolingRequestOutput:
+        """What the task makes of a prompt, in `outputs.data`: one vector, or for "token_embed" a vector of each token.
+
+        Cancelling it aborts the request. `options` are those of `PoolingPreparer.prepare`.
+
+        Raises:
+            InvalidRequestError: the prompt can't be served, or the model makes no such thing.
+            EngineDeadError: the engine has stopped.
+        """
+        await self._started()
+        hook = self.frontend.preparer.hook(NAME)
+        assert isinstance(hook, Text)
+        pooling = hook.preparer
+        params = pooling.params(pooling_task, dimensions=dimensions, normalize=normalize)
+        request = pooling.prepare(prompt, params, request_id=request_id, **{"param": "prompt", **options})
+        found = await pool(self._client, request)
+        data = found.pooled.rows() if pooling_task == "token_embed" else found.pooled.values()
+        return PoolingRequestOutput(request.id, PoolingOutput(data), request.tokens, found.num_cached_tokens)

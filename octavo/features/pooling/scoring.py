@@ -1,0 +1,105 @@
+"""How well texts go together: by a cross-encoder that reads them as one, or by the angle between their vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.core.info import ModelInfo
+from octavo.core.request import GenerateRequest
+from octavo.features.pooling.params import Pooled, pooler_info
+from octavo.features.pooling.requests import Pair, PoolingPreparer, cosine
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePlan:
+    """What to compute for a list of pairs.
+
+    Attributes:
+        requests: for the engine.
+        members: for each pair, the places of the requests that tell of it.
+        score: the score of a pair, from its requests' results.
+    """
+
+    requests: list[GenerateRequest]
+    members: Sequence[tuple[int, ...]]
+    score: Callable[[Sequence[Pooled]], float]
+
+    def scores(self, results: Sequence[Pooled]) -> list[float]:
+        """One a pair, from the results of `requests`."""
+        return [self.score([results[place] for place in places]) for places in self.members]
+
+    def tokens(self, pair: int) -> list[int]:
+        """All tokens that the pair's requests have."""
+        return [token for place in self.members[pair] for token in self.requests[place].tokens]
+
+
+def is_cross_encoder(info: ModelInfo) -> bool:
+    """Whether the model gives one score for two texts read as one."""
+    pooler = pooler_info(info)
+    return "classify" in info.tasks and pooler is not None and len(pooler.labels) == 1
+
+
+def check_scores(info: ModelInfo) -> None:
+    """Raises UnsupportedError for a model whose head gives several labels: none of them is a score."""
+    if "classify" in info.tasks and not is_cross_encoder(info):
+        pooler = pooler_info(info)
+        labels = len(pooler.labels) if pooler else 0
+        raise UnsupportedError(
+            f"This server's model {info.name} has a head with {labels} labels, and scores need exactly one. Use "
+            "/classify, or serve an embedding model or a cross-encoder."
+        )
+
+
+def plan_scores(
+    pairs: Sequence[Pair],
+    preparer: PoolingPreparer,
+    prepare: Callable[..., GenerateRequest],
+    *,
+    activate: bool | None = None,
+) -> ScorePlan:
+    """One request a pair for a cross-encoder, else one for each text that occurs.
+
+    Args:
+        prepare: `preparer.prepare` with options of its own; called with the text or the pair, and the params.
+        activate: whether a cross-encoder's activation is applied to its head's outputs, which it is unless this is
+            False. Without it scores have no bounds.
+
+    Raises:
+        InvalidRequestError: a text can't be served.
+        UnsupportedError: the model can't score.
+    """
+    check_scores(preparer.info)
+    if is_cross_encoder(preparer.info):
+        params = preparer.params("classify", normalize=activate)
+        requests = [prepare(pair, params) for pair in pairs]
+        return ScorePlan(requests, [(place,) for place in range(len(pairs))], lambda found: found[0].values()[0])
+    params = preparer.params("embed", normalize=True)
+    places: dict[str, int] = {}
+    for pair in pairs:
+        for text in pair:
+            places.setdefault(text, len(places))
+    requests = [prepare(text, params) for text in places]
+    members = [(places[first], places[second]) for first, second in pairs]
+    return ScorePlan(requests, members, lambda found: cosine(found[0].values(), found[1].values()))
+
+
+def paired(first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> list[Pair]:
+    """One text with each of many, or as many with as many.
+
+    Raises:
+        InvalidRequestError: the numbers don't match, or there is nothing; `names` are the fields.
+    """
+    for texts, name in zip((first, second), names, strict=True):
+        if not texts:
+            raise InvalidRequestError(f"{name} must not be empty.", param=name, value=[])
+    if len(first) == 1:
+        first = list(first) * len(second)
+    if len(first) != len(second):
+        raise InvalidRequestError(
+            f"{names[0]} must be one text, or as many as {names[1]} has; got {len(first)} for {len(second)}.",
+            param=names[0],
+            value=len(first),
+        )
+    return list(zip(first, second, strict=True))

@@ -1,0 +1,23 @@
+"""`Text`: the text half. It prepares requests for vectors."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from octavo.text.hooks import TextHook
+
+if TYPE_CHECKING:
+    from octavo.features.pooling.requests import PoolingPreparer
+
+
+class Text(TextHook):
+    """Claims no field of other requests: those for vectors have routes and methods of their own."""
+
+    name = "pooling"
+
+    @cached_property
+    def preparer(self) -> PoolingPreparer:
+        from octavo.features.pooling.requests import PoolingPreparer  # needs the front end's own
+
+        return PoolingPreparer(self.context.tokenizer, self.context.info)

@@ -1,0 +1,17 @@
+"""Settings of embeddings in prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.features import FeatureSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(FeatureSettings):
+    """
+    Attributes:
+        enable_prompt_embeds: prompts may hold embeddings in place of tokens.
+    """
+
+    enable_prompt_embeds: bool = False

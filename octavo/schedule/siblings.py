@@ -1,0 +1,149 @@
+"""`Siblings`: the sequences of one request. They begin with one prompt, whose KV blocks they share.
+
+With `n > 1` they are independent choices. Under a `Lockstep`, a feature's rule, they take their steps in rounds: all
+report their step before any takes the next, they may continue each other's tokens, and they end together. When
+sequences part, their KV blocks are shared and copied on write.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from octavo.cache.cache import BlockTable, KVCache
+from octavo.core.output import TokenLogprobs
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest, Request
+from octavo.schedule.hooks import Ending, Lockstep
+
+
+class Siblings:
+    """The sequences of one request, in the order of their index.
+
+    Attributes:
+        lockstep: the rule by which they take their steps together; None for independent choices.
+    """
+
+    __slots__ = ("_members", "_moved", "_params", "_reports", "lockstep")
+
+    def __init__(self, params: SamplingParams, lockstep: Lockstep | None = None) -> None:
+        self.lockstep = lockstep
+        self._params = params if lockstep is None else lockstep.params
+        self._members: list[Request] = []
+        self._reports: dict[int, TokenLogprobs] = {}
+        self._moved: set[Request] = set()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._members)
+
+    @property
+    def params(self) -> SamplingParams:
+        """How the worker samples each of them."""
+        return self._params
+
+    def join(self, request: Request) -> None:
+        self._members.append(request)
+
+    def holds(self, request: Request) -> bool:
+        """Whether a sequence gets no row now, because it has done its part of the round or is about to."""
+        return self.lockstep is not None and (request.inflight > 0 or request.index in self._reports)
+
+    def leader_of(self, request: Request) -> Request | None:
+        """The sequence whose prompt blocks a new one shares; None if there is none to wait for.
+
+        A leader that did its part of the round and lost its blocks has left them to the prefix tree.
+        """
+        leader = self._members[0]
+        return None if leader is request or (leader.slot < 0 and self.holds(leader)) else leader
+
+    def take_moved(self, request: Request) -> bool:
+        """Whether the slot no longer holds the sequence's tokens and blocks and must be filled anew; true once."""
+        if request not in self._moved:
+            return False
+        self._moved.remove(request)
+        return True
+
+    def ending_with(self, request: Request) -> list[Request]:
+        """The sequences that end when this one ends before its time: in lockstep the others would wait for ever."""
+        return [request] if self.lockstep is None else [one for one in self._members if one.finish is None]
+
+    def report(self, request: Request, found: TokenLogprobs, cache: KVCache) -> list[tuple[Request, Ending]]:
+        """Take a sequence's part of a round; with the last part, all move on. At the end, how each sequence ends."""
+        assert self.lockstep is not None
+        self._reports[request.index] = found
+        if len(self._reports) < len(self._members):
+            return []
+        if self._advance(self.lockstep, cache):
+            self._moved.update(one for one in self._members if one.slot >= 0)
+            return []
+        endings = self.lockstep.endings()
+        return [(one, endings[min(one.index, len(endings) - 1)]) for one in self._members]
+
+    def _advance(self, lockstep: Lockstep, cache: KVCache) -> bool:
+        """Begin the next round: each sequence takes over the tokens and shares the blocks of the one it continues.
+
+        Returns False if there is no next round. A sequence that lost its blocks to a preemption has none to share: the
+        one that continues it computes its tokens again.
+        """
+        members = self._members
+        outputs = [one.tokens[one.num_prompt :] for one in members]
+        moves = lockstep.step(outputs, [self._reports[index] for index in range(len(members))])
+        self._reports = {}
+        if moves is None:
+            return False
+        moves += moves[-1:] * (len(members) - len(moves))  # a tiny vocabulary has fewer continuations
+        old = [(one.tokens, one.table, one.num_computed) for one in members]
+        for one, (parent, token) in zip(members, moves, strict=True):
+            tokens, table, computed = old[parent]
+            one.tokens = [*tokens, token]
+            one.table, one.num_computed = BlockTable(), 0
+            if one.slot >= 0 and table.blocks and cache.fork(table, one.table, computed):
+                one.num_computed = computed
+        for _, table, _ in old:
+            cache.release(table)
+        return True
+
+
+def make_siblings(
+    spec: GenerateRequest,
+    max_tokens: int,
+    eos: frozenset[int],
+    seeds: random.Random,
+    order: int,
+    lockstep: Lockstep | None = None,
+) -> list[Request]:
+    """The sequences of a new request. `order` is the first one's arrival number."""
+    own_stops = frozenset(spec.params.stop_token_ids or ())
+    stop_ids = own_stops if spec.params.ignore_eos else own_stops | eos
+    if lockstep is not None:
+        lockstep.begin(max_tokens, stop_ids)
+    siblings = Siblings(spec.params, lockstep)
+    for index in range(spec.params.n if lockstep is None else lockstep.width):
+        siblings.join(
+            Request(
+                spec=spec,
+                index=index,
+                order=order + index,
+                tokens=list(spec.tokens),
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                seed=seeds.getrandbits(62) if spec.params.seed is None else spec.params.seed + index,
+                table=BlockTable(),
+                siblings=siblings,
+            )
+        )
+    return list(siblings)
+
+
+def yielding(running: Sequence[Request], ranks_after: Callable[[Request], bool]) -> Request | None:
+    """The sequence in lockstep that gives up its slot and blocks when nothing can run.
+
+    The last that ranks after those who need room, else one that has done its part of the round, which is not needed
+    before the next.
+
+    Args:
+        running: in the order of rank.
+    """
+    idle = [one for one in running if one.siblings.lockstep is not None and not one.inflight]
+    candidates = [one for one in idle if ranks_after(one)] or [one for one in idle if one.siblings.holds(one)]
+    return candidates[-1] if candidates else None

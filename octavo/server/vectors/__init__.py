@@ -1,1 +1,0 @@
-"""Requests that are answered with vectors, labels and scores instead of text."""
