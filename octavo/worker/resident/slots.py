@@ -130,8 +130,8 @@ class DeviceSlots:
         return self._computed[self._rows(plan.slots)]
 
     def _rows(self, slots: Sequence[int]) -> NDArray[np.int64]:
-        """The slots as indices, made once for plans that repeat each other: these share one list."""
-        if self._indices[0] is not slots:
+        """The slots as indices, made once for as long as they stay the same."""
+        if self._indices[0] is not slots and self._indices[0] != slots:
             self._indices = slots, np.asarray(slots, dtype=np.int64)
         return self._indices[1]
 
