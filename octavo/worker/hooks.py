@@ -174,8 +174,9 @@ class Hooks:
         return _variant(tuple(hook.variant(payload.get(hook.name)) for hook in self._varying))
 
     def select(self, variant: Variant) -> None:
-        for hook, one in zip(self._varying, variant or itertools.repeat(None), strict=False):
-            hook.select(one)
+        if self._varying:
+            for hook, one in zip(self._varying, variant or itertools.repeat(None), strict=False):
+                hook.select(one)
 
     def embed(self, x: Tensor, payload: Mapping[str, Any]) -> None:
         for hook in _concerned(self._embedding, payload):

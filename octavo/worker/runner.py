@@ -60,7 +60,6 @@ class Runner:
         self._last: Step | None = None
         self.replay = replay
 
-    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Step:
         hooks = self._hooks
         self._slots.apply(plan)
@@ -101,6 +100,7 @@ class Runner:
             return None
         return self._hooks.allowed(plan.slots, plan.payload)
 
+    @torch.inference_mode()
     def _compute(self, step: Step) -> None:
         """The step launched operation by operation."""
         plan, payload = step.plan, step.plan.payload
@@ -131,7 +131,7 @@ class Runner:
             return
         logits_of = cast("Model", self._model).logits
         step.prompted = {prompt.row: self._sampler.prompt(prompt, logits_of) for prompt in step.prompts}
-        step.prompts = []
+        step.prompts = ()
         if not order:
             return
         payload = plan.payload | payload

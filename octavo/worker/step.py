@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +39,7 @@ class PromptRow:
 
 @dataclass(slots=True)
 class Step:
-    """A step on its way.
+    """A step on its way. What few steps have is None in the others: a native step takes microseconds.
 
     Attributes:
         hidden: [S, hidden_size], the states of the tokens that get logits; None if a replay drew their tokens, too.
@@ -59,10 +59,10 @@ class Step:
     rows: Any = None
     recorded: Any = None
     drawn: Drawn | None = None
-    prompts: list[PromptRow] = field(default_factory=list)
-    prompted: dict[int, Callable[[], list[TokenLogprobs]]] = field(default_factory=dict)
-    failed: Mapping[int, str] = field(default_factory=dict)
-    findings: dict[str, Findings] = field(default_factory=dict)
+    prompts: Sequence[PromptRow] = ()
+    prompted: Mapping[int, Callable[[], list[TokenLogprobs]]] | None = None
+    failed: Mapping[int, str] | None = None
+    findings: Mapping[str, Findings] | None = None
     began: Event | None = None
     before: Step | None = None
     retired: bool = False
@@ -71,8 +71,8 @@ class Step:
         """Wait for the step's tokens and put them in the plan's order."""
         plan = self.plan
         tokens, errors, logprobs = self._drawn(self.drawn) if self.drawn is not None else self._nothing()
-        prompted = {row: wait() for row, wait in self.prompted.items()}
-        found, unfound = gather(self.findings)
+        prompted = {row: wait() for row, wait in self.prompted.items()} if self.prompted else {}
+        found, unfound = gather(self.findings) if self.findings else ({}, {})
         output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle())
         self.hooks.after_sample(plan, output)
         self.retired = True
@@ -91,7 +91,7 @@ class Step:
             tokens[row] = [max(token, 0)]
             if token < 0:
                 errors[row] = BAD_LOGITS
-        errors |= {where[i]: error for i, error in self.failed.items()}
+        errors |= {where[i]: error for i, error in (self.failed or {}).items()}
         logprobs = {where[i]: [entry] for i, entry in entries.items() if where[i] not in errors}
         return tokens, errors, logprobs
 
