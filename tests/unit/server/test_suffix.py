@@ -47,7 +47,7 @@ def test_no_suffix_is_a_plain_prompt(suffix: str | None) -> None:
 @pytest.mark.parametrize(
     ("marks", "fields", "param", "text"),
     [
-        (MARKS[:2], {}, "suffix", "no tokens for it"),
+        (MARKS[:2], {}, "suffix", "fill-in-the-middle tokens"),
         (MARKS, {"prompt": [5, 6]}, "suffix", "not token ids"),
         (MARKS, {"echo": True}, "echo", "can't be combined"),
         (MARKS, {"suffix": 5}, "suffix", "must be a string"),
