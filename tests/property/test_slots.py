@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.core.cache_groups import CacheGroup
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.cpu import CpuDevice
@@ -129,7 +130,7 @@ def test_blocks_are_copied_one_after_the_other(copies: list[tuple[int, int]], ki
     """Also where one copy reads what another writes."""
     layers = [PagedAttention(AttentionSpec(1, 1, 2, 1.0), ReferenceAttention()) for _ in range(2)]
     dtype = torch.float32 if kind == "f" else torch.float8_e4m3fn
-    blocks = Blocks(layers, (6, 3), 3, dtype, CpuDevice())
+    blocks = Blocks(layers, [CacheGroup(layers=(0, 1))], (6, 3), 3, dtype, CpuDevice())
     expected = []
     for i, layer in enumerate(layers):
         layer.cache.copy_(torch.arange(18).view(6, 3) % 13 + i)
