@@ -1,4 +1,4 @@
-"""`create_app`: the HTTP application, put together from its parts."""
+"""`create_app`: assembles the HTTP application."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _feature_routes(ctx: ServerContext) -> list[APIRouter]:
 
 
 def _behind_flags(ctx: ServerContext) -> tuple[list[APIRouter], dict[str, str]]:
-    """Routes that there are only with a flag, where that is given; where it is not, path -> flag."""
+    """Return the routes enabled by flags; and for those that are not, path -> flag."""
     dev = (dev_routes, pause_routes, sleep_routes, weight_routes, transfer_routes, rpc_routes)
     found: list[APIRouter] = []
     missing: dict[str, str] = {}
@@ -188,7 +188,7 @@ def make_context(
 
 
 def background_executor(ctx: ServerContext) -> Executor:
-    """Runs the lines of batches through the routes, in the room that other requests leave."""
+    """Return an executor that runs batch lines through the routes at background priority."""
     quiet = replace(ctx, background=True)
     return Executor(post_endpoints(inference_routes(quiet), *_feature_routes(quiet)))
 
@@ -208,7 +208,7 @@ def _batch_service(ctx: ServerContext, *, leads: bool) -> BatchService:
 
 
 def _cors(config: ServerConfig) -> list[Middleware]:
-    """Lets pages of other sites call the server, where the settings name any."""
+    """Return CORS middleware if the settings allow other sites."""
     if not config.allowed_origins:
         return []
     return [
@@ -224,5 +224,5 @@ def _cors(config: ServerConfig) -> list[Middleware]:
 
 
 async def _gone(request: Request, exc: Exception) -> Response:
-    """Nobody reads this; it gives the visit its status in the metrics."""
+    """Set the status in the metrics; the client has disconnected."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,4 +1,4 @@
-"""From the bytes of a request body to a checked pydantic model, with every way to fail told in plain words."""
+"""Parsing of request bodies to validated pydantic models, with specific errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from octavo.server.validation import explain
 
 MAX_DEPTH = 64
 PRIORITY = "X-Vllm-Priority"
-"""What proxies set, where clients don't know of priorities."""
+"""Header with the priority, for proxies."""
 _SHORTEST_PAIR = 12
-"""Bytes of a surrogate pair in escapes. The parser calls the text truncated if fewer follow the first half."""
+"""Bytes of an escaped surrogate pair. The parser reports the text as truncated if fewer follow the first half."""
 _LONE_SURROGATE = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u])")
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
@@ -26,11 +26,11 @@ M = TypeVar("M", bound=BaseModel)
 
 
 async def parse_body(request: Request, model: type[M], max_bytes: int) -> M:
-    """The body as `model`. What it does not say of `priority`, a header may.
+    """Parse the body as `model`. If it has no `priority`, the header's is used.
 
     Raises:
         ApiError: 413 for a body over `max_bytes`, 415 for a content type other than JSON, 400 for malformed JSON.
-        InvalidRequestError: a field is missing, unknown in type or out of range.
+        InvalidRequestError: a field is missing, unknown, of the wrong type or out of range.
     """
     _check_content_type(request)
     value = decode_json(await read_body(request, max_bytes))
@@ -52,7 +52,7 @@ def _priority_of(request: Request) -> int | None:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body; refused before it is read if it states its length, else as soon as it grows too long."""
+    """Return the whole body. One that is too long is refused early, by its stated length if there is one."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(f"{int(declared[:18]):,} bytes", max_bytes)
@@ -67,10 +67,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
-    """A JSON object. NaN and infinities are not JSON; nesting deeper than `MAX_DEPTH` is refused.
+    """Parse a JSON object. NaN, infinities and nesting deeper than `MAX_DEPTH` are refused.
 
     Raises:
-        ApiError: 400, with what is wrong and where.
+        ApiError: 400, with the error and its position.
     """
     data = data.removeprefix(codecs.BOM_UTF8)
     if not data.strip():
@@ -125,7 +125,7 @@ def _too_deep() -> ApiError:
 
 
 def _json_fault(exc: msgspec.DecodeError, data: bytes) -> str:
-    """What is wrong and where, in a sentence."""
+    """Return a sentence with the error and its position."""
     what = str(exc).removeprefix("JSON is malformed: ")
     if "surrogate" in what or _LONE_SURROGATE.search(data[-_SHORTEST_PAIR:]):
         return (
@@ -138,7 +138,7 @@ def _json_fault(exc: msgspec.DecodeError, data: bytes) -> str:
 
 
 def _excerpt(what: str, data: bytes) -> str:
-    """The bytes where the fault is, as far as the text `what` says where."""
+    """Return the bytes around the error, if the text `what` gives its position."""
     place = re.search(r"\(byte (\d+)\)", what)
     found = data[int(place[1]) :][:20].decode("utf-8", "replace") if place else ""
     return f", at {found!r}" if found else ""

@@ -1,8 +1,8 @@
-"""Fields of request bodies that are not declared: each is refused, passed over in silence, or named in a warning.
+"""Undeclared fields of request bodies: each is refused, ignored, or named in a warning.
 
-Ignoring a field silently would answer another question than the one asked. So a field of a feature that this version
-lacks is refused by name, unless its value asks for what happens anyway. An unknown field is ignored, and the answer
-says so; with --strict-params it is refused, too.
+Silently ignoring a field would change the meaning of the request. So a field of an unsupported feature is refused by
+name, unless its value requests the default behaviour. An unknown field is ignored with a warning in the answer; with
+--strict-params it is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 
 Limited = tuple[str, tuple[Any, ...]]
-"""What to do instead of setting a field that is not supported, and its values that ask for nothing."""
+"""The alternative to an unsupported field, and its neutral values."""
 
 LEAVE_OUT = "leave it out"
 _LORA = "it has no LoRA adapters: merge the adapter into the weights and serve the result"
@@ -126,7 +126,7 @@ def check_undeclared(
 
 
 def _unknown(body: BaseModel, name: str, value: Any, *, strict: bool) -> str:
-    """The warning about an unknown field, with what may have been meant."""
+    """Return the warning about an unknown field, with a suggestion."""
     fields = type(body).model_fields
     other = _OTHER_NAMES.get(name)
     near = [other] if other in fields else difflib.get_close_matches(name, fields, n=1, cutoff=0.75)
@@ -137,5 +137,5 @@ def _unknown(body: BaseModel, name: str, value: Any, *, strict: bool) -> str:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equality that tells booleans from numbers, as JSON does."""
+    """Equality that distinguishes booleans from numbers, as JSON does."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -1,4 +1,4 @@
-"""`Frontend`: the asynchronous face of text in, text out, over any engine client."""
+"""`Frontend`: asynchronous text in, text out, over any engine client."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Twin = Callable[[EngineClient], "Frontend"]
 
 
 class Frontend:
-    """Prompts to requests, requests to text.
+    """Converts prompts to requests, and engine output to text.
 
     Args:
         chat: the model's chat template, if it has one.
         default_sampling: the content of generation_config.json, or fields of `SamplingParams`; other keys are ignored.
-        max_tokens: to which longer answers are cut, whatever a request says.
-        answers: how the model writes tool calls and reasoning; by default as its chat template shows it.
-        twin: makes such a front end in another process, over a client of the same core; it can be pickled.
+        max_tokens: upper limit for the length of every answer.
+        answers: the formats of tool calls and reasoning; by default detected from the chat template.
+        twin: picklable; creates an equal front end in another process, over a client of the same core.
 
     Raises:
         ConfigError: a default is out of range.
@@ -63,11 +63,11 @@ class Frontend:
         self.default_sampling = sampling_defaults(default_sampling or {})
 
     def prepare(self, prompt: Prompt, params: SamplingParams, **options: Any) -> GenerateRequest:
-        """Tokenizes and checks; see `Preparer.prepare`."""
+        """Tokenize and check; see `Preparer.prepare`."""
         return self.preparer.prepare(prompt, params, **options).request
 
     async def prepare_async(self, prompt: Prompt, params: SamplingParams, **options: Any) -> GenerateRequest:
-        """As `prepare`, but what takes long is done in a thread, so that other streams flow on."""
+        """Like `prepare`, with long work in a thread, so that other streams continue."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(prompt, Mapping) and self.preparer.reader_of(prompt) is not None:
             return await asyncio.to_thread(self.prepare, prompt, params, **options)
@@ -75,7 +75,7 @@ class Frontend:
         return await aside(length, lambda: self.prepare(prompt, params, **options))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt that the chat template makes; see `ChatTemplate.render`. Prepare it without special tokens.
+        """Render the chat template's prompt; see `ChatTemplate.render`. Prepare it without special tokens.
 
         Raises:
             InvalidRequestError: there is no template, or it can't render these messages.
@@ -85,7 +85,7 @@ class Frontend:
         return self.chat.render(messages, **options)
 
     def why_no_chat(self) -> InvalidRequestError | None:
-        """What is said to those who want an answer to messages, if this model gives none."""
+        """Return the error for chat requests if this model can't answer them, else None."""
         chats = self.chat is not None and "generate" in self.info.tasks
         return None if chats else self._no_chat()
 
@@ -95,7 +95,7 @@ class Frontend:
         return no_template_error() if "generate" in self.info.tasks else not_generating(self.info)
 
     def default_params(self, **overrides: Any) -> SamplingParams:
-        """The model's sampling defaults with what a request sets; None means unset in fields that can't be None."""
+        """Return the model's sampling defaults with overrides; None means unset in fields that can't be None."""
         return with_defaults(self.default_sampling, overrides)
 
     async def generate(
@@ -105,16 +105,17 @@ class Frontend:
         *,
         ender: Callable[[], Ender | None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Items in the form that `params.output_kind` asks for, the last with `finished`.
+        """Yield items in the form of `params.output_kind`, the last with `finished`.
 
         Closing the iterator early, or cancelling the task that reads it, aborts the request. A request that the engine
         fails ends with the finish reason "error" and the cause as its stop reason.
 
         Args:
-            ender: makes for each choice what finds further ends in its text, where it ends with the reason "stop".
+            ender: creates for each choice a detector of additional ends, whose finish reason is "stop".
 
         Raises:
-            InvalidRequestError: the engine can't serve it: it is too long, or its grammar is none; with the reason.
+            InvalidRequestError: the engine can't serve it, for example because it is too long or its grammar is
+                invalid.
             EngineDeadError: the engine has stopped.
         """
         assembler = RequestAssembler(request, self.tokenizer, prompt_text, self.preparer.hooks, ender=ender)
@@ -131,10 +132,10 @@ class Frontend:
                     await self.engine.abort(request.id, index)
                 if output is not None:
                     yield output
-        # Only now, with the engine told to end: the reader may never come back for more.
+        # Only after the engine has been told to end: the reader may never resume this generator.
         if output is not None and output.finished:
             yield output
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its reader gets what was generated, with the finish reason "abort"."""
+        """Abort a request; its reader gets the generated text with the finish reason "abort"."""
         await self.engine.abort(request_id)

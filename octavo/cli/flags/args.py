@@ -1,6 +1,7 @@
-"""From flags, a config file and the environment to `EngineConfig` and `ServerConfig`.
+"""Conversion of flags, a config file and the environment to `EngineConfig` and `ServerConfig`.
 
-Where one setting is given more than once, the command line wins over the config file, and that over the environment.
+If a setting is given more than once, the command line takes precedence over the config file, and that over the
+environment.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def add_settings(parser: OctavoParser, groups: Groups, *, without: frozenset[str] = frozenset()) -> None:
-    """Flags for the settings, one titled group each; a flag not given leaves no trace in the namespace."""
+    """Add flags for the settings, one titled group each. Flags that are not given are missing in the namespace."""
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for flag in flags:
@@ -38,7 +39,7 @@ def add_settings(parser: OctavoParser, groups: Groups, *, without: frozenset[str
 def add_engine_settings(
     parser: OctavoParser, *, without: frozenset[str] = frozenset(), positional: bool = True
 ) -> None:
-    """MODEL (unless `positional` is false), --config, and every flag of the engine."""
+    """Add MODEL (unless `positional` is false), --config, and every flag of the engine."""
     about = "a name listed by `octavo pull --list`, a folder, a .gguf file or a Hugging Face id (default: smollm2)"
     if positional:
         parser.add_argument("model_name", nargs="?", metavar="MODEL", help=about)
@@ -47,16 +48,16 @@ def add_engine_settings(
 
 
 def engine_config(parser: OctavoParser, args: argparse.Namespace) -> EngineConfig:
-    """The engine's settings from a parsed command line.
+    """Return the engine's settings from a parsed command line.
 
     Raises:
-        ConfigError: the config file or an environment variable holds something wrong; the text names it.
+        ConfigError: the config file or an environment variable is invalid; the text names it.
     """
     return engine_from(values(parser, args))
 
 
 def values(parser: OctavoParser, args: argparse.Namespace) -> dict[str, Any]:
-    """Target -> value of every setting given anywhere that this command has."""
+    """Return target -> value of every given setting that this command has."""
     given = vars(args)
     known = {
         flag.name: flag for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS) if f"--{flag.name}" in parser.flag_names()
@@ -78,7 +79,7 @@ def convert(flag: Flag, value: Any) -> Any:
 
 
 def from_environment(flags: Iterable[Flag], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings from OCTAVO_* variables, or else from the VLLM_* ones of the same meaning."""
+    """Return settings from OCTAVO_* variables, else from VLLM_* variables of the same meaning."""
     found: dict[str, Any] = {}
     for flag in flags:
         for name, read in OTHER_WORDS.get(flag.name, {}).items():
@@ -92,15 +93,15 @@ def from_environment(flags: Iterable[Flag], environ: Mapping[str, str]) -> dict[
 
 
 def _word(flag: Flag, text: str) -> str | bool:
-    """A variable's text; for a switch what it stands for, if it stands for anything."""
+    """Return a variable's text; for a switch its boolean, if the text is one."""
     return _SWITCH_WORDS.get(text.strip().lower(), text) if flag.switch else text
 
 
 def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> dict[str, Any]:
-    """Settings from a YAML file; keys are flag names with dashes or underscores.
+    """Return settings from a YAML file; keys are flag names with dashes or underscores.
 
     Raises:
-        ConfigError: no such file, no YAML, or a key or value that can't be; the text names it.
+        ConfigError: the file does not exist or is not YAML, or a key or value is invalid; the text names it.
     """
     import yaml
 
@@ -132,10 +133,10 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
 
 
 def read_value(flag: Flag, raw: Any, where: str) -> Any:
-    """A flag's value from text or from a YAML scalar or list.
+    """Return a flag's value from text or from a YAML scalar or list.
 
     Raises:
-        ConfigError: it is of the wrong form; the text begins with `where`.
+        ConfigError: the value is malformed; the text begins with `where`.
     """
     if flag.switch:
         if isinstance(raw, bool):
@@ -164,7 +165,7 @@ def _read_one(flag: Flag, raw: Any, where: str) -> Any:
 
 
 def engine_from(found: Mapping[str, Any]) -> EngineConfig:
-    """`EngineConfig` with the settings found, defaults elsewhere."""
+    """Return `EngineConfig` with the given settings, and defaults elsewhere."""
     floors: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "device": {}}
     features: dict[str, dict[str, Any]] = {name: {} for name in settings_types()}
     sections = floors | features
@@ -180,7 +181,7 @@ def engine_from(found: Mapping[str, Any]) -> EngineConfig:
 
 
 def server_from(found: Mapping[str, Any]) -> ServerConfig:
-    """`ServerConfig` with the settings found, defaults elsewhere."""
+    """Return `ServerConfig` with the given settings, and defaults elsewhere."""
     return ServerConfig(
         **{target.removeprefix("server."): value for target, value in found.items() if target.startswith("server.")}
     )

@@ -54,25 +54,25 @@ async def chat_completions(ctx: ServerContext, request: Request) -> Response:
 
 @dataclass(slots=True, frozen=True)
 class Chat:
-    """A conversation, ready for the engine, and how to read the answer."""
+    """A conversation, ready for the engine, and how to parse the answer."""
 
     job: Job
     plan: OutputPlan
     show_reasoning: bool
     role: str
-    """Of the message in the answer."""
+    """Role of the answer's message."""
     prefix: str = ""
-    """What the client wants to read before the answer: with `echo`, the message that the answer goes on from."""
+    """Text before the answer: with `echo`, the message that the answer continues."""
 
     def choices(self) -> list[Routed]:
         return [Routed(self.plan, show_reasoning=self.show_reasoning) for _ in range(self.job.request.params.n)]
 
 
 async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> Chat:
-    """Check a chat request, write its prompt and plan its answer.
+    """Check a chat request, render its prompt and plan its answer.
 
     Raises:
-        InvalidRequestError: a field is not what it should be, or the conversation does not fit.
+        InvalidRequestError: a field is invalid, or the conversation does not fit.
     """
     params = chat_params(ctx, body)
     use = tool_use(body)
@@ -138,7 +138,7 @@ def _template_options(ctx: ServerContext, body: ChatBody) -> dict[str, Any]:
 
 
 def _planned(ctx: ServerContext, params: SamplingParams, plan: OutputPlan) -> SamplingParams:
-    """The sampling that the plan needs: its grammar, its marks in the text, and pieces where tokens are told apart."""
+    """Return the sampling parameters that the plan requires."""
     tokenizer = ctx.frontend.tokenizer
     special = {tokenizer.token_text(token) for token in tokenizer.special_ids}
     shown = any(one in mark for mark in plan.marks() for one in special)
@@ -151,7 +151,7 @@ def _planned(ctx: ServerContext, params: SamplingParams, plan: OutputPlan) -> Sa
 
 @dataclass(slots=True)
 class _Answer:
-    """One choice as it adds up."""
+    """One choice as it accumulates."""
 
     message: Message = field(default_factory=Message)
     output: CompletionOutput | None = None
@@ -170,7 +170,7 @@ class _Answer:
 
 
 async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer: LogprobWriter) -> ChatCompletion:
-    """The answers to one conversation, or one answer to each of several."""
+    """Return the answers to one conversation, or one answer to each of several."""
     jobs = [chat.job for chat in chats]
     counter = UsageCounter(ctx, jobs)
     routed = [chat.choices() for chat in chats]
@@ -214,7 +214,7 @@ def _choice(index: int, answer: _Answer, chat: Chat, reply: Reply, writer: Logpr
 
 
 def said(chat: Chat, message: Message) -> ChatMessage:
-    """The assistant's turn in an answer."""
+    """Return the assistant's message of an answer."""
     told = chat.plan.reasoning is not None and chat.show_reasoning
     reasoning = (message.reasoning or None) if told else UNSET
     content = chat.prefix + message.content
@@ -257,7 +257,7 @@ async def _stream(ctx: ServerContext, chat: Chat, reply: Reply, writer: LogprobW
 
 
 def _opening(reply: Reply, counter: UsageCounter, chat: Chat) -> list[bytes]:
-    """The chunks that give each choice its role; they travel with the first text."""
+    """Return the chunks that give each choice its role; they are sent with the first text."""
     job, delta = chat.job, ChatDelta(chat.role, chat.prefix)
     return [
         event(
@@ -276,7 +276,7 @@ def _opening(reply: Reply, counter: UsageCounter, chat: Chat) -> list[bytes]:
 
 
 def _delta(choice: CompletionOutput, news: News, reply: Reply, writer: LogprobWriter) -> ChatChunkChoice | None:
-    """What is new of a choice, or None if it is nothing that a client can see."""
+    """Return the new parts of a choice, or None if there is nothing to show."""
     ends = news.finish is not None
     ids = choice.token_ids if reply.return_token_ids else UNSET
     logprobs = writer.chat(choice) if choice.logprobs else None

@@ -13,7 +13,7 @@ from octavo.server.openai.fields import Int
 
 
 class StructuredOutputs(BaseModel):
-    """The output's form; exactly one of the first six."""
+    """The form of the output; exactly one of the first six."""
 
     model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
 
@@ -27,7 +27,7 @@ class StructuredOutputs(BaseModel):
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     frame: str | None = None
-    """As the /render routes tell of tools and reasoning."""
+    """Grammar of tools and reasoning, as returned by the /render routes."""
 
 
 class ResponseFormat(BaseModel):

@@ -1,7 +1,7 @@
-"""What clients may send: OpenAI's request bodies with the parameters that engines of this ecosystem add.
+"""OpenAI's request bodies, with the parameters that other engines add.
 
-A field that is null counts as not given. Fields that are not declared here are kept in `model_extra`: those that are
-known elsewhere but not supported are refused by `unsupported.py`, the others are named in the answer's `warnings`.
+A null field counts as missing. Undeclared fields are kept in `model_extra`: those that are known elsewhere but not
+supported are refused by `unsupported.py`; the others are named in the answer's `warnings`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StreamOptions(BaseModel):
 
 
 class RepetitionRule(BaseModel):
-    """When an output counts as going in circles."""
+    """The rule that detects a repeating output."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -36,7 +36,7 @@ class RepetitionRule(BaseModel):
 
 
 class GenerationBody(FeatureFields):
-    """What chat and text completions have in common."""
+    """Common fields of chat and text completions."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -53,7 +53,7 @@ class GenerationBody(FeatureFields):
     logit_bias: LogitBias = None
     max_tokens: Int | None = None
 
-    # Accepted for OpenAI's sake; they have no bearing on what is generated.
+    # Accepted for compatibility with OpenAI; without effect.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -96,12 +96,12 @@ class GenerationBody(FeatureFields):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Fields that are not declared."""
+        """Undeclared fields."""
         return self.model_extra or {}
 
 
 class Message(BaseModel):
-    """One turn of a conversation. Fields that are not declared reach the chat template as they are."""
+    """One message of a conversation. Undeclared fields are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -124,7 +124,7 @@ class FunctionBody(BaseModel):
 
 
 class ToolBody(BaseModel):
-    """A tool; only functions are known."""
+    """A tool; only functions are supported."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -155,7 +155,7 @@ class ChatBody(GenerationBody):
 
     @property
     def parts(self) -> MessageParts | None:
-        """Parts that are not text, for which there are marks in the messages' contents."""
+        """Return the non-text parts, which the messages' contents mark."""
         return self._parts
 
     @model_validator(mode="wrap")
@@ -171,7 +171,7 @@ class ChatBody(GenerationBody):
 
 
 class ChatBatchBody(ChatBody):
-    """`POST /v1/chat/completions/batch`: several conversations, each of which gets one choice of one answer."""
+    """`POST /v1/chat/completions/batch`: several conversations, each with one choice in one answer."""
 
     messages: Annotated[list[Annotated[list[Message], Field(min_length=1)]], Field(min_length=1)]  # type: ignore[assignment]
 
@@ -198,13 +198,13 @@ class CompletionBody(GenerationBody):
 
     @property
     def choices(self) -> int:
-        """How many are generated; with `best_of`, more than are answered."""
+        """Number of choices to generate; with `best_of`, more than are returned."""
         n = self.answered
-        return max(n, self.best_of or 0) if n > 0 else n  # one that can't be is told as it is
+        return max(n, self.best_of or 0) if n > 0 else n  # invalid values are reported unchanged
 
     @property
     def only_echo(self) -> bool:
-        """Whether nothing but the prompt is wanted, and what is told of it."""
+        """Whether only the prompt and its data are requested."""
         return self.echo is True and self.max_tokens == 0
 
     @property

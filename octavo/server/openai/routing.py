@@ -1,4 +1,4 @@
-"""The text of an answer, sorted into the fields of an assistant's message."""
+"""Separation of an answer's text into the fields of an assistant's message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.text.answers.plan import OutputPlan
 
 @dataclass(slots=True)
 class News:
-    """What is new of one choice. `finish` is OpenAI's reason, set at the end."""
+    """New parts of one choice. `finish` is OpenAI's reason, set at the end."""
 
     content: str = ""
     reasoning: str = ""
@@ -23,10 +23,10 @@ class News:
 
 
 class Routed:
-    """One choice: takes what the engine says of it, in pieces or whole.
+    """One choice: parses the engine's output, in pieces or whole.
 
     Attributes:
-        reasoning_tokens: how many of its tokens were reasoning; exact if it comes in pieces.
+        reasoning_tokens: number of its tokens that are reasoning; exact if output arrives in pieces.
     """
 
     def __init__(self, plan: OutputPlan, *, show_reasoning: bool) -> None:
@@ -70,14 +70,14 @@ class Routed:
         return ToolCallDelta(call, FunctionDelta(name=name), made, "function")
 
     def _finish(self, reason: str) -> str:
-        """Calls that the model chose to make are a reason of their own; a call that was asked for is not."""
+        """Return "tool_calls" for calls that the model chose to make; not for calls that the request named."""
         named = self._plan.tools is not None and self._plan.tools.mode == "named"
         return "tool_calls" if reason == "stop" and self._calls and not named else reason
 
 
 @dataclass(slots=True)
 class Message:
-    """One choice as it adds up."""
+    """One choice as it accumulates."""
 
     content: str = ""
     reasoning: str = ""
@@ -93,5 +93,5 @@ class Message:
 
 
 def new_call_id(length: int = 0) -> str:
-    """An id for a tool call: `call_` and 24 characters, or `length` letters and digits."""
+    """Return an id for a tool call: `call_` and 24 characters, or `length` letters and digits."""
     return secrets.token_hex(length)[:length] if length else f"call_{secrets.token_hex(12)}"

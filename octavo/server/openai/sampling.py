@@ -1,4 +1,4 @@
-"""From a request body to `SamplingParams`: the model's defaults, overridden by what the client gave."""
+"""Conversion of a request body to `SamplingParams`: the model's defaults, overridden by the client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COMPLETION_MAX_TOKENS = 16
 
 
 def chat_params(ctx: ServerContext, body: ChatBody) -> SamplingParams:
-    """The sampling of a chat request; without a limit of its own or of the model's it may fill the context.
+    """Return the sampling parameters of a chat request. By default, the answer may fill the context.
 
     Raises:
         InvalidRequestError: a value is out of range; `param` is the field's name in the request.
@@ -58,10 +58,10 @@ def chat_params(ctx: ServerContext, body: ChatBody) -> SamplingParams:
 def completion_params(
     ctx: ServerContext, body: CompletionBody, *, defaults: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """The sampling of a text completion request.
+    """Return the sampling parameters of a text completion request.
 
     Args:
-        defaults: for what it leaves out; None for the model's.
+        defaults: for missing fields; None for the model's.
 
     Raises:
         InvalidRequestError: a value is out of range; `param` is the field's name in the request.
@@ -77,7 +77,7 @@ def completion_params(
         require(not body.echo, "detokenize", False, "echo is text and can't be combined with detokenize: false.")
         params = params.replace(detokenize=False) if ctx.frontend.tokenizer.present else without_text(params)
     if body.choices > body.answered and not params.reports:
-        params = params.replace(logprobs=0)  # by which the best are told
+        params = params.replace(logprobs=0)  # needed to rank the choices
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = params.replace(prompt_logprobs=body.logprobs)
     return params
@@ -94,7 +94,7 @@ def _check_best_of(body: CompletionBody) -> None:
 
 
 def _check_named(body: GenerationBody, *, told: bool) -> None:
-    """The tokens whose log-probabilities are asked for by name."""
+    """Check the tokens whose log-probabilities are requested by id."""
     require(
         told or body.logprob_token_ids is None,
         "logprob_token_ids",
@@ -133,7 +133,7 @@ def _params(
         if body.repetition_detection is not None:
             given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
         elif "repetition_detection" in body.model_fields_set:
-            given["repetition_detection"] = None  # the model's default, turned off
+            given["repetition_detection"] = None  # turns off the model's default
         defaults = ctx.frontend.default_sampling if defaults is None else defaults
         limit = defaults.get("max_tokens") if max_tokens is None else max_tokens
         given |= {"n": body.choices, "max_tokens": limit, "logprobs": logprobs}

@@ -1,4 +1,4 @@
-"""Parameters of OpenAI's API and of this ecosystem that this version does not support, or that have no effect here."""
+"""Parameters of OpenAI's API and of other engines that are not supported or have no effect."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> lis
 
 
 def _own_roles(ctx: ServerContext, body: ChatBody) -> list[str]:
-    """About roles that the chat template does not name; most templates write any role as it stands."""
+    """Warn about roles that the chat template does not name; most templates write any role."""
     template = ctx.frontend.chat
     if template is None or body.chat_template is not None:
         return []
@@ -81,7 +81,7 @@ def _described_tools(body: GenerationBody) -> list[str]:
 
 
 def _idle_priority(body: GenerationBody, policy: str, *, strict: bool) -> list[str]:
-    """About a priority under a policy that does not ask for it."""
+    """Warn about a priority under a policy without priorities."""
     value = body.priority or 0
     if value == 0 or value >= BACKGROUND or policy in ("", "priority"):
         return []

@@ -1,4 +1,4 @@
-"""`POST /invocations`: one route for all, as hosts of containers such as SageMaker call it."""
+"""`POST /invocations`: one route for all, for container hosts such as SageMaker."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _POOLS = (
 
 
 def invocation_routes(ctx: ServerContext, posts: Mapping[str, Endpoint]) -> APIRouter:
-    """POST /invocations, answered by the route whose fields the body has; `posts` are the routes by their paths."""
+    """Return POST /invocations, handled by the route whose fields the body has; `posts` maps paths to handlers."""
     router = APIRouter(tags=["openai"])
 
     async def invoke(request: Request) -> Response:
-        """Whatever the fields of the body ask for."""
+        """Answer by the route that the body's fields belong to."""
         data = await read_body(request, ctx.config.max_body_bytes)
         return await posts[_path(ctx, posts, decode_json(data))](_again(request, data))
 
@@ -49,7 +49,7 @@ _ANY: dict[str, Any] = {
 
 
 def _path(ctx: ServerContext, posts: Mapping[str, Endpoint], body: Mapping[str, Any]) -> str:
-    """The route whose fields are there.
+    """Return the path of the route that the fields belong to.
 
     Raises:
         InvalidRequestError: there is none that this model can answer.
@@ -65,7 +65,7 @@ def _path(ctx: ServerContext, posts: Mapping[str, Endpoint], body: Mapping[str, 
 
 
 def _again(request: Request, data: bytes) -> Request:
-    """The request, to be read once more."""
+    """Return the request with its body unread."""
     parts: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def receive() -> Message:

@@ -1,7 +1,7 @@
-"""What this server's door lets through, as JSON schema: the OpenAPI document is narrowed to it.
+"""This server's limits as JSON schema, which restrict the OpenAI document.
 
-The bodies' types alone are wider, for what is out of range is refused with sentences of our own. The numbers come from
-where those checks take them.
+The types of the bodies are wider, because out-of-range values are refused with Octavo's own messages. The numbers have
+the same source as those checks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TEXTS = ("guided_json", "guided_regex", "guided_grammar", "regex", "ebnf", "jso
 
 
 def limits(ctx: ServerContext, batch_urls: list[str]) -> Mapping[str, list[Fragment]]:
-    """A body's field, or "Body.field" -> what its parts of each type are narrowed to, or "anyOf" in place of it all."""
+    """Return field, or "Body.field" -> restrictions of its parts by type, or "anyOf" to replace all."""
     return _sampling(ctx) | _forms() | _tokens(ctx) | _inputs(ctx) | _batches(batch_urls)
 
 
@@ -67,7 +67,7 @@ def _sampling(ctx: ServerContext) -> dict[str, list[Fragment]]:
 
 
 def _forms() -> dict[str, list[Fragment]]:
-    """Tools and structured output."""
+    """Return the restrictions of tools and structured output."""
     choices = [{"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_CHOICES}]
     return {name: [_TEXT] for name in _TEXTS} | {
         "choice": choices,
@@ -117,7 +117,7 @@ def _batches(urls: list[str]) -> dict[str, list[Fragment]]:
 
 
 def prompts(vocab_size: int, most: int) -> Fragment:
-    """A text, a list of texts, a prompt's token ids, or a list of such."""
+    """A text, a list of texts, a prompt's token ids, or a list of those."""
     token = bounded("integer", Range(0, vocab_size - 1))
     tokens = {"type": "array", "items": token, "minItems": 1}
     several = {"type": "array", "minItems": 1, "maxItems": most}

@@ -1,4 +1,4 @@
-"""`POST /generative_scoring`: how likely a model that generates goes on with one token rather than with others."""
+"""`POST /generative_scoring`: the probability that a generative model continues with one of several tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from octavo.server.score import ScoreItem
 from octavo.server.stream import until_disconnect
 
 _FIELD = "logprob_token_ids"
-"""Under which name the sampler knows the labels."""
+"""The sampler's name for the labels."""
 
 
 def _query(value: Any) -> str | list[int]:
@@ -75,7 +75,7 @@ class LabelScores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
-    """Score each item by the token that would follow it."""
+    """Score each item by the probability of the token that follows it."""
     body = await parse_body(request, LabelsBody, ctx.config.max_body_bytes)
     model = ctx.check_model(body.model)
     warnings = check_undeclared(body, strict=ctx.config.strict_params)

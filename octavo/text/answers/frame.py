@@ -37,7 +37,7 @@ _COMPOSED = {
 
 
 class Frame:
-    """Writes the Lark grammar of a plan; `@content` in it stands for the content's own form."""
+    """Writes the Lark grammar of a plan; `@content` stands for the grammar of the content."""
 
     def __init__(self, plan: OutputPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
@@ -83,7 +83,7 @@ class Frame:
         return f'"" | OTHER | {self._literal(form.opening)} {self._calls()}'
 
     def _calls(self) -> str:
-        """All that follows the opening of the first call."""
+        """Return the rule for everything after the opening of the first call."""
         form, tools = self._plan.format, self._plan.tools
         assert tools is not None
         for number, tool in enumerate(tools.callable):
@@ -115,7 +115,7 @@ class Frame:
         return self._in_order(names, [key in required for key in properties], self._literal(keyed.separator))
 
     def _in_order(self, names: list[str], needed: list[bool], separator: str) -> str:
-        """The rules in their order, those that are not needed at will, with a separator between any two."""
+        """Return the rules in order, optional unless needed, with a separator between any two."""
         if not separator:
             return " ".join(name if must else f"{name}?" for name, must in zip(names, needed, strict=True))
         more = [f"({separator} {name}){'' if must else '?'}" for name, must in zip(names, needed, strict=True)]
@@ -126,7 +126,7 @@ class Frame:
         return f"({' | '.join(ways)})"
 
     def _value(self, keyed: Keyed, tool: Tool, schema: Any) -> str:
-        """A value, and what ends it."""
+        """Return the rule of a value and its end."""
         kind, close = keyed.kind(schema), self._literal(keyed.value_close)
         if kind == "json":
             if not keyed.raw and isinstance(schema, Mapping) and schema.get("type") == "boolean":
@@ -141,7 +141,7 @@ class Frame:
         return f"({' | '.join(map(_quoted, words))}) {close}"
 
     def _upto(self, mark: str, least: int = 0, most: int | str = "") -> str:
-        """Any text of so many characters, and then the mark."""
+        """Return the rule of any text with a bounded number of characters, followed by the mark."""
         text = "TEXT" if (least, most) == (0, "") else f"/(.|\\n){{{least},{most}}}/"
         if any(mark.startswith(one) for one in self._special):
             return f"{text} {self._literal(mark)}"
@@ -150,7 +150,7 @@ class Frame:
         return name
 
     def _literal(self, text: str) -> str:
-        """The text, in which special tokens are named by their ids: they are tokens, not text."""
+        """Return the text with special tokens written by their ids: they are tokens, not text."""
         return " ".join(self._parts(text))
 
     def _parts(self, text: str) -> Iterator[str]:
@@ -178,20 +178,20 @@ def _options(tool: Tool) -> dict[str, Any]:
 
 
 def _property_schema(tool: Tool, schema: Any) -> dict[str, Any]:
-    """The schema of one argument, with what the tool's schema defines for all."""
+    """Return the schema of one argument, with the shared definitions of the tool's schema."""
     alone = schema if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
     shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
     return {"x-guidance": _options(tool), **shared, **_closed(alone)}
 
 
 def properties_of(tool: Tool) -> Mapping[str, Any]:
-    """Argument -> its schema."""
+    """Return argument -> its schema."""
     properties = tool.parameters.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
 def _check_keyed(tool: Tool, form: str) -> None:
-    """Refuses a strict schema of which more than its properties would have to be enforced."""
+    """Refuse a strict schema that requires more than its properties."""
     beyond = sorted(tool.parameters.keys() & _COMPOSED)
     if tool.parameters.get("additionalProperties", False) is not False:
         beyond.append("additionalProperties")
@@ -204,7 +204,7 @@ def _check_keyed(tool: Tool, form: str) -> None:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema without properties that it does not declare, where it leaves that open: functions don't take them."""
+    """Return the schema closed to undeclared properties, unless it says otherwise: functions don't accept them."""
     if not isinstance(schema, Mapping) or schema.keys() & _COMPOSED:
         return schema
     closed = dict(schema)

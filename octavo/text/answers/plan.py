@@ -1,4 +1,4 @@
-"""`OutputPlan`: what an answer may consist of, declared once; it makes the grammar and the routers.
+"""`OutputPlan`: the possible parts of an answer, from which the grammar and the routers are made.
 
 answer:  reasoning? (content | content? calls)
 """
@@ -20,13 +20,14 @@ from octavo.text.tools.tool import ToolUse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPlan:
-    """
+    """The possible parts of an answer.
+
     Attributes:
-        tools: the tools that may be called; None for a request without.
-        format: how calls are written.
-        reasoning: how reasoning is marked; None if the model marks none.
+        tools: the callable tools; None for a request without.
+        format: the format of calls.
+        reasoning: the marks of reasoning; None if the model does not mark it.
         inside: the prompt ends within reasoning.
-        content: the form that the content must have.
+        content: the required form of the content.
     """
 
     format: ToolFormat
@@ -42,20 +43,20 @@ class OutputPlan:
 
     @property
     def routes(self) -> bool:
-        """Whether the text has to be sorted at all."""
+        """Whether the text has to be parsed."""
         return self.calls or self.reasoning is not None
 
     @property
     def ends_at_repetition(self) -> bool:
-        """Whether a call that is identical to an earlier one ends the list of calls.
+        """Whether a call identical to an earlier one ends the list of calls.
 
-        Under `required` the model did not choose to make calls, and a small one repeats one call to the limit. A model
-        that is free to call may repeat a call on purpose (two rolls of a die).
+        Under `required` the model did not choose to make calls, and a small one repeats one call up to the limit. A
+        model that is free to call may repeat a call on purpose (two rolls of a die).
         """
         return self.tools is not None and self.tools.mode == "required" and self.tools.parallel
 
     def ender(self) -> Callable[[str], bool] | None:
-        """For one choice: takes its text in pieces and returns True at the answer's end; None if nothing ends it."""
+        """Return a detector for one choice, or None: takes text in pieces and returns True at the answer's end."""
         if not self.ends_at_repetition:
             return None
         router = self.router()
@@ -67,7 +68,7 @@ class OutputPlan:
         return ends
 
     def router(self) -> Router:
-        """A new one for one choice."""
+        """Return a new router for one choice."""
         return Router(
             tools=self.format if self.calls else None,
             kinds=self._kinds(),
@@ -87,7 +88,7 @@ class OutputPlan:
         }
 
     def marks(self) -> list[str]:
-        """The texts that a router looks for."""
+        """Texts that a router looks for."""
         form = self.format
         marks = [form.opening, form.name_close, form.call_close, form.group_close] if self.calls else []
         if self.calls and form.keyed is not None:
@@ -95,10 +96,10 @@ class OutputPlan:
         return marks + ([self.reasoning.begin, self.reasoning.end] if self.reasoning else [])
 
     def form(self, tokenizer: Tokenizer) -> StructuredOutputsParams | None:
-        """The form of the whole output, for the engine; None if anything goes.
+        """Return the form of the whole output, for the engine; None if it is unconstrained.
 
         Raises:
-            InvalidRequestError: the content's form can't be told from calls in this format.
+            InvalidRequestError: the content's form can't be distinguished from calls in this format.
         """
         if not self.calls and (self.content is None or self.reasoning is None):
             return self.content

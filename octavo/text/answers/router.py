@@ -1,7 +1,7 @@
-"""`Router`: the text of one choice, sorted as it streams into reasoning, content and tool calls.
+"""`Router`: splits the text of one choice into reasoning, content and tool calls while it streams.
 
-It looks for the literals from which the output's grammar is made (`plan.py`), so under that grammar nothing can
-be misread; pieces joined are the same however the text was cut.
+It looks for the literals from which the output's grammar is made (`plan.py`), so under that grammar parsing is
+unambiguous. The concatenated pieces do not depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Router:
         return self._step in (self._before_reasoning, self._in_reasoning)
 
     def push(self, text: str) -> list[Piece]:
-        """Takes more of the text; gives what can be told of it now."""
+        """Add text. Return the pieces that are certain now."""
         self._text += text
         return self._advance(end=False)
 
     def flush(self) -> list[Piece]:
-        """The rest, at the end of the text. What remains of a call's frame says nothing and is dropped."""
+        """Return the rest, at the end of the text. Incomplete frame text of a call is dropped."""
         return self._advance(end=True)
 
     def _advance(self, *, end: bool) -> list[Piece]:
@@ -96,10 +96,10 @@ class Router:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    # Each step takes what it can off the text and says whether the next step should have a go.
+    # Each step consumes what it can, and returns whether the next step should run.
 
     def _undecided(self, end: bool) -> bool:
-        """Whether the output begins with reasoning is seen once the text is long enough."""
+        """Decide whether the output begins with reasoning, once the text is long enough."""
         assert self._reasoning is not None
         begin, seen = self._reasoning.begin, self._text.lstrip()
         if seen.startswith(begin):
@@ -154,7 +154,7 @@ class Router:
         return False
 
     def _content(self, end: bool) -> bool:
-        """Content, in which calls may begin."""
+        """Read content, in which calls may begin."""
         assert self._tools is not None
         if not self._upto(self._tools.trigger, "content", end):
             return False
@@ -162,7 +162,7 @@ class Router:
         return True
 
     def _expect(self, literal: str) -> None:
-        """The next characters are a literal of the format, and then comes a name."""
+        """Expect a literal of the format, followed by a name."""
         self._skip = len(literal)
         self._step = self._literal
 
@@ -217,7 +217,7 @@ class Router:
         return False
 
     def _upto(self, mark: str, kind: PieceKind, end: bool) -> bool:
-        """Gives out the text before `mark`, without the white space that surrounds the mark; whether it was found."""
+        """Emit the text before `mark`, without the white space around the mark. Return whether the mark was found."""
         place = self._text.find(mark)
         if place >= 0:
             self._emit(kind, self._text[:place].rstrip())
@@ -235,7 +235,7 @@ class Router:
 
 
 def _held(text: str, mark: str) -> int:
-    """Length of the end of `text` that may turn out to be white space before the mark and a beginning of the mark."""
+    """Return the length of the suffix of `text` that may be white space and a beginning of the mark."""
     part = begun(text, mark)
     body = text[: len(text) - part]
     return len(text) - len(body.rstrip())

@@ -1,4 +1,4 @@
-"""`RequestAssembler`: an engine's token deltas of one request, made into what the user reads."""
+"""`RequestAssembler`: converts the engine's token deltas of one request to the user's outputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RequestAssembler:
         return not self._open
 
     def push(self, delta: TokenDelta) -> RequestOutput | None:
-        """Takes one delta; returns an item for the user, or None if there is nothing to show now."""
+        """Add a delta. Return an item for the user, or None if there is nothing to show now."""
         self.aborts = []
         choice = self._choices[delta.index]
         if choice.finish is not None:
@@ -96,7 +96,7 @@ class RequestAssembler:
         )
 
     def _take_prompt(self, delta: TokenDelta) -> None:
-        """All choices see the same prompt; that of the first is told."""
+        """Store the prompt's log-probabilities of the first choice; all choices share the prompt."""
         known = self._prompt_logprobs
         if delta.index or known is None:
             return
@@ -114,7 +114,7 @@ class RequestAssembler:
             self._times = delta.times if self._times is None else _union(self._times, delta.times)
 
     def _final_times(self) -> RequestTimes:
-        """The engine's; what was seen from here where a stop string ended the request before the engine could tell."""
+        """Return the engine's times, or local ones if a stop string ended the request first."""
         if not any(choice.stopped_by_text for choice in self._choices) and self._times is not None:
             return self._times
         seen = RequestTimes(self.request.arrival, 0.0, self._first_token, time.monotonic())
@@ -122,7 +122,7 @@ class RequestAssembler:
 
 
 def _union(one: RequestTimes, other: RequestTimes) -> RequestTimes:
-    """Of two choices of one request: from the first that began to the last that ended."""
+    """Merge the times of two choices: from the first start to the last end."""
     return RequestTimes(
         arrival=_earliest(one.arrival, other.arrival),
         first_scheduled=_earliest(one.first_scheduled, other.first_scheduled),

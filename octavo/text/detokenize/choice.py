@@ -1,4 +1,4 @@
-"""One choice of a request, growing from tokens to text."""
+"""One choice of a request, from tokens to text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Choice:
         self._found: Mapping[str, bytes] = {}
 
     def push(self, delta: TokenDelta) -> None:
-        """Takes the engine's news. What comes after the end is dropped: the engine may run a step ahead."""
+        """Add a delta. Anything after the end is dropped: the engine may run a step ahead."""
         for place, token in enumerate(delta.tokens):
             if self.finish is not None:
                 return
@@ -72,7 +72,7 @@ class Choice:
             self._end(delta)
 
     def output(self, kind: OutputKind) -> CompletionOutput:
-        """What is new since the last call (DELTA), or the whole so far."""
+        """Return what is new since the last call (DELTA), or everything so far."""
         text, tokens, logprobs = "".join(self._text), self._tokens, self._logprobs
         self._fresh, self._told = False, self._count
         if kind is OutputKind.DELTA:
@@ -96,7 +96,7 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to tell now; with a `stream_interval` so many tokens wait for each other."""
+        """Whether there is output to send now; with a `stream_interval`, tokens are collected."""
         if self.finish is not None:
             return True
         return self._fresh and (not self._told or self._count - self._told >= (self._params.stream_interval or 1))
@@ -141,7 +141,7 @@ class Choice:
 def readable(
     token: int, logprobs: TokenLogprobs, text: Callable[[int], str | None], *, ranked: bool = True
 ) -> dict[int, Logprob]:
-    """The token itself first, then the others in their order, which gives their ranks if they are the most likely."""
+    """Return the token first, then the others in order; if `ranked`, the order gives their ranks."""
     shown = {token: Logprob(logprobs.logprob, logprobs.rank, text(token))}
     for rank, (other, value) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), 1):
         shown.setdefault(other, Logprob(value, rank if ranked else None, text(other)))
@@ -149,5 +149,5 @@ def readable(
 
 
 def no_text(token: int) -> str | None:
-    """For outputs that stay token ids."""
+    """Return None, for outputs without text."""
     return None
