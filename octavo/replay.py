@@ -105,8 +105,8 @@ class _Player:
     def take(self, record: Planned | Sampled | Gave) -> Difference | None:
         """Return the first difference, if this is an output that has one."""
         match record:
-            case Planned(names, encoded):
-                self._names |= names
+            case Planned(newcomers, encoded):
+                self._names |= newcomers
                 plan = self._codec.decode_plan(encoded)
                 self._launched[plan.id] = self._executor.forward(plan), self._names_of(plan)
             case Sampled(number, payload):
