@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import BeamSearchParams, PoolingParams, SamplingParams
+from octavo import SamplingParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.params import RepetitionDetection
 from octavo.core.structured import StructuredOutputsParams
@@ -102,13 +102,9 @@ def test_the_type_that_a_field_needs_is_said(fields: dict[str, Any], said: str) 
             lambda: SamplingParams(temprature=1),
             "SamplingParams has no parameter 'temprature'; did you mean temperature?",
         ),  # type: ignore[call-arg]
-        (lambda: BeamSearchParams(beam_width=2, max_token=4), "did you mean max_tokens?"),  # type: ignore[call-arg]
         (lambda: StructuredOutputsParams(jsn={}), "did you mean json?"),  # type: ignore[call-arg]
         (lambda: RepetitionDetection(max_patern_size=2), "did you mean max_pattern_size?"),  # type: ignore[call-arg]
-        (lambda: PoolingParams(dimension=2), "did you mean dimensions?"),  # type: ignore[call-arg]
-        (lambda: PoolingParams(of=2), "has no parameter 'of'; it takes dimensions, use_activation."),  # type: ignore[call-arg]
         (lambda: SamplingParams(5), "SamplingParams: Extra positional arguments provided; it takes n, "),  # type: ignore[misc]
-        (lambda: BeamSearchParams(beam_width=2), "BeamSearchParams: Missing required argument 'max_tokens'"),  # type: ignore[call-arg]
     ],
 )
 def test_a_misspelled_parameter_names_the_right_one(make: Callable[[], Any], said: str) -> None:
