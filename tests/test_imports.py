@@ -40,8 +40,11 @@ def test_a_torch_free_floor_loads_no_torch(floor: str) -> None:
 def test_the_engine_halves_of_features_load_no_torch() -> None:
     """Nor does building them, without processors of one's own, which may need it."""
     code = (
-        "from octavo.features import FeatureContext, build_engine_halves, payload_types\n"
-        "made = FeatureContext(vocab_size=9, eos_token_ids=(1,), load_tokenizer=None, prompt_embeds=True)\n"
+        "import dataclasses\n"
+        "from octavo.features import FeatureContext, build_engine_halves, payload_types, settings_types\n"
+        "on = lambda kind: kind(**{f.name: True for f in dataclasses.fields(kind) if f.type == 'bool'})\n"
+        "chosen = {name: on(kind) for name, kind in settings_types().items()}\n"
+        "made = FeatureContext(vocab_size=9, eos_token_ids=(1,), load_tokenizer=None, settings=chosen)\n"
         "assert len(payload_types()) >= len(build_engine_halves(made)) > 0"
     )
     assert not HEAVY & loaded_after(code)

@@ -92,7 +92,7 @@ ROWS = st.builds(
     num_computed=st.integers(0, 9),
     blocks=st.lists(IDS, max_size=2),
     options=st.dictionaries(st.text(max_size=5), st.just(msgspec.Raw(msgspec.msgpack.encode({"x": [1]}))), max_size=2),
-    beam=st.booleans(),
+    raw_logprobs=st.booleans(),
 )
 
 
