@@ -95,7 +95,7 @@ class KVCache:
         return self.pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at most, over all groups."""
+        """Return the most blocks that a sequence of `num_tokens` holds, over all groups."""
         if self._only_full:
             return len(self.groups) * self._indices(num_tokens)
         return blocks_held(self.groups, num_tokens, self.block_size, self._step_tokens)
@@ -148,7 +148,7 @@ class KVCache:
     def fork(self, source: BlockTable, table: BlockTable, num_tokens: int) -> bool:
         """Let an empty table share the blocks that hold the first `num_tokens` of `source`, the last one in part.
 
-        Whoever shares them computes the last of these tokens again. `grow` copies a shared block when either of the
+        The sharer computes the last of these tokens again. `grow` copies a shared block when either of the
         two is about to write into it. What of the shared ones others can find is known of both tables.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What a worker tells the engine while it is built, and what it is told: facts and sizes, no live objects."""
+"""What a worker and the engine exchange while the worker is built: facts and sizes, no live objects."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         weight_bytes: what the weights take.
-        weight_form: how they are kept, in words.
-        kernels: what computes, in words.
+        weight_form: name of the storage format, for people.
+        kernels: name of the kernels, for people.
         advice: a setting that would suit this machine; mostly none.
         step_parameters, step_weight_bytes: what every step reads of the weights.
         kv_bytes_per_token: keys and values of one token over all layers of one cache group; 0 without a KV cache.

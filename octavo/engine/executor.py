@@ -79,7 +79,7 @@ class WorkerPort(Protocol):
 
     @property
     def kv_form(self) -> str:
-        """What keys and values are stored in, in words; known once there is an executor."""
+        """Name of the KV storage format, for people; known once there is an executor."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""The phases of an engine core's start, and who is told of them."""
+"""The phases of an engine core's start, and their callback."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class RankServer:
                 self._answer(message)
 
     def _launch(self, number: int, work: Callable[[], None]) -> None:
-        """An error is told when the step is asked for."""
+        """Errors are raised when the step's result is requested."""
         try:
             work()
         except Exception as error:

@@ -44,7 +44,7 @@ class Projection(WeightLayer):
         self.scheme = scheme
         self.mesh = mesh
         self.delta: Delta | None = None
-        self._scheme_fuses = isinstance(scheme, Fusing)
+        self._fusing_scheme = scheme if isinstance(scheme, Fusing) else None
         self._matrix: Matrix | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Projection(WeightLayer):
 
     @property
     def _fusing(self) -> Fusing | None:
-        return self.scheme if self._scheme_fuses and self.delta is None and self._whole else None  # type: ignore[return-value]
+        return self._fusing_scheme if self.delta is None and self._whole else None
 
     @property
     def _whole(self) -> bool:
