@@ -17,7 +17,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.pausing import AWAKE, Part, PauseMode
 from octavo.core.request import GenerateRequest, answers_to
 from octavo.core.stats import EngineStats
-from octavo.schedule.repetition import repeats
+from octavo.schedule.outputs import repeats
 
 Script = Callable[[GenerateRequest], Sequence[int] | Sequence[Sequence[int]]]
 

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from octavo.cache.cache import KVCache
-from octavo.core.request import Request
 from octavo.core.stats import STEP_TOKENS, EngineStats
+from octavo.schedule.request import Request
 
 
 class Counters:

@@ -14,7 +14,8 @@ from octavo.core.errors import InvalidRequestError, internal_error
 from octavo.core.output import FinishReason, TokenLogprobs
 from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
-from octavo.core.request import GenerateRequest, Request
+from octavo.core.request import GenerateRequest
+from octavo.schedule.request import Request
 
 log = logging.getLogger(__name__)
 

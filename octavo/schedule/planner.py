@@ -11,17 +11,15 @@ from collections.abc import Sequence
 
 from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError
-from octavo.core.request import Request
 from octavo.schedule.counters import Counters
 from octavo.schedule.hooks import EngineHook, admitted
 from octavo.schedule.limits import Limits
-from octavo.schedule.pace import Pace
-from octavo.schedule.policy import Policy, Rank
+from octavo.schedule.policy import Pace, Policy, Rank, displaced_by, victim_of
 from octavo.schedule.quarantine import Quarantine
-from octavo.schedule.roster import Roster
+from octavo.schedule.request import Request
+from octavo.schedule.requests import Requests
 from octavo.schedule.siblings import yielding
-from octavo.schedule.step import Admission, Step
-from octavo.schedule.victims import displaced_by, victim_of
+from octavo.schedule.step_builder import Admission, StepBuilder
 
 
 class Planner:
@@ -35,7 +33,7 @@ class Planner:
 
     def __init__(
         self,
-        roster: Roster,
+        requests: Requests,
         cache: KVCache,
         limits: Limits,
         policy: Policy,
@@ -46,20 +44,20 @@ class Planner:
         self.num_deferred = 0
         self.at: Request | None = None
         self.refused: list[tuple[Request, InvalidRequestError | RuntimeError]] = []
-        self._roster = roster
+        self._requests = requests
         self._cache = cache
         self._limits = limits
         self._policy = policy
         self._hooks = hooks
         self._quarantine = quarantine
         self._counters = counters
-        self._room = roster.room
+        self._kv = requests.kv
         self._paced = policy.spreads_prompts and limits.paced_tokens > 0
 
-    def decide(self, *, in_flight: bool) -> Step:
+    def decide(self, *, in_flight: bool) -> StepBuilder:
         """The next step; without rows if nothing can be computed. `in_flight`: launched steps are not committed yet."""
         self.at = None
-        step = Step(budget=self._limits.max_num_batched_tokens)
+        step = StepBuilder(budget=self._limits.max_num_batched_tokens)
         alone = self._quarantine.current is not None
         try:
             if alone:
@@ -73,34 +71,34 @@ class Planner:
         finally:
             self.num_deferred = len(step.deferred)
             for request in step.deferred:
-                self._roster.waiting.push(request)
+                self._requests.waiting.push(request)
         self.at = None
-        left = 0 if self._quarantine.current is not None else len(self._roster.waiting) - self.num_deferred
-        head = self._roster.waiting.peek() if left else None
+        left = 0 if self._quarantine.current is not None else len(self._requests.waiting) - self.num_deferred
+        head = self._requests.waiting.peek() if left else None
         tokens = self._budget(step, head) if head else step.budget
-        self._counters.left(left, self._roster.num_free_slots, tokens)
+        self._counters.left(left, self._requests.num_free_slots, tokens)
         return step
 
     def preempt(self, request: Request) -> None:
         """Let a request wait again; what it computed is computed anew, as far as it is not found again."""
         self._counters.stats.num_preemptions += 1
-        self._roster.preempt(request)
+        self._requests.preempt(request)
 
-    def _fill(self, step: Step) -> None:
+    def _fill(self, step: StepBuilder) -> None:
         if self._paced:
-            head = self._roster.waiting.peek()
-            step.pace = Pace.of(self._limits.paced_tokens, [*self._roster.running, *([head] if head else [])])
+            head = self._requests.waiting.peek()
+            step.pace = Pace.of(self._limits.paced_tokens, [*self._requests.running, *([head] if head else [])])
         self._plan_running(step)
         self._plan_waiting(step)
 
-    def _plan_running(self, step: Step) -> None:
+    def _plan_running(self, step: StepBuilder) -> None:
         """Rows that only decode come first, so that no prompt holds them up; within each group by rank.
 
         A waiting request may rank before one whose prompt still takes several steps; then it is admitted first.
         """
         small: list[Request] = []
         large: list[Request] = []
-        for request in self._roster.running:
+        for request in self._requests.running:
             if request.siblings.holds(request):
                 continue
             if request.finish is None and request.inflight < self._limits.max_ahead and not request.certain_to_finish:
@@ -115,26 +113,26 @@ class Planner:
             if self._may_run(step, request):
                 self._plan_row(step, request)
 
-    def _may_run(self, step: Step, request: Request) -> bool:
+    def _may_run(self, step: StepBuilder, request: Request) -> bool:
         preempted = request.slot < 0 or request in step.yielding
         return not preempted and (step.starved is None or self._policy.rank(request) < step.starved)
 
-    def _plan_row(self, step: Step, request: Request) -> None:
+    def _plan_row(self, step: StepBuilder, request: Request) -> None:
         self.at = request
         num_tokens = self._allowed(step, request)
         if num_tokens <= 0:
             return
         while not self._add_row(step, request, num_tokens):
-            victim = victim_of(request, self._roster.running, set(step.rows), self._policy)
+            victim = victim_of(request, self._requests.running, set(step.rows), self._policy)
             if victim is None:
                 step.starved = self._policy.rank(request)
                 return
             self.preempt(victim)
 
-    def _plan_waiting(self, step: Step, before: Rank | None = None) -> None:
+    def _plan_waiting(self, step: StepBuilder, before: Rank | None = None) -> None:
         """Admit by rank while there is room; with `before`, only those of a lower rank."""
-        waiting = self._roster.waiting
-        while step.starved is None and step.budget > 0 and self._roster.num_free_slots:
+        waiting = self._requests.waiting
+        while step.starved is None and step.budget > 0 and self._requests.num_free_slots:
             request = waiting.peek()
             if request is None or (before is not None and self._policy.rank(request) > before):
                 return
@@ -147,31 +145,31 @@ class Planner:
             if admission is Admission.WAIT:
                 step.deferred.append(request)
 
-    def _admit(self, step: Step, request: Request) -> Admission:
+    def _admit(self, step: StepBuilder, request: Request) -> Admission:
         """Give a waiting request the KV it can share, a slot, and its first row."""
         self.at = request
-        if not self._room.share(request, step.prompts):
+        if not self._kv.share(request, step.prompts):
             return Admission.WAIT
         shared = request.num_computed
         num_tokens = self._allowed(step, request)
-        if num_tokens <= 0 or self._room.shortage(request, len(self._roster.running)) > 0:
-            self._room.unshare(request)
+        if num_tokens <= 0 or self._kv.shortage(request, len(self._requests.running)) > 0:
+            self._kv.unshare(request)
             waits = num_tokens <= 0 and not self._limits.whole_prompts
             return Admission.WAIT if waits else Admission.FULL
-        self._roster.seat(request)
+        self._requests.start(request)
         if not self._add_row(step, request, num_tokens):
             raise AssertionError(f"no KV block for request {request.id}, although there was room")
         step.add_new(request, shared)
         self._counters.admission(request, shared)
         return Admission.DONE
 
-    def _budget(self, step: Step, request: Request) -> int:
+    def _budget(self, step: StepBuilder, request: Request) -> int:
         """How many tokens the step has left for a request; for a prompt that can wait they may be fewer."""
         if step.pace is None or request.uncomputed <= 1 + request.num_drafts:
             return step.budget
         return step.pace.allowed(request, self._limits.max_num_batched_tokens - step.budget, step.budget)
 
-    def _allowed(self, step: Step, request: Request) -> int:
+    def _allowed(self, step: StepBuilder, request: Request) -> int:
         """How many of its tokens the request computes in this step; drafts go all together or not at all."""
         num_tokens = min(request.uncomputed, self._budget(step, request))
         num_tokens = self._cache.chunk(request.num_computed, num_tokens)
@@ -184,7 +182,7 @@ class Planner:
         splits_drafts = num_tokens < request.uncomputed and end >= len(request.tokens) + request.pending
         return 0 if request.num_drafts and splits_drafts else num_tokens
 
-    def _add_row(self, step: Step, request: Request, num_tokens: int) -> bool:
+    def _add_row(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
         """Launch `num_tokens` of a request that has a slot; False, and nothing changed, if KV blocks lack."""
         start, end = request.num_computed, request.num_computed + num_tokens
         growth = self._cache.grow(request.table, start, end, oldest=start - request.pending)
@@ -200,12 +198,12 @@ class Planner:
         if samples:
             request.pending += 1 + drafts
             request.num_drafts = self._limits.num_drafts
-        self._room.register(request)
+        self._kv.register(request)
         return True
 
     # After a failure
 
-    def _plan_alone(self, step: Step, *, in_flight: bool) -> None:
+    def _plan_alone(self, step: StepBuilder, *, in_flight: bool) -> None:
         """A step with one row, of a request under suspicion, and nothing else in flight."""
         turns = 0 if in_flight else len(self._quarantine)
         for _ in range(turns):
@@ -214,15 +212,17 @@ class Planner:
                 return
             self._quarantine.postpone()
 
-    def _plan_suspect(self, step: Step, suspect: Request) -> bool:
+    def _plan_suspect(self, step: StepBuilder, suspect: Request) -> bool:
         """Whatever room it needs is taken from the others, who stand still meanwhile."""
-        roster = self._roster
-        others = sorted((r for r in roster.running if r is not suspect), key=self._policy.victim_rank)
+        requests = self._requests
+        others = sorted((r for r in requests.running if r is not suspect), key=self._policy.victim_rank)
         if suspect.slot < 0:
-            while (found := self._admit(step, suspect) if roster.num_free_slots else Admission.FULL) is Admission.FULL:
+            while (
+                found := self._admit(step, suspect) if requests.num_free_slots else Admission.FULL
+            ) is Admission.FULL:
                 self.preempt(others.pop())
             if found is Admission.DONE:
-                roster.waiting.remove(suspect)
+                requests.waiting.remove(suspect)
             return found is Admission.DONE
         num_tokens = self._allowed(step, suspect)
         while num_tokens > 0 and not self._add_row(step, suspect, num_tokens):
@@ -231,40 +231,40 @@ class Planner:
 
     # Who yields
 
-    def _make_way(self, step: Step) -> None:
+    def _make_way(self, step: StepBuilder) -> None:
         """If the first in line finds no room, but may displace running requests, let as few of them yield as will do.
 
         All of them or none: one that has steps in flight gets no further row now and is preempted when they are done.
         """
-        running = self._roster.running
-        first = self._roster.waiting.peek()
+        running = self._requests.running
+        first = self._requests.waiting.peek()
         if first is None or not running or not self._policy.displaces(first, running[-1]):
             return
         self.at = first
-        if not self._room.share(first, step.prompts):
+        if not self._kv.share(first, step.prompts):
             return
-        shortage = self._room.shortage(first, len(running))
+        shortage = self._kv.shortage(first, len(running))
         victims: list[Request] = []
-        if (shortage > 0 or not self._roster.num_free_slots) and self._allowed(step, first) > 0:
+        if (shortage > 0 or not self._requests.num_free_slots) and self._allowed(step, first) > 0:
             victims = displaced_by(first, running, shortage, self._policy, self._cache)
-        self._room.unshare(first)
+        self._kv.unshare(first)
         if any(victim.inflight for victim in victims):
             step.yielding.update(victims)
         else:
             for victim in victims:
                 self.preempt(victim)
 
-    def _yield_one(self, step: Step) -> bool:
+    def _yield_one(self, step: StepBuilder) -> bool:
         """Nothing runs because sequences in lockstep hold slots and blocks while they wait for one of theirs.
 
         Returns whether one yielded.
         """
-        head = self._roster.waiting.peek()
+        head = self._requests.waiting.peek()
         needy = (step.starved, self._policy.rank(head) if head else None)
         ranks = [rank for rank in needy if rank is not None]
         if not ranks:
             return False
-        victim = yielding(self._roster.running, lambda r: self._policy.rank(r) > min(ranks))
+        victim = yielding(self._requests.running, lambda r: self._policy.rank(r) > min(ranks))
         if victim is not None:
             self.preempt(victim)
         return victim is not None

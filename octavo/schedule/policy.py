@@ -1,4 +1,4 @@
-"""Scheduling policies: who goes first, and who yields when slots or KV blocks run out.
+"""Scheduling policies: which request goes first, which yields when slots or KV blocks run out, which prompts can wait.
 
 A policy is an object with two orders over requests and one relation; the scheduler does the rest. Add one here and to
 `POLICIES`: the flag then offers it, and the property tests run with it.
@@ -6,11 +6,14 @@ A policy is an object with two orders over requests and one relation; the schedu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from octavo.cache.cache import KVCache
 from octavo.core.errors import ConfigError
-from octavo.core.request import BACKGROUND, Request
+from octavo.core.request import BACKGROUND
+from octavo.schedule.request import Request
 
 Rank = tuple[int, ...]
 
@@ -19,7 +22,7 @@ class Policy(Protocol):
     """Two total orders. `rank` must stay fixed while a request lives and end in the arrival number; `victim_rank` may
     follow what the request has computed.
 
-    `spreads_prompts`: whether prompts may wait for the steps that longer answers need anyway; see `pace.py`.
+    `spreads_prompts`: whether prompts may wait for the steps that longer answers need anyway; see `Pace`.
     """
 
     spreads_prompts: bool
@@ -97,3 +100,59 @@ def make_policy(name: str) -> Policy:
     if name not in POLICIES:
         raise ConfigError(f"--scheduling-policy {name!r} is not known; choose one of: {', '.join(POLICIES)}.")
     return POLICIES[name]()
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Limits one step's prompt tokens, so that prompts which can wait are computed beside decodes, not ahead of them.
+
+    The products of a step of few tokens take as long as reading the weights does, so up to a certain number further
+    tokens cost little. Where the answers' lengths are known (`max_tokens`), prompts of shorter answers are spread over
+    the steps that the longest answer needs anyway; starting the longest job first ends soonest (Graham 1969, "Bounds on
+    Multiprocessing Timing Anomalies"). Prompt chunks beside decodes: Sarathi-Serve, arXiv:2403.02310.
+
+    Attributes:
+        tokens: up to so many in the step, with what decodes, any prompt is welcome.
+        steps: which the longest answer still takes at most. Beyond `tokens` only prompts of answers as long are.
+    """
+
+    tokens: int
+    steps: int
+
+    @classmethod
+    def of(cls, tokens: int, alive: Iterable[Request]) -> Pace:
+        """The pace of the next step, given who runs and who is next in line."""
+        return cls(tokens, max((_steps_of(request) for request in alive), default=0))
+
+    def allowed(self, request: Request, taken: int, budget: int) -> int:
+        """The tokens of a prompt that may join `taken` others, where `budget` are left to the step."""
+        return budget if _steps_of(request) >= self.steps else max(0, min(budget, self.tokens - taken))
+
+
+def _steps_of(request: Request) -> int:
+    """The tokens that its answer still lacks, if it becomes as long as it may."""
+    return request.max_tokens - request.num_output - request.pending
+
+
+def victim_of(
+    needy: Request, running: Sequence[Request], planned: Collection[Request], policy: Policy
+) -> Request | None:
+    """An idle request ranked after `needy`, so that the first in line always gets on; None if there is none yet."""
+    rank = policy.rank(needy)
+    idle = [r for r in running if not r.inflight and r.finish is None and r not in planned and policy.rank(r) > rank]
+    return max(idle, key=policy.victim_rank, default=None)
+
+
+def displaced_by(
+    first: Request, running: Sequence[Request], shortage: int, policy: Policy, cache: KVCache
+) -> list[Request]:
+    """Whose places a waiting request may take to get a slot and `shortage` blocks; [] if all of them would not do."""
+    possible = [r for r in running if r.finish is None and policy.displaces(first, r)]
+    if sum(sum(1 for _ in r.table.held) for r in possible) < shortage:
+        return []
+    victims: list[Request] = []
+    for victim in sorted(possible, key=policy.victim_rank, reverse=True):
+        victims.append(victim)
+        if cache.num_freed_by([v.table for v in victims]) >= shortage:
+            return victims
+    return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from octavo.core.output import FinishReason
-from octavo.core.request import Request
+from octavo.schedule.request import Request
 
 MAX_UNEXPLAINED = 3
 """So often may a request be in a failed step for which nobody was found guilty. Then it ends with the error, for what

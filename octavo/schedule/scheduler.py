@@ -1,6 +1,6 @@
 """`Scheduler`: decides each step from bounds (`plan`) and takes in what it produced (`commit`).
 
-Which requests a step computes is `Planner`'s to say, who holds what `Roster`'s to know. Here requests come, get their
+Which requests a step computes is `Planner`'s to say, who holds what `Requests`'s to know. Here requests come, get their
 tokens, and end.
 """
 
@@ -17,17 +17,17 @@ from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError, internal_error
 from octavo.core.output import FinishReason, StepOutput, TokenDelta, TokenLogprobs
 from octavo.core.plan import PlanDraft, StepPlan
-from octavo.core.request import GenerateRequest, Request
+from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.schedule.counters import Counters
-from octavo.schedule.endings import append
 from octavo.schedule.hooks import EngineHook, committed, lockstep_of, results
 from octavo.schedule.limits import Limits, checked_max_tokens
-from octavo.schedule.news import Last, last_news, prompt_news, times_at_first_token
+from octavo.schedule.outputs import Last, append, last_news, prompt_news, times_at_first_token
 from octavo.schedule.planner import Planner
 from octavo.schedule.policy import Policy
 from octavo.schedule.quarantine import Quarantine
-from octavo.schedule.roster import Roster
+from octavo.schedule.request import Request
+from octavo.schedule.requests import Requests
 from octavo.schedule.siblings import make_siblings
 from octavo.schedule.steady import Steady
 
@@ -55,8 +55,8 @@ class Scheduler:
         self._seeds = random.Random(seed)
         self._num_arrivals = self._num_plans = 0
         self._quarantine = Quarantine()
-        self._roster = Roster(cache, policy, limits, hooks)
-        self._planner = Planner(self._roster, cache, limits, policy, hooks, self._quarantine, self.counters)
+        self._requests = Requests(cache, policy, limits, hooks)
+        self._planner = Planner(self._requests, cache, limits, policy, hooks, self._quarantine, self.counters)
         self._launched: dict[int, tuple[list[Request], Steady | None]] = {}
         """Plan -> the requests behind its rows, and the `Steady` that repeated it, if one did."""
         self._planning = False
@@ -73,17 +73,17 @@ class Scheduler:
         Raises:
             InvalidRequestError: it can never fit, or its id is in use.
         """
-        if spec.id in self._roster:
+        if spec.id in self._requests:
             raise InvalidRequestError("request_id is in use by a running request.", param="request_id", value=spec.id)
         lockstep = lockstep_of(spec, self._hooks)
         max_tokens = checked_max_tokens(spec, self.cache, self.limits, lockstep)
         choices = make_siblings(spec, max_tokens, self._eos, self._seeds, self._num_arrivals, lockstep)
         self._num_arrivals += len(choices)
-        self._roster.enter(choices)
+        self._requests.add(choices)
 
     def abort(self, request_id: str | None, index: int | None = None) -> list[TokenDelta]:
         """End a request (None: every one), or one choice of it, that has not ended yet; unknown ids are ignored."""
-        for request in list(self._roster.choices(request_id, index)):
+        for request in list(self._requests.choices(request_id, index)):
             self._end(request, FinishReason.ABORT)
         return self._take_news()
 
@@ -98,37 +98,37 @@ class Scheduler:
         self.cache.lost()
         self._steady = None
         guilty = self._guilty()
-        seated = (r for r in self._roster.choices(None, None) if r.slot >= 0)  # `running` may be half written
+        seated = (r for r in self._requests.choices(None, None) if r.slot >= 0)  # `running` may be half written
         lost = [r for r in seated if r.inflight or self._planning]
         self._planning = False
         self.counters.stats.num_preemptions += sum(r.finish is None for r in lost)
-        self._roster.mend(lost)
+        self._requests.rebuild(lost)
         for request in guilty:
             self._end(request, FinishReason.ERROR, error=error)
         return self._take_news()
 
     def _guilty(self) -> list[Request]:
         """Who ends now that a step has failed; others may come under suspicion."""
-        roster, at = self._roster, self._planner.at if self._planning else None
-        held = {r: r.inflight for r in roster.running if r.inflight}
+        requests, at = self._requests, self._planner.at if self._planning else None
+        held = {r: r.inflight for r in requests.running if r.inflight}
         alive = {r: steps for r, steps in held.items() if r.finish is None}
         if at is None and sum(held.values()) > 1:
             return self._quarantine.enter(alive)
         if at is None and self._planning and not held:  # somebody must end, or this might go on for ever
-            at = self._quarantine.current or roster.waiting.peek() or next(iter(roster.running), None)
+            at = self._quarantine.current or requests.waiting.peek() or next(iter(requests.running), None)
         self._quarantine.convicted()
         return list(alive) if at is None else [at]
 
     def park(self) -> None:
         """Take slots and blocks back from all that run, and forget cached contents. Nothing may be in flight."""
-        for request in list(self._roster.running):
+        for request in list(self._requests.running):
             self._planner.preempt(request)
         self._steady = None
         self.cache.reset()
 
     def fail_head(self, error: str) -> list[TokenDelta]:
         """End the waiting request that is next in line."""
-        request = self._roster.waiting.peek()
+        request = self._requests.waiting.peek()
         if request is not None:
             self._end(request, FinishReason.ERROR, error=error)
         return self._take_news()
@@ -144,13 +144,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._roster.running) or bool(self._roster.waiting)
+        return bool(self._requests.running) or bool(self._requests.waiting)
 
     @property
     def is_stuck(self) -> bool:
         """Whether somebody waits although nothing runs and no feature asked for the wait. Never true, by design."""
-        waits = bool(self._roster.waiting) and not self._planner.num_deferred
-        return waits and not self._roster.running and not self._quarantine
+        waits = bool(self._requests.waiting) and not self._planner.num_deferred
+        return waits and not self._requests.running and not self._quarantine
 
     # Plan
 
@@ -166,7 +166,7 @@ class Scheduler:
         steady = self._steady if draft.repeats else None
         for hook in self._hooks if steady is None else steady.hooks:
             hook.on_plan(draft, rows)
-        plan = draft.freeze(self._num_plans, self._roster.take_freed())
+        plan = draft.freeze(self._num_plans, self._requests.take_freed())
         self._num_plans += 1
         self._launched[plan.id] = rows, steady
         self.cache.launched(plan.id)
@@ -175,7 +175,7 @@ class Scheduler:
     def _repeat(self) -> tuple[list[Request], PlanDraft] | None:
         """The last step once more, where nothing else can follow."""
         steady = self._steady
-        if steady is None or self._roster.waiting or len(self._launched) >= self.limits.max_ahead:
+        if steady is None or self._requests.waiting or len(self._launched) >= self.limits.max_ahead:
             return None
         draft = steady.next()
         if draft is None:
@@ -189,12 +189,12 @@ class Scheduler:
         self._steady = None
         step = self._planner.decide(in_flight=bool(self._launched))
         if step.rows:
-            running, ahead = self._roster.running, self.limits.max_ahead
+            running, ahead = self._requests.running, self.limits.max_ahead
             unfilled, draft = self.counters.unfilled(running), step.draft
             tokens, sampled = sum(draft.num_tokens), sum(draft.samples)
             self.counters.step(len(step.rows), tokens, step.num_prompt_tokens, sampled, unfilled)
-            if self._repeats and not self._roster.waiting and not self._quarantine:
-                self._steady = Steady.after(step, running, unfilled, self.cache, self._roster.room, ahead, self._hooks)
+            if self._repeats and not self._requests.waiting and not self._quarantine:
+                self._steady = Steady.after(step, running, unfilled, self.cache, self._requests.kv, ahead, self._hooks)
         return step.rows, step.draft
 
     def payload(self, plan: StepPlan) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class Scheduler:
         elif request.finish is None and not request.inflight and request.certain_to_finish:
             self._answer(request, output, row)
         if request.finish is not None and not request.inflight and request.slot >= 0:
-            self._roster.release(request)
+            self._requests.release(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """What a step brought for a request could not be taken in, which ends here, if it has not ended by now."""
@@ -247,7 +247,7 @@ class Scheduler:
         try:
             self._end(request, FinishReason.ERROR, error=internal_error(error))
         finally:
-            self._roster.mend()  # for it may have failed while it was given its end
+            self._requests.rebuild()  # for it may have failed while it was given its end
 
     def _take_news(self) -> list[TokenDelta]:
         news, self._news = self._news, []
@@ -319,19 +319,19 @@ class Scheduler:
             self._news.append(news)
         request.finish = reason
         self._steady = None
-        self._roster.leave(request)
+        self._requests.end(request)
 
     # Counting
 
     def stats(self) -> EngineStats:
         """The counters, with the gauges brought up to date."""
-        running, waiting = self._roster.running, len(self._roster.waiting)
+        running, waiting = self._requests.running, len(self._requests.waiting)
         unfilled = self.counters.unfilled(running) if self._steady is None else self._steady.unfilled
         return self.counters.snapshot(len(running), waiting, self._planner.num_deferred, unfilled)
 
     def check_idle(self) -> None:
         """Raise AssertionError if anything is held although no request is alive."""
-        self.cache.check_empty(len(self._roster))
+        self.cache.check_empty(len(self._requests))
 
     def forget_past(self) -> None:
         """Drop cached contents and counters; nothing may be running."""

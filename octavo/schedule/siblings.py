@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from octavo.cache.cache import BlockTable, KVCache
 from octavo.core.output import TokenLogprobs
 from octavo.core.params import SamplingParams
-from octavo.core.request import GenerateRequest, Request
+from octavo.core.request import GenerateRequest
 from octavo.schedule.hooks import Ending, Lockstep
+from octavo.schedule.request import Request
 
 
 class Siblings:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from octavo.cache.cache import KVCache
 from octavo.core.output import TokenDelta
 from octavo.core.plan import PlanDraft
-from octavo.core.request import Request
 from octavo.schedule.hooks import EngineHook, hooks_of
-from octavo.schedule.room import Room
-from octavo.schedule.step import Step
+from octavo.schedule.kv_planner import KvPlanner
+from octavo.schedule.request import Request
+from octavo.schedule.step_builder import StepBuilder
 
 Append = Callable[[Request, list[int], None], None]
 Fail = Callable[[Request, Exception], None]
@@ -32,14 +32,20 @@ class Steady:
     """
 
     def __init__(
-        self, step: Step, unfilled: int, cache: KVCache, room: Room, max_ahead: int, hooks: Sequence[EngineHook]
+        self,
+        step: StepBuilder,
+        unfilled: int,
+        cache: KVCache,
+        kv: KvPlanner,
+        max_ahead: int,
+        hooks: Sequence[EngineHook],
     ) -> None:
         self.rows = list(step.rows)
         self.unfilled = unfilled
         self._draft = step.draft
         self._cache = cache
         self._growing = sum(group.grows for group in cache.groups)
-        self._room = room
+        self._kv = kv
         self._watched = {request for request in self.rows if request.spec.options}
         self.hooks = hooks if self._watched else ()
         asked = [hook for hook in self.hooks if not hook.admits_for_good]
@@ -58,11 +64,11 @@ class Steady:
     @classmethod
     def after(
         cls,
-        step: Step,
+        step: StepBuilder,
         running: list[Request],
         unfilled: int,
         cache: KVCache,
-        room: Room,
+        kv: KvPlanner,
         max_ahead: int,
         hooks: Sequence[EngineHook],
     ) -> Steady | None:
@@ -72,7 +78,7 @@ class Steady:
             return None
         if any(r.num_drafts or r.siblings.lockstep for r in rows):
             return None
-        return cls(step, unfilled, cache, room, max_ahead, hooks)
+        return cls(step, unfilled, cache, kv, max_ahead, hooks)
 
     def next(self) -> PlanDraft | None:
         """The next step, which is hereby launched; None if the scheduler has to look at each request again."""
@@ -94,7 +100,7 @@ class Steady:
         for request, begins in borders:
             if begins:
                 self._grow(request, draft)
-            self._room.register(request)
+            self._kv.register(request)
         self.unfilled += self._growing * (grown * self._cache.block_size - len(self.rows))
         self._left -= 1
         self._count += 1

@@ -23,10 +23,11 @@ from toy_models import QWEN3, VOCAB, behind, model_files
 from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
-from octavo.core.request import GenerateRequest, Request
+from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.nn.step import StepInput
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.request import Request
 from octavo.worker.hooks import Site, WorkerHook
 from octavo.worker.runner import Runner
 

@@ -25,9 +25,10 @@ from toy_models import QWEN3, VOCAB, behind, model_files
 from octavo.build import build_core
 from octavo.core.output import TokenDelta, TokenLogprobs
 from octavo.core.params import SamplingParams
-from octavo.core.request import GenerateRequest, Request
+from octavo.core.request import GenerateRequest
 from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.request import Request
 from octavo.worker.hooks import WorkerHook
 from octavo.worker.resident.batches import MAX_ROWS, sizes, token_counts
 from octavo.worker.resident.sharing import Groups

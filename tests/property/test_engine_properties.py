@@ -107,9 +107,14 @@ def test_the_urgent_go_first_and_each_displaces_one(seed, depth, slots):
             outputs[delta.id] += delta.tokens
             if delta.finish is not None:
                 preemptions[next(r.priority for r in requests if r.id == delta.id)] += delta.num_preemptions
-        first = scheduler._roster.waiting.peek()
-        if depth == 0 and first is not None and scheduler._roster.running and len(scheduler._roster.running) == slots:
-            assert first.spec.priority >= scheduler._roster.running[-1].spec.priority
+        first = scheduler._requests.waiting.peek()
+        if (
+            depth == 0
+            and first is not None
+            and scheduler._requests.running
+            and len(scheduler._requests.running) == slots
+        ):
+            assert first.spec.priority >= scheduler._requests.running[-1].spec.priority
     for r in requests:
         stops = set(r.params.stop_token_ids or ()) | (set() if r.params.ignore_eos else {EOS})
         assert outputs[r.id] == toy_generate(r.tokens, r.params.max_tokens, stop_ids=stops, seed=r.params.seed)

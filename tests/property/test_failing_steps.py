@@ -8,9 +8,8 @@ from steps_kit import BLOCK, Engine
 from octavo.core.output import FinishReason
 from octavo.core.params import RepetitionDetection
 from octavo.engine.toy import ToyDevice, toy_generate
-from octavo.schedule import endings
 from octavo.schedule.hooks import EngineHook
-from octavo.schedule.room import Room
+from octavo.schedule.kv_planner import KvPlanner
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -23,7 +22,7 @@ def test_an_ending_that_can_not_be_worked_out_ends_that_request_alone(at, depth,
             raise KeyError("a pattern")
         return False
 
-    monkeypatch.setattr(endings, "repeats", repeats)
+    monkeypatch.setattr(outputs, "repeats", repeats)
     engine = Engine(ToyDevice(64, BLOCK), depth)
     engine.ask("a", [1] * 5)
     engine.ask("guilty", [2] * 5, repetition_detection=RepetitionDetection(max_pattern_size=3, min_count=2))
@@ -40,12 +39,12 @@ def test_an_ending_that_can_not_be_worked_out_ends_that_request_alone(at, depth,
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_what_fails_while_a_row_is_made_for_a_request_ends_it_alone_however_often(depth, monkeypatch):
-    def share(room, request, prompts, share=Room.share):
+    def share(room, request, prompts, share=KvPlanner.share):
         if request.id == "guilty":
             raise KeyError("a leader")
         return share(room, request, prompts)
 
-    monkeypatch.setattr(Room, "share", share)
+    monkeypatch.setattr(KvPlanner, "share", share)
     engine = Engine(ToyDevice(64, BLOCK), depth)
     for name in ("a", "guilty", "b"):
         engine.ask(name, [ord(name[0])] * 5)

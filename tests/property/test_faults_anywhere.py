@@ -21,35 +21,34 @@ from octavo.core.output import FinishReason
 from octavo.core.params import RepetitionDetection
 from octavo.core.plan import PlanDraft
 from octavo.engine.toy import ToyDevice, ToyStep
-from octavo.schedule import endings, planner, roster, scheduler
+from octavo.schedule import outputs, planner, requests, scheduler
 from octavo.schedule.counters import Counters
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.kv_planner import KvPlanner
 from octavo.schedule.planner import Planner
 from octavo.schedule.quarantine import Quarantine
-from octavo.schedule.queue import WaitingQueue
-from octavo.schedule.room import Room
-from octavo.schedule.roster import Roster
+from octavo.schedule.requests import Requests, WaitingQueue
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.siblings import Siblings
 from octavo.schedule.steady import Steady
-from octavo.schedule.step import Step
+from octavo.schedule.step_builder import Step
 
 KEEPING = [
     (KVCache, ["_drop", "register", "release"]),
     (BlockPool, ["drop"]),
     (PrefixTree, ["insert"]),
-    (Room, ["register"]),
-    (Roster, ["_give_back"]),
+    (KvPlanner, ["register"]),
+    (Requests, ["_give_back"]),
     (Siblings, ["take_moved"]),
 ]
 COMMIT = [
     *KEEPING,
     (Scheduler, ["_take_row", "_take", "_append", "_answer", "_finish", "_end"]),
     (scheduler, ["append", "committed", "last_news", "times_at_first_token"]),
-    (endings, ["repeats"]),
-    (roster, ["released"]),
+    (outputs, ["repeats"]),
+    (requests, ["released"]),
     (EngineHook, ["on_commit"]),
-    (Roster, ["leave", "release", "_forget"]),
+    (Requests, ["end", "release", "_forget"]),
     (WaitingQueue, ["discard"]),
     (Siblings, ["ending_with"]),
     (Quarantine, ["passed"]),
@@ -61,11 +60,11 @@ PLAN = [
     (Scheduler, ["_decide", "_repeat", "_freeze"]),
     (Planner, ["decide", "preempt", "_admit", "_allowed", "_add_row", "_plan_row", "_make_way", "_fill"]),
     (planner, ["admitted", "victim_of", "displaced_by"]),
-    (Room, ["share", "unshare", "shortage"]),
+    (KvPlanner, ["share", "unshare", "shortage"]),
     (KVCache, ["match", "fork", "grow", "_allocate", "num_freed_by"]),
     (BlockPool, ["take_blank", "hold", "forget"]),
     (PrefixTree, ["match", "remove"]),
-    (Roster, ["seat", "preempt", "take_freed"]),
+    (Requests, ["start", "preempt", "take_freed"]),
     (WaitingQueue, ["push", "pop", "peek"]),
     (Step, ["add_row", "add_new"]),
     (PlanDraft, ["freeze"]),

@@ -139,8 +139,8 @@ class World:
     def check(self) -> None:
         assert self.cache.num_free == self.num_blocks, "leak"
         assert not self.hook.alive, "a feature was not told of an end"
-        assert len(self.scheduler._roster) == 0
-        assert sorted(self.scheduler._roster._free_slots) == list(range(6))
+        assert len(self.scheduler._requests) == 0
+        assert sorted(self.scheduler._requests._free_slots) == list(range(6))
         for request in self.asked.values():
             for index in range(request.params.n):
                 self.check_choice(request, index)

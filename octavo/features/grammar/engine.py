@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.plan import PlanDraft, StepPlan
-from octavo.core.request import Request
 from octavo.core.structured import UNFOLLOWED
 from octavo.device.host import physical_cores
 from octavo.features import FeatureContext
@@ -26,6 +25,7 @@ from octavo.features.grammar.defaults import StructuredDefaults
 from octavo.features.grammar.payload import NAME, Masks
 from octavo.features.grammar.settings import Settings
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.request import Request
 
 _MAX_THREADS = 4
 """A step waits for the slowest of them, and the more there are the sooner one of them is not let run at once."""

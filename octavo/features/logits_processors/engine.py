@@ -11,12 +11,12 @@ import msgspec
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
-from octavo.core.request import Request
 from octavo.features import FeatureContext
 from octavo.features.logits_processors.load import Loaded, load
 from octavo.features.logits_processors.payload import NAME, Share, Shares
 from octavo.features.logits_processors.settings import Settings
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.request import Request
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import msgspec
 
 from octavo.core.plan import PlanDraft
-from octavo.core.request import Request
 from octavo.features import FeatureContext
 from octavo.features.pooling.checkpoint import pooler_of
 from octavo.features.pooling.payload import NAME, Span, Spans
 from octavo.features.pooling.settings import Settings
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.request import Request
 
 
 class PoolingEngine(EngineHook):

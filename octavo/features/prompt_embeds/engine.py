@@ -8,12 +8,12 @@ import msgspec
 
 from octavo.core.errors import ConfigError
 from octavo.core.plan import PlanDraft
-from octavo.core.request import Request
 from octavo.features import FeatureContext
 from octavo.features.prompt_embeds.payload import NAME, Piece, Pieces
 from octavo.features.prompt_embeds.settings import Settings
 from octavo.features.prompt_embeds.span import EmbedSpan
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.request import Request
 
 
 class EmbedsEngine(EngineHook):

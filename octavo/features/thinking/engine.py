@@ -11,11 +11,11 @@ import msgspec
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.plan import PlanDraft, StepPlan
-from octavo.core.request import Request
 from octavo.features import FeatureContext
 from octavo.features.thinking.budget import ThinkingBudget
 from octavo.features.thinking.payload import NAME, Forced
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.request import Request
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 

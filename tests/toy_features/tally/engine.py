@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.core.request import Request
 from octavo.features import FeatureContext
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.request import Request
 
 
 class TallyEngine(EngineHook):

@@ -14,8 +14,8 @@ from octavo.core.params import RepetitionDetection, SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice
+from octavo.schedule.outputs import repeats
 from octavo.schedule.policy import make_policy
-from octavo.schedule.repetition import repeats
 from octavo.schedule.scheduler import Limits, Scheduler
 
 

@@ -1,13 +1,53 @@
-"""What the scheduler tells of requests besides their tokens: of their prompts, each place once, and of their ends."""
+"""Append sampled tokens to a request, decide whether it ends, and build the deltas that report it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
-from octavo.core.request import Request
+from octavo.core.params import RepetitionDetection
+from octavo.schedule.request import Request
+
+
+def append(request: Request, sampled: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+    """Append tokens to the request up to its end; those appended, and the end if one was met."""
+    tokens: list[int] = []
+    rule = request.params.repetition_detection
+    for token in sampled:
+        request.tokens.append(token)
+        tokens.append(token)
+        if token in request.stop_ids:
+            return tokens, FinishReason.STOP
+        if rule is not None and repeats(request.tokens, rule, request.num_prompt):
+            return tokens, FinishReason.REPETITION
+        if request.num_output >= request.max_tokens:
+            return tokens, FinishReason.LENGTH
+    return tokens, None
+
+
+def repeats(tokens: list[int], rule: RepetitionDetection, start: int = 0) -> bool:
+    """Whether `tokens[start:]` end with one pattern over and over, as the rule says.
+
+    Cheap before `rule.least` tokens; from then on only earlier places of the last token are compared.
+    """
+    end = len(tokens)
+    count = end - start
+    if count < rule.least:
+        return False
+    place, after = max(start, end - 1 - rule.max_pattern_size), end - rule.min_pattern_size
+    while True:
+        try:
+            place = tokens.index(tokens[-1], place, after)
+        except ValueError:
+            return False
+        size = end - 1 - place
+        length = rule.covered(size)
+        if length <= count and tokens[end - length : end - size] == tokens[end - length + size :]:
+            return True
+        place += 1
+
 
 _KEY = "prompt_logprobs"
 

@@ -1,33 +1,33 @@
-"""`Roster`: who waits and who runs, and the slots and KV blocks that the running ones hold."""
+"""`Requests`: who waits and who runs, and the slots and KV blocks that the running ones hold."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterator, Sequence
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from octavo.cache.cache import BlockTable, KVCache
 from octavo.core.output import FinishReason
-from octavo.core.request import Request
 from octavo.schedule.hooks import EngineHook, released
+from octavo.schedule.kv_planner import KvPlanner
 from octavo.schedule.limits import Limits
-from octavo.schedule.policy import Policy
-from octavo.schedule.queue import WaitingQueue
-from octavo.schedule.room import Room
+from octavo.schedule.policy import Policy, Rank
+from octavo.schedule.request import Request
 
 
-class Roster:
+class Requests:
     """Every request that has not been forgotten.
 
     Attributes:
         waiting: those without a slot, in the policy's order.
         running: those with a slot, in the order of rank.
-        room: what of the KV cache is theirs.
+        kv: finds, grows and registers their KV blocks.
     """
 
     def __init__(self, cache: KVCache, policy: Policy, limits: Limits, hooks: Sequence[EngineHook]) -> None:
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
-        self.room = Room(cache, share_prefixes=limits.share_prefixes, watermark=limits.watermark)
+        self.kv = KvPlanner(cache, share_prefixes=limits.share_prefixes, watermark=limits.watermark)
         self._cache = cache
         self._policy = policy
         self._hooks = hooks
@@ -52,13 +52,13 @@ class Roster:
         found = list(self._alive.values()) if request_id is None else [self._alive.get(request_id, [])]
         return (choice for one in found for choice in one if index is None or choice.index == index)
 
-    def enter(self, choices: list[Request]) -> None:
+    def add(self, choices: list[Request]) -> None:
         """A request has come: its choices wait."""
         self._alive[choices[0].id] = choices
         for choice in choices:
             self.waiting.push(choice)
 
-    def seat(self, request: Request) -> None:
+    def start(self, request: Request) -> None:
         """Give a request that was taken from the queue a slot and let it run."""
         request.slot = self._free_slots.pop()
         bisect.insort(self.running, request, key=self._policy.rank)
@@ -69,7 +69,7 @@ class Roster:
         _begin_anew(request)
         self.waiting.push(request)
 
-    def leave(self, request: Request) -> None:
+    def end(self, request: Request) -> None:
         """A request has ended. Its slot and blocks go now if no launched step holds them, else with `release`."""
         if request.slot < 0:
             self.waiting.discard()
@@ -82,7 +82,7 @@ class Roster:
         self._give_back(request)
         self._forget(request)
 
-    def mend(self, lost: Collection[Request] = ()) -> None:
+    def rebuild(self, lost: Collection[Request] = ()) -> None:
         """Write all books anew from the requests themselves: a failure may have left them half written.
 
         Who has a slot keeps it and what its table lists, unless it has ended and no launched step holds it. The others
@@ -119,7 +119,7 @@ class Roster:
         if request.inflight:
             raise AssertionError(f"request {request.id} has {request.inflight} steps in flight and can't be freed")
         if request.finish is not FinishReason.ERROR:
-            self.room.register(request)
+            self.kv.register(request)
         self._cache.release(request.table)
         self.running.remove(request)
         self._free_slots.append(request.slot)
@@ -138,3 +138,46 @@ def _begin_anew(request: Request) -> None:
     request.num_lost = request.num_computed
     request.num_preemptions += 1
     request.num_computed = request.pending = request.num_drafts = 0
+
+
+class WaitingQueue:
+    """A heap by `policy.rank`, which is unique. Requests that end while they wait are dropped when they surface."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[Rank, Request]] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._heap, (self._policy.rank(request), request))
+        self._size += 1
+
+    def peek(self) -> Request | None:
+        """The first that has not ended, or None."""
+        while self._heap and self._heap[0][1].finish is not None:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> None:
+        """Remove what `peek` returned."""
+        heapq.heappop(self._heap)
+        self._size -= 1
+
+    def remove(self, request: Request) -> None:
+        """Remove a request from wherever it stands."""
+        self._heap = [entry for entry in self._heap if entry[1] is not request]
+        heapq.heapify(self._heap)
+        self._size -= 1
+
+    def refill(self, requests: Iterable[Request]) -> None:
+        """Exactly these wait from now on."""
+        self._heap = [(self._policy.rank(request), request) for request in requests]
+        heapq.heapify(self._heap)
+        self._size = len(self._heap)
+
+    def discard(self) -> None:
+        """Count out a request that has just ended while it waited."""
+        self._size -= 1

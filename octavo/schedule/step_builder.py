@@ -1,4 +1,4 @@
-"""`Step`: a plan in the making, and what the scheduler notes about it on the way."""
+"""`StepBuilder`: collects the rows of the next plan, and what the scheduler notes while it does."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from octavo.cache.cache import Growth
 from octavo.core.plan import NewRow, PlanDraft
-from octavo.core.request import Request
-from octavo.schedule.pace import Pace
-from octavo.schedule.policy import Rank
+from octavo.schedule.policy import Pace, Rank
+from octavo.schedule.request import Request
 
 
 class Admission(enum.Enum):
@@ -21,7 +20,7 @@ class Admission(enum.Enum):
 
 
 @dataclass(slots=True)
-class Step:
+class StepBuilder:
     """The layout so far, the requests behind its rows, and what the rows left."""
 
     budget: int

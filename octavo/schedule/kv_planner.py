@@ -1,14 +1,14 @@
-"""`Room`: what of the KV cache is a request's: what it finds there, what it lacks, and what others may find of it."""
+"""`KvPlanner`: find, reserve and register the KV blocks of requests."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from octavo.cache.cache import KVCache
-from octavo.core.request import Request
+from octavo.schedule.request import Request
 
 
-class Room:
+class KvPlanner:
     """The scheduler's questions to the cache.
 
     Args:
@@ -24,7 +24,7 @@ class Room:
     def share(self, request: Request, prompts: Collection[Request]) -> bool:
         """Give a waiting request the KV that is there already; False if the choice that computes it is not done.
 
-        `prompts` are the requests whose prompt the step in the making computes or finds; see `Step`.
+        `prompts` are the requests whose prompt the step in the making computes or finds; see `StepBuilder`.
         """
         siblings = request.siblings
         if siblings.holds(request):

@@ -1,0 +1,98 @@
+"""`Request`: one sequence as the scheduler keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from octavo.cache.cache import BlockTable
+from octavo.core.output import FinishReason
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+
+if TYPE_CHECKING:
+    from octavo.schedule.siblings import Siblings
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence in the scheduler: a `GenerateRequest` has `n` of them. Only the scheduler changes it.
+
+    The counters are upper bounds: the device may have rejected drafts that the CPU still counts, and tokens that
+    are being sampled (`pending`) have no value here yet.
+    """
+
+    spec: GenerateRequest
+    index: int
+    order: int
+    """Arrival number, unique; the last tie-breaker of every policy."""
+    tokens: list[int]
+    """Prompt and output, as far as known."""
+    max_tokens: int
+    """Tokens to sample at most; 0 for a request that ends with its prompt."""
+    stop_ids: frozenset[int]
+    """Tokens that end it: the model's end-of-sequence ones, unless ignored, and its own."""
+    seed: int
+    table: BlockTable
+    siblings: Siblings
+    """All sequences of the request, this one among them."""
+    num_computed: int = 0
+    """Positions whose KV is written once every launched step has run."""
+    pending: int = 0
+    """Upper bound on tokens that launched steps will append."""
+    num_drafts: int = 0
+    """Draft tokens that wait on the device after the last known or pending token."""
+    inflight: int = 0
+    """Launched steps that hold a row of this request."""
+    slot: int = -1
+    """The worker's row for this request while it runs; -1 while it waits."""
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached: int = 0
+    """Prompt tokens that came from the prefix cache (or from choice 0) at the first admission."""
+    num_preemptions: int = 0
+    num_lost: int = 0
+    """Positions that were computed before the last preemption."""
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Engine-half state of features, keyed by feature name."""
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.spec.params
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.spec.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.spec.tokens)
+
+    @property
+    def keys(self) -> Sequence[int | bytes]:
+        """What tells its tokens from others in the KV cache."""
+        return [*self.spec.keys, *self.tokens[self.num_prompt :]] if self.spec.keys else self.tokens
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether KV that others computed is of use to it."""
+        return self.spec.reads_cache and self.params.prompt_logprobs is None
+
+    @property
+    def uncomputed(self) -> int:
+        """The one number that drives scheduling: prefill, chunk, decode, draft check, resume and prefix hit alike."""
+        return len(self.tokens) + self.pending + self.num_drafts - self.num_computed
+
+    @property
+    def certain_to_finish(self) -> bool:
+        """Whether the steps already launched do all that it asks for, so that running ahead would be waste."""
+        if not self.max_tokens:
+            return not self.uncomputed
+        return self.num_output + self.pending >= self.max_tokens
