@@ -163,6 +163,9 @@ class Planner:
         self._counters.admission(request, shared)
         return Admission.DONE
 
+    def _admit_if_slot(self, step: StepBuilder, request: Request) -> Admission:
+        return self._admit(step, request) if self._requests.num_free_slots else Admission.FULL
+
     def _budget(self, step: StepBuilder, request: Request) -> int:
         """How many tokens the step has left for a request; for a prompt that can wait they may be fewer."""
         if step.pace is None or request.uncomputed <= 1 + request.num_drafts:
@@ -217,9 +220,7 @@ class Planner:
         requests = self._requests
         others = sorted((r for r in requests.running if r is not suspect), key=self._policy.victim_rank)
         if suspect.slot < 0:
-            while (
-                found := self._admit(step, suspect) if requests.num_free_slots else Admission.FULL
-            ) is Admission.FULL:
+            while (found := self._admit_if_slot(step, suspect)) is Admission.FULL:
                 self.preempt(others.pop())
             if found is Admission.DONE:
                 requests.waiting.remove(suspect)

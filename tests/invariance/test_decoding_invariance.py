@@ -152,7 +152,7 @@ def test_a_row_without_usable_logits_ends_alone():
         loop.add(GenerateRequest(id=f"r{i}", tokens=[5, 6 + i], params=params))
     loop.step()
     for layer in runner_of(loop)._model.attention_layers:
-        layer.cache[loop._scheduler._roster.running[1].table.blocks[0]] = float("nan")
+        layer.cache[loop._scheduler._requests.running[1].table.blocks[0]] = float("nan")
     errors = {delta.id: delta.error for delta in loop.step() if delta.error}
     assert list(errors) == ["r1"]
     assert "no usable logits" in errors["r1"]

@@ -8,6 +8,7 @@ from steps_kit import BLOCK, Engine
 from octavo.core.output import FinishReason
 from octavo.core.params import RepetitionDetection
 from octavo.engine.toy import ToyDevice, toy_generate
+from octavo.schedule import outputs
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.kv_planner import KvPlanner
 

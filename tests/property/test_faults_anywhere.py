@@ -31,7 +31,7 @@ from octavo.schedule.requests import Requests, WaitingQueue
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.siblings import Siblings
 from octavo.schedule.steady import Steady
-from octavo.schedule.step_builder import Step
+from octavo.schedule.step_builder import StepBuilder
 
 KEEPING = [
     (KVCache, ["_drop", "register", "release"]),
@@ -66,7 +66,7 @@ PLAN = [
     (PrefixTree, ["match", "remove"]),
     (Requests, ["start", "preempt", "take_freed"]),
     (WaitingQueue, ["push", "pop", "peek"]),
-    (Step, ["add_row", "add_new"]),
+    (StepBuilder, ["add_row", "add_new"]),
     (PlanDraft, ["freeze"]),
     (Counters, ["step", "left", "admission", "unfilled"]),
     (Steady, ["next", "_grow", "_admitted"]),

@@ -17,7 +17,7 @@ from octavo.engine import client as client_module
 from octavo.engine.client import CoreClient
 from octavo.engine.process import CoreElsewhere
 from octavo.engine.toy import toy_generate
-from octavo.schedule import endings
+from octavo.schedule import outputs
 
 
 def test_health_tells_a_stall_from_idleness_and_from_death(short_path):
@@ -50,7 +50,7 @@ def test_a_row_that_can_not_be_taken_in_ends_one_stream_and_the_core_stays_well(
     def repeats(tokens, rule, start):
         raise KeyError("a pattern")
 
-    monkeypatch.setattr(endings, "repeats", repeats)
+    monkeypatch.setattr(outputs, "repeats", repeats)
     rule = RepetitionDetection(max_pattern_size=3, min_count=2)
 
     async def main():
