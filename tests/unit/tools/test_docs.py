@@ -1,9 +1,13 @@
-"""The documents name files; each must exist, or a reader looks for something that was moved or never was."""
+"""Files, headings, classes and their attributes that the documents name must exist."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,12 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 OTHERS = {"application/json"}
 _SPAN = re.compile(r"`([\w.<>/-]+)`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+_ANCHOR = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
+_ATTRIBUTE = re.compile(r"`([A-Z]\w*)\.(\w+)")
+_CLASS = re.compile(r"`([A-Z]\w*[a-z]\w*)[`(.]")
+# Pages about the code: every class that they name is one of the package's, or one of these.
+DESIGN = {"CONTRIBUTING.md", "architecture.md", "request-flow.md", "adding-a-feature.md", "adding-a-model.md"}
+BORROWED = {"None", "Methods", "Text"}
 _OURS = (".py", ".md", ".toml", ".txt", ".sh")
 
 
@@ -56,3 +66,98 @@ def test_every_folder_of_the_package_is_explained() -> None:
 def test_a_path_that_is_not_there_is_seen() -> None:
     text = "`server/door.py`, `server/gate.py`, `octavo/features/<name>/`, `hooks.py`, `gates.py`, `/health`, `a b/c`"
     assert [path for path in paths_in(text) if not exists(path)] == ["server/gate.py", "gates.py"]
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", without_code, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def lost_anchors(document: Path, text: str) -> list[str]:
+    """Links to headings that are not there."""
+    lost = []
+    for path, anchor in _ANCHOR.findall(text):
+        target = text if not path else (document.parent / path).read_text(encoding="utf-8")
+        if anchor not in headings(target):
+            lost.append(f"{path}#{anchor}")
+    return lost
+
+
+@dataclass
+class Definition:
+    """Names of a class: its own, and those of its bases by the bases' names."""
+
+    names: set[str] = field(default_factory=set)
+    bases: set[str] = field(default_factory=set)
+
+
+@functools.cache
+def definitions() -> dict[str, Definition]:
+    """Everything that the package defines with a capital letter. Classes of the same name are taken together."""
+    found: dict[str, Definition] = defaultdict(Definition)
+    for path in (ROOT / "octavo").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                one = found[node.name]
+                one.names |= set(assigned(node))
+                one.bases |= {base.id for base in node.bases if isinstance(base, ast.Name)}
+            elif isinstance(node, ast.Assign):
+                aliases = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                found.update({name: Definition() for name in aliases if name[:1].isupper() and name not in found})
+    for name in ("LLM", "AsyncLLM"):  # they get the methods that features bring
+        found[name].bases.add("Methods")
+    return dict(found)
+
+
+def assigned(node: ast.ClassDef) -> Iterator[str]:
+    """Methods, fields and attributes of `self` that a class defines."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield part.name
+        elif isinstance(part, ast.AnnAssign | ast.Assign):
+            for target in part.targets if isinstance(part, ast.Assign) else [part.target]:
+                if isinstance(target, ast.Name):
+                    yield target.id
+                elif isinstance(target, ast.Attribute):
+                    yield target.attr
+
+
+def has(name: str, attribute: str) -> bool:
+    """Whether a class of the package, or a base of it there, has the attribute. Other classes are not judged."""
+    one = definitions().get(name)
+    return one is None or attribute in one.names or any(has(base, attribute) for base in one.bases if known(base))
+
+
+def known(name: str) -> bool:
+    return name in definitions()
+
+
+def lost_attributes(text: str) -> list[str]:
+    """Attributes in code spans that their class does not have."""
+    return [f"{name}.{attribute}" for name, attribute in _ATTRIBUTE.findall(text) if not has(name, attribute)]
+
+
+def lost_classes(text: str) -> set[str]:
+    """Names in code spans, written as classes are, that the package does not define."""
+    return {name for name in _CLASS.findall(text) if not known(name)} - BORROWED
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_heading_and_attribute_in_it_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert lost_anchors(document, text) == []
+    assert lost_attributes(text) == []
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.name in DESIGN], ids=lambda path: path.name)
+def test_every_class_in_a_page_about_the_code_exists(document: Path) -> None:
+    assert lost_classes(document.read_text(encoding="utf-8")) == set()
+
+
+def test_headings_and_names_that_are_not_there_are_seen() -> None:
+    text = "# A `b` page\n[x](#a-b-page) [y](#no) `Scheduler.plan` `Scheduler.plane` `LLM.embed` `Roster` `Runner(x)`"
+    assert lost_anchors(ROOT / "README.md", text) == ["#no"]
+    assert lost_attributes(text) == ["Scheduler.plane"]
+    assert lost_classes(text) == {"Roster"}
