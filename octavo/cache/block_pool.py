@@ -1,4 +1,4 @@
-"""`BlockPool`: the physical KV blocks, who holds them, and which free one is reused next."""
+"""`BlockPool`: the physical KV blocks, their reference counts, and the order in which free ones are reused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Set
 
 
 class BlockPool:
-    """Reference counts of `num_blocks` blocks and two kinds of free block.
+    """Reference counts of `num_blocks` blocks, and two lists of free blocks.
 
-    A block is in exactly one state: held (references > 0), cached (free, but its contents can still be found and
-    taken again), or blank (free, contents worthless). Blank ones go first, in ascending order at the start, so that a
-    request's blocks tend to be neighbours; then cached ones, least recently used first.
+    A block is in exactly one state: held (references > 0), cached (free, but its contents can be found and reused), or
+    blank (free, without contents). Blank blocks are allocated first, in ascending order at the start, so that a
+    request's blocks tend to be adjacent; then cached ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,7 +40,7 @@ class BlockPool:
         return self._refs[block]
 
     def take_blank(self) -> int | None:
-        """A blank block with one reference; None if there is none."""
+        """Return a blank block with one reference; None if no block is blank."""
         if not self._blank:
             return None
         block = self._blank.pop()
@@ -48,7 +48,7 @@ class BlockPool:
         return block
 
     def oldest_cached(self) -> int:
-        """The cached block to give up next. Raises KeyError if there is none."""
+        """Return the cached block to evict next. Raise StopIteration if none is cached."""
         return next(iter(self._cached))
 
     def hold(self, block: int) -> None:
@@ -58,7 +58,7 @@ class BlockPool:
         self._refs[block] += 1
 
     def drop(self, block: int, *, keep: bool) -> None:
-        """Remove a reference; with the last one the block becomes cached (`keep`) or blank."""
+        """Remove a reference; the block becomes cached (`keep`) or blank with the last one."""
         refs = self._refs[block] - 1
         if refs < 0:
             raise AssertionError(f"block {block} was released more often than it was taken")
@@ -70,13 +70,13 @@ class BlockPool:
                 self._blank.append(block)
 
     def forget(self, block: int) -> None:
-        """The contents can't be found any more: a cached block becomes blank; a held one stays held."""
+        """Discard the contents: a cached block becomes blank, a held one stays held."""
         if self._refs[block] == 0:
             del self._cached[block]
             self._blank.append(block)
 
     def recount(self, held: Iterable[int]) -> None:
-        """Count one reference for each time that a block is named here; all others are blank."""
+        """Set each block's references to its occurrences in `held`; all other blocks become blank."""
         refs = [0] * self.num_blocks
         for block in held:
             refs[block] += 1

@@ -1,4 +1,4 @@
-"""`KVCache`: the only door to KV blocks. It hands out block numbers; the bytes live on the worker."""
+"""`KVCache`: allocation and sharing of KV blocks. It manages block numbers; the bytes are on the worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind, bloc
 class BlockTable:
     """One sequence's blocks, in order, for each group of layers. Only `KVCache` changes it.
 
-    Positions of a sequence, left to right:  [ registered | full or filling | room ]
+    Positions of a sequence, left to right:  [ registered | full or filling | unused ]
     registered: full blocks that other requests can find; never written again.
 
     A WINDOW group has NO_BLOCK in front, for positions that have left the window; a STATE group has one entry.
@@ -24,13 +24,13 @@ class BlockTable:
 
     groups: list[list[int]] = field(default_factory=list)
     num_registered: int = 0
-    """How many leading blocks the prefix tree knows, as these or as blocks of equal content."""
+    """Number of leading blocks in the prefix tree, as these blocks or as blocks of equal content."""
     node: Node | None = None
     """The tree's node for the last registered block."""
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks of the first group; of all, where the model has one group."""
+        """The blocks of the first group, which are all blocks if the model has one group."""
         return self.groups[0] if self.groups else []
 
     @property
@@ -41,7 +41,7 @@ class BlockTable:
 
 @dataclass(slots=True)
 class Growth:
-    """What a step does to a table.
+    """Changes that a step makes to a table.
 
     Attributes:
         writes: (group, index, block) entries that the worker must change.
@@ -53,19 +53,21 @@ class Growth:
 
 
 class KVCache:
-    """Block pool and prefix tree behind a few verbs: match, fork, grow, register, release, reset.
+    """Block pool and prefix tree behind a few methods: match, fork, grow, register, release, reset.
 
     Blocks are registered when the step that fills them is launched, not when it has run: steps run in order, so a
-    request that finds a block there reads it after it was written, even in the same step (each layer writes all KV
-    before attention reads any). Requests that arrive together therefore share a prefix that is still being computed.
+    request that finds a block reads it after it was written, even in the same step (each layer writes all KV before
+    attention reads any). Requests that arrive together therefore share a prefix that is still being computed.
 
     Nothing in flight is freed: blocks that leave a window while a step is planned stay held until it has run
     (`launched`, `finished`), since earlier steps may still read them.
 
     Args:
-        groups: what the model's layers keep. A sequence has a block table for each; all take blocks from one pool. A
-            model that keeps nothing between steps has none, and any sequence fits.
-        step_tokens: tokens of one request that a step computes at most; bounds what a WINDOW group holds.
+        num_blocks: blocks in the pool.
+        block_size: positions per block.
+        groups: cache groups of the model's layers. A sequence has a block table for each; all take blocks from one
+            pool. A model that keeps nothing between steps has no group, and any sequence fits.
+        step_tokens: most tokens of one request in a step; bounds the blocks of a WINDOW group.
     """
 
     def __init__(
@@ -79,11 +81,11 @@ class KVCache:
         self.num_copied = 0
         self._step_tokens = step_tokens
         self._leaving: list[int] = []
-        """Blocks that have left a window since the last step was launched."""
+        """Blocks that left a window since the last step was launched."""
         self._left: dict[int, list[int]] = {}
-        """The same by launched step."""
+        """Launched step -> blocks that left a window when it was planned."""
         self._unwritten: set[int] = set()
-        """States that others may find, but not copy before the step that writes them is launched."""
+        """Registered states that can't be copied before the step that writes them is launched."""
         self._only_full = all(group.kind is GroupKind.FULL for group in groups)
 
     @property
@@ -95,15 +97,16 @@ class KVCache:
         return self.pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the most blocks that a sequence of `num_tokens` holds, over all groups."""
+        """Return the most blocks that a sequence of `num_tokens` can hold, over all groups."""
         if self._only_full:
             return len(self.groups) * self._indices(num_tokens)
         return blocks_held(self.groups, num_tokens, self.block_size, self._step_tokens)
 
     def missing(self, table: BlockTable, num_computed: int, num_tokens: int) -> int:
-        """Blocks to add to a table before its sequence, computed up to `num_computed`, can have `num_tokens`.
+        """Return the blocks to add to a table for `num_tokens` positions, copies of shared blocks included.
 
-        Counts copies of blocks that are shared now.
+        Args:
+            num_computed: position up to which the sequence is computed.
         """
         total = 0
         for group, row in zip(self.groups, table.groups or [[] for _ in self.groups], strict=True):
@@ -117,14 +120,14 @@ class KVCache:
         return total
 
     def unfilled(self, table: BlockTable, num_computed: int) -> int:
-        """Positions that the table's blocks have room for, in all groups, beyond those that are computed."""
+        """Return the positions in the table's blocks, over all groups, that are not computed."""
         rows = zip(self.groups, table.groups, strict=False)
         return sum(len(row) * self.block_size - num_computed for group, row in rows if group.grows)
 
     def chunk(self, start: int, num_tokens: int) -> int:
-        """How many of the next `num_tokens` of a sequence computed up to `start` to compute in one step.
+        """Return how many of the next `num_tokens` of a sequence computed up to `start` to compute in one step.
 
-        All of them, unless a STATE can be kept for others on the way: then up to the last position where it can.
+        All of them, unless a STATE group can keep a snapshot on the way: then up to the last position of a snapshot.
         """
         end = start + num_tokens
         for group in self.groups:
@@ -146,14 +149,13 @@ class KVCache:
         return length * self.block_size
 
     def fork(self, source: BlockTable, table: BlockTable, num_tokens: int) -> bool:
-        """Let an empty table share the blocks that hold the first `num_tokens` of `source`, the last one in part.
+        """Share the blocks of the first `num_tokens` of `source`, the last block in part, with an empty table.
 
-        The sharer computes the last of these tokens again. `grow` copies a shared block when either of the
-        two is about to write into it. What of the shared ones others can find is known of both tables.
+        The sharer computes the last of these tokens again. `grow` copies a shared block when either sequence is about
+        to write into it. Registered blocks count as registered in both tables.
 
         Returns:
-            False, with nothing shared, if the source no longer has all that is needed: a window has moved on, or it
-            keeps a state.
+            False, with nothing shared, if the source lacks a needed block: its window has moved on, or it has a STATE.
         """
         rows = []
         for group, row in zip(self.groups, source.groups, strict=True):
@@ -170,14 +172,14 @@ class KVCache:
         return True
 
     def grow(self, table: BlockTable, start: int, end: int, oldest: int | None = None) -> Growth | None:
-        """Make positions [start, end) writable: add blocks, and copy those that others can see.
+        """Make positions [start, end) writable: add blocks, and copy shared ones.
 
         Args:
             oldest: the first position that this step or a later one may compute, by default `start`. It is lower while
-                drafts are in flight: some may be rejected.
+                drafts are in flight, since some may be rejected.
 
         Returns:
-            what has changed; None, with nothing changed, if too few blocks are free.
+            The changes; None, with nothing changed, if too few blocks are free.
         """
         table.groups = table.groups or [[] for _ in self.groups]
         rows = list(zip(self.groups, table.groups, strict=True))
@@ -200,9 +202,13 @@ class KVCache:
     def register(
         self, table: BlockTable, namespace: str, keys: Sequence[Key], end: int, num_computed: int | None = None
     ) -> None:
-        """Let others find the full blocks below position `end`; `keys` are known and will be computed up to there.
+        """Register the full blocks below position `end`, so that other requests find them.
 
-        `num_computed`, by default `end`, is where the launched steps leave the sequence: a STATE stands there.
+        Args:
+            keys: keys of all positions below `end` at least.
+            end: positions whose keys are known and that launched steps have computed.
+            num_computed: position up to which launched steps compute the sequence, by default `end`; a STATE is the
+                state at this position.
         """
         size = self.block_size
         full = end // size
@@ -224,24 +230,24 @@ class KVCache:
         table.num_registered, table.node = full, node
 
     def launched(self, step: int) -> None:
-        """The step that the last calls of `grow` were for is under way."""
+        """Record that the step of the last `grow` calls was launched."""
         self._unwritten.clear()
         if self._leaving:
             self._left[step], self._leaving = self._leaving, []
 
     def finished(self, step: int) -> None:
-        """The step and all before it have run: give back what left windows when it was planned."""
+        """Release the blocks that left windows when this step was planned: it and all earlier steps have run."""
         for block in self._left.pop(step, ()):
             self._drop(block)
 
     def lost(self) -> None:
-        """No launched step will run to its end. `recount` must follow."""
+        """Record that all launched steps are lost. `recount` must follow."""
         self._leaving = []
         self._left.clear()
         self._unwritten.clear()
 
     def release(self, table: BlockTable) -> None:
-        """Give all blocks back. Registered ones stay findable until their room is needed, the tail going first."""
+        """Release all blocks of a table. Registered ones stay cached until evicted, the last ones first."""
         for row in table.groups:
             for block in reversed(row):
                 if block != NO_BLOCK:
@@ -249,17 +255,17 @@ class KVCache:
         table.groups, table.num_registered, table.node = [], 0, None
 
     def num_freed_by(self, tables: Sequence[BlockTable]) -> int:
-        """How many blocks would become free if these tables were released: those that nobody else holds."""
+        """Return how many blocks would become free if these tables were released."""
         held = Counter(block for table in tables for block in table.held)
         return sum(self.pool.refs(block) == count for block, count in held.items())
 
     def reset(self) -> None:
-        """Forget all cached contents, such as after a step failed and some blocks may be wrong."""
+        """Drop all cached contents."""
         for block in self.tree.clear():
             self.pool.forget(block)
 
     def recount(self, tables: Sequence[BlockTable]) -> None:
-        """Forget all cached contents; hold what these tables and the launched steps hold, whatever was counted."""
+        """Drop all cached contents and recompute reference counts from these tables and the launched steps."""
         self.tree.clear()
         leaving = itertools.chain(self._leaving, *self._left.values())
         self.pool.recount(itertools.chain((block for table in tables for block in table.held), leaving))
@@ -267,8 +273,8 @@ class KVCache:
     # Parts of `match`
 
     def _usable(self, path: Sequence[Node]) -> int:
-        """The longest part of a path, in blocks, from which every group can go on."""
-        runs = [0] * len(self.groups)  # nodes in a row, up to the one at hand, that have the group's block
+        """Return the longest prefix of a path, in blocks, that every group can continue from."""
+        runs = [0] * len(self.groups)  # successive nodes, up to the current one, that have the group's block
         usable = 0
         for length, node in enumerate(path, start=1):
             found = [block != NO_BLOCK and block not in self._unwritten for block in node.blocks]
@@ -278,13 +284,13 @@ class KVCache:
         return usable
 
     def _tail(self, group: CacheGroup, length: int) -> int:
-        """How many of `length` leading blocks, counted from their end, the next token reads."""
+        """Return how many of the last of `length` leading blocks the next token reads."""
         if not group.grows:
             return 1
         return length - group.first_read(length * self.block_size) // self.block_size
 
     def _shared_row(self, group: CacheGroup, path: Sequence[Node], i: int) -> list[int]:
-        """A group's row of a table that begins with a path."""
+        """Return a group's row of a table that begins with a path."""
         if not group.grows:
             return [path[-1].blocks[i]] if path else []
         first = len(path) - self._tail(group, len(path))
@@ -300,16 +306,16 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def _rows(self, group: CacheGroup, end: int) -> int:
-        """Entries of a table whose sequence ends at `end`."""
+        """Return the number of a group's table entries for a sequence that ends at `end`."""
         return 1 if not group.grows else self._indices(end)
 
     def _shared_indices(self, group: CacheGroup, row: Sequence[int], start: int, end: int) -> list[int]:
-        """Entries that a step would write to although others can see their blocks."""
+        """Return the entries with shared blocks that a step would write to."""
         first = 0 if not group.grows else start // self.block_size
         return [i for i in range(first, min(len(row), self._rows(group, end))) if self._is_shared(row[i])]
 
     def _copy(self, table: BlockTable, group: int, index: int, growth: Growth) -> None:
-        """Replace a shared block by a copy of its own."""
+        """Replace a shared block by a private copy."""
         row = table.groups[group]
         old, new = row[index], self._allocate()
         growth.copies.append((old, new))
@@ -321,7 +327,7 @@ class KVCache:
         self.num_copied += 1
 
     def _leave_behind(self, table: BlockTable, oldest: int) -> None:
-        """Take blocks out of the table that no token from `oldest` on reads."""
+        """Remove blocks from the table that no token from `oldest` on reads."""
         for group, row in zip(self.groups, table.groups, strict=True):
             index = min(group.first_read(oldest) // self.block_size, len(row)) - 1
             while index >= 0 and row[index] != NO_BLOCK:
@@ -340,7 +346,7 @@ class KVCache:
             self.num_evicted += 1
             block = self.pool.take_blank()
         if block is None:
-            raise AssertionError("no block is free although the count said so")
+            raise AssertionError("no block is free although `num_free` is above 0")
         return block
 
     def _drop(self, block: int) -> None:
@@ -352,12 +358,12 @@ class KVCache:
         findable, cached = self.tree.blocks, self.pool.cached
         for block in findable:
             if self.pool.refs(block) == 0 and block not in cached:
-                raise AssertionError(f"block {block} is findable but counted as blank")
+                raise AssertionError(f"block {block} is in the prefix tree but blank")
         for block in cached - findable:
-            raise AssertionError(f"block {block} is kept but can't be found")
+            raise AssertionError(f"block {block} is cached but not in the prefix tree")
 
     def check_empty(self, num_requests: int) -> None:
-        """Raise AssertionError if blocks are held, or `num_requests` are alive, although nothing runs."""
+        """Raise AssertionError if blocks are held or `num_requests` is not 0. Call while nothing runs."""
         self.check()
         if num_requests or self.num_free != self.num_blocks:
             raise AssertionError(
@@ -366,7 +372,7 @@ class KVCache:
 
 
 def _registered(group: CacheGroup, row: Sequence[int], index: int, position: int, leaves_state: bool) -> int:
-    """A group's block for the node of a sequence's blocks up to `index`, which end at `position`."""
+    """Return a group's block for the tree node at `index`, whose last position is `position` - 1."""
     if group.grows:
         return row[index]
     return row[0] if leaves_state and group.snapshot_tokens and position % group.snapshot_tokens == 0 else NO_BLOCK

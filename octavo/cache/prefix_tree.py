@@ -1,7 +1,7 @@
-"""`PrefixTree`: which full blocks hold which tokens, so that equal prefixes are stored and computed once.
+"""`PrefixTree`: find full blocks by their tokens, so that equal prefixes are stored and computed once.
 
-A radix tree with one block of tokens an edge. A node stands for the tokens from the start of the sequence to its
-block's end; only equal paths share nodes, so a hit is exact: tokens are compared, not hashes of them.
+A radix tree with one block of tokens per edge. A node stands for the tokens from the start of the sequence to its
+block's end. Only equal paths share nodes, and tokens are compared, not hashes, so a hit is exact.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence, Set
 from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind
 
 Key = int | bytes
-"""What identifies the content of one position: a token id, or a digest of something else."""
+"""Identifies the content of one position: a token id, or a digest of other content."""
 Chunk = tuple[Key, ...]
 
 
 class Node:
-    """One full block of tokens after its parent's, with a block of each group, NO_BLOCK where a group has none.
+    """One full block of tokens after its parent's, with a block per group, or NO_BLOCK where a group has none.
 
-    A root, and a node that left the tree, has no blocks.
+    Roots, and nodes removed from the tree, have no blocks.
     """
 
     __slots__ = ("blocks", "children", "chunk", "dead", "namespace", "parent")
@@ -38,12 +38,12 @@ class PrefixTree:
     def __init__(self, block_size: int, groups: Sequence[CacheGroup] = FULL) -> None:
         self.block_size = block_size
         self._needed = [group.kind is GroupKind.FULL for group in groups]
-        """By group: whether a node without its block is of no use to any longer prefix either."""
+        """Per group: whether a node without the group's block makes all longer prefixes useless, too."""
         self._roots: dict[str, Node] = {}
         self._nodes: dict[int, Node] = {}
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
+        """Return the number of blocks in the tree."""
         return len(self._nodes)
 
     def __contains__(self, block: int) -> bool:
@@ -60,7 +60,7 @@ class PrefixTree:
         return root
 
     def match(self, namespace: str, keys: Sequence[Key], max_blocks: int) -> list[Node]:
-        """The longest known path along `keys`, at most `max_blocks` long."""
+        """Return the longest path along `keys`, at most `max_blocks` nodes."""
         node = self._roots.get(namespace)
         path: list[Node] = []
         size = self.block_size
@@ -72,9 +72,9 @@ class PrefixTree:
         return path
 
     def insert(self, parent: Node, keys: Sequence[Key], blocks: Sequence[int]) -> Node:
-        """Record that `blocks`, one of each group, hold `keys` after `parent`.
+        """Record that `blocks`, one per group, hold `keys` after `parent`; return their node.
 
-        Where an equal node has a block already, that one stays; where it has none, it takes the new one.
+        If an equal node exists, it keeps its blocks and takes the new ones for groups where it has none.
         """
         chunk = tuple(keys)
         node = parent.children.get(chunk)
@@ -90,7 +90,7 @@ class PrefixTree:
         return node
 
     def remove(self, block: int) -> list[int]:
-        """Forget a block, and everything that is of no use without it; return the blocks forgotten."""
+        """Remove a block, and all that is useless without it; return the removed blocks."""
         node = self._nodes[block]
         group = node.blocks.index(block)
         if self._needed[group]:
@@ -101,7 +101,7 @@ class PrefixTree:
         return [block]
 
     def clear(self) -> list[int]:
-        """Forget everything; return the blocks forgotten."""
+        """Remove everything; return the removed blocks."""
         gone = list(self._nodes)
         stack = list(self._roots.values())
         while stack:
@@ -113,7 +113,7 @@ class PrefixTree:
         return gone
 
     def _cut(self, node: Node) -> list[int]:
-        """Take a node and all below it out of the tree; return their blocks."""
+        """Remove a node and all its descendants; return their blocks."""
         parent = node.parent
         if parent is not None:
             del parent.children[node.chunk]

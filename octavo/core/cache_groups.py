@@ -1,4 +1,4 @@
-"""`CacheGroup`: layers that remember a sequence in the same way, and so share one block table per sequence."""
+"""`CacheGroup`: layers that keep the same kind of KV, and so share one block table per sequence."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 NO_BLOCK = -1
-"""Stands in a block table where the group keeps no block: its positions are outside every later token's reach."""
+"""Entry of a block table where the group keeps no block, because no later token reads its positions."""
 
 
 class GroupKind(StrEnum):
-    """How a layer's memory of a sequence grows.
+    """How a layer's KV grows with the sequence.
 
-    FULL: a block for every `block_size` positions; also latent attention, whose blocks only hold other vectors.
+    FULL: a block for every `block_size` positions; also latent attention, whose blocks hold other vectors.
     WINDOW: the same, but positions behind the window are never read again, so their blocks are released.
     STATE: one block per sequence, overwritten at every step (a recurrent state).
     """
@@ -25,11 +25,11 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers of one kind. All groups of a model take their blocks from one pool, so a block of each has the same size.
+    """Layers of one kind. All groups of a model take blocks from one pool, so their blocks have the same size.
 
     Attributes:
         layers: indices of the model's layers, in order. Layer i of every group shares the i-th cache tensor.
-        window: positions that a token of a WINDOW group reads, its own among them.
+        window: positions that a token of a WINDOW group reads, its own included.
         snapshot_tokens: a STATE is kept for other requests at multiples of this many positions; a multiple of the
             block size. 0 keeps none, so prompts with a common prefix share nothing.
     """
@@ -45,21 +45,21 @@ class CacheGroup:
 
     @property
     def grows(self) -> bool:
-        """Whether a longer sequence takes more blocks."""
+        """Whether a longer sequence needs more blocks."""
         return self.kind is not GroupKind.STATE
 
     def first_read(self, position: int) -> int:
-        """The first position that the token at `position` reads."""
+        """Return the first position that the token at `position` reads."""
         return max(0, position - self.window + 1) if self.kind is GroupKind.WINDOW else 0
 
     def most_blocks(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
-        """Blocks that a sequence of `num_tokens` holds at most at any time.
+        """Return the most blocks that a sequence of `num_tokens` holds at any time.
 
-        A WINDOW group holds the window before a step, what the step writes, and the blocks that the steps still in
-        flight read; both of the latter are bounded by `step_tokens`.
+        A WINDOW group holds the window before a step, the tokens that the step writes, and those that steps in flight
+        read; the latter two are bounded by `step_tokens` each.
         """
         if not self.grows:
-            return 2  # the state, and the copy that the next step writes while the first is kept for others
+            return 2  # the state, and the copy that the next step writes while the first is kept as a snapshot
         everything = -(-num_tokens // block_size)
         if self.kind is GroupKind.FULL:
             return everything
@@ -67,17 +67,17 @@ class CacheGroup:
 
 
 FULL = (CacheGroup(),)
-"""The groups of a model all of whose layers attend to everything."""
+"""The groups of a model whose layers all use full attention."""
 
 
 def groups_of(windows: Sequence[int | None], *, several: bool = True) -> tuple[CacheGroup, ...]:
-    """The groups of attention layers with these sliding windows, None for full attention.
+    """Return the groups of attention layers with these sliding windows, in tokens; None for full attention.
 
-    All groups have as many layers as the rarest kind, since a block holds one token range of all layers of a group; of
-    a kind that does not divide, the last group has fewer.
+    All groups have as many layers as the rarest kind, since a block holds one token range of all layers of a group. If
+    the layers of a kind don't divide evenly, its last group has fewer.
 
     Args:
-        several: the worker can keep several block tables; else layers of different kinds share one, as full attention.
+        several: the worker supports several block tables; otherwise layers of different kinds share one FULL group.
     """
     kinds = {window: [i for i, each in enumerate(windows) if each == window] for window in windows}
     if len(kinds) > 1 and not several:
@@ -91,5 +91,5 @@ def groups_of(windows: Sequence[int | None], *, several: bool = True) -> tuple[C
 
 
 def blocks_held(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, step_tokens: int) -> int:
-    """Blocks that a sequence of `num_tokens` holds at most, over all groups."""
+    """Return the most blocks that a sequence of `num_tokens` holds, over all groups."""
     return sum(group.most_blocks(num_tokens, block_size, step_tokens) for group in groups)

@@ -1,4 +1,4 @@
-"""The errors that Octavo raises on purpose. Anything else that surfaces is a bug."""
+"""The errors that Octavo raises on purpose. Any other exception that reaches a user is a bug."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 
 class OctavoError(Exception):
-    """Base of every deliberate error; its text says what is wrong and what to do about it."""
+    """Base of all deliberate errors. The text states the problem and the remedy."""
 
 
 class InvalidRequestError(OctavoError, ValueError):
-    """A request that can't be served as it stands (HTTP 400).
+    """A request that can't be served as it is (HTTP 400).
 
-    `param` names the offending field and `value` what it held, where that is worth repeating; both go into the message,
-    in the form that clients of this ecosystem already look for.
+    Attributes:
+        message: the text without field and value.
+        param: the field at fault; None if no single field is.
+        value: the field's value, if useful. `str` adds field and value in the form that existing clients parse.
     """
 
     def __init__(self, message: str, *, param: str | None = None, value: Any = None) -> None:
@@ -35,7 +37,7 @@ class UnsupportedError(InvalidRequestError):
 
 
 class ModelNotFoundError(OctavoError):
-    """A model name or path that leads to nothing usable; the text says how to get the model."""
+    """No usable model has this name or path; the text says how to get the model."""
 
 
 class ModelFileError(OctavoError):
@@ -43,26 +45,26 @@ class ModelFileError(OctavoError):
 
 
 class ConfigError(OctavoError):
-    """Settings that can't work together or on this machine; the text gives the numbers and the way out."""
+    """Settings that can't work together or on this machine; the text gives the numbers and the remedy."""
 
 
 class EngineDeadError(OctavoError):
-    """The engine core has stopped; nothing further can be generated (HTTP 503)."""
+    """The engine core has stopped and can't generate any more (HTTP 503)."""
 
 
 class DeviceLostError(EngineDeadError):
-    """The device, or a process that drives one, can compute nothing more; only a new engine can use it (HTTP 503)."""
+    """The device, or its process, can't compute any more; only a new engine process can use it (HTTP 503)."""
 
     def __init__(self, device: str, reason: str, log_lines: Sequence[str] = ()) -> None:
         """
         Args:
-            device: its name, as in "NVIDIA H200 (cuda:0)".
-            reason: what happened to it, without a final full stop.
-            log_lines: the last ones of the process that is gone; a traceback shows them, the message does not.
+            device: its name, such as "NVIDIA H200 (cuda:0)".
+            reason: what happened, without a final full stop.
+            log_lines: last log lines of a process that has ended; shown in tracebacks only.
         """
         self.reason = reason
         if log_lines:
-            self.add_note("\n".join(["It last logged:", *log_lines]))
+            self.add_note("\n".join(["Its last log lines:", *log_lines]))
         super().__init__(
             f"The device was lost: {device}: {reason}. Every request ends with this error and the engine stops; start "
             "it again. If it happens again, its log shows the step that failed."
@@ -70,7 +72,7 @@ class DeviceLostError(EngineDeadError):
 
 
 class EngineStateError(OctavoError):
-    """The engine is not in the state that this takes, such as awake (HTTP 409)."""
+    """The operation needs another state of the engine, such as awake (HTTP 409)."""
 
 
 class QueueFullError(OctavoError):
@@ -86,20 +88,21 @@ class SlowReaderError(OctavoError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"The request was ended because its output was read too slowly: more than {limit:,} tokens waited, the "
-            "most that this server keeps (--max-unread-tokens). Read faster, or ask for less at once."
+            f"The request was ended because its output was read too slowly: more than {limit:,} tokens were unread, "
+            "the server's limit (--max-unread-tokens). Read faster, or request fewer tokens at once."
         )
 
 
 def context_error(
     max_model_len: int, num_prompt: int | str, max_tokens: int | None = None, *, field: str = "messages"
 ) -> str:
-    """The sentence about an exceeded context that clients of the OpenAI API look for, with the counts.
+    """Return the error text for an exceeded context, with the counts, as clients of the OpenAI API parse it.
 
     Args:
-        num_prompt: tokens of the prompt, or words such as "at least 9000" where they were not all counted.
-        max_tokens: tokens asked for; None when the prompt alone is too long.
-        field: where the prompt came from: "messages", "prompt" or "input".
+        max_model_len: tokens of the context.
+        num_prompt: tokens of the prompt, or a text such as "at least 9000" if not all were counted.
+        max_tokens: requested tokens; None if the prompt alone is too long.
+        field: source of the prompt: "messages", "prompt" or "input".
     """
     limit = f"This model's maximum context length is {max_model_len} tokens. However,"
     if max_tokens is None or isinstance(num_prompt, str):
@@ -115,12 +118,13 @@ _INTERNAL = "Internal error: "
 
 
 def internal_error(error: Exception) -> str:
-    """How a request that a fault of the engine's has ended tells of it: with its insides, so not to strangers."""
+    """Return the error text of a request that ended because of a bug. It has internal details: don't show it to
+    clients."""
     return f"{_INTERNAL}{type(error).__name__}: {error}"
 
 
 def is_internal(text: str) -> bool:
-    """Whether `internal_error` wrote it; other reasons are sentences for whoever asked."""
+    """Return whether a text is from `internal_error`; all other error texts may be shown to clients."""
     return text.startswith(_INTERNAL)
 
 

@@ -1,4 +1,4 @@
-"""Objects of the user's own, which a setting names."""
+"""Import user-defined objects that a setting names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from octavo.core.errors import ConfigError
 
 
 def imported(module: str, path: str, setting: str) -> Any:
-    """What `path` ("Class", "Class.member") stands for in a module. `setting` begins the errors: flag and value.
+    """Import a module and return one of its objects.
+
+    Args:
+        module: dotted name.
+        path: name in the module: "Class" or "Class.member".
+        setting: flag and value, the start of error texts.
 
     Raises:
-        ConfigError: the module can't be imported, or has nothing of that name.
+        ConfigError: the module can't be imported, or has no such object.
     """
     try:
         found: Any = importlib.import_module(module)
-    except Exception as exc:  # whatever the module raises
+    except Exception as exc:  # the module may raise anything
         raise ConfigError(
-            f"{setting}: the module {module} can't be imported: {type(exc).__name__}: {exc}. Install it, or put its "
-            "folder into PYTHONPATH."
+            f"{setting}: the module {module} can't be imported: {type(exc).__name__}: {exc}. Install it, or add its "
+            "folder to PYTHONPATH."
         ) from exc
     for part in path.split("."):
         if not hasattr(found, part):

@@ -1,4 +1,4 @@
-"""What an engine core says of itself once it is ready, and how it feels later on."""
+"""Facts that an engine core reports when it is ready, and its health."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import msgspec
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The served model and the room it has. Sizes in bytes, lengths in tokens.
+    """The served model and its capacity. Sizes in bytes, lengths in tokens.
 
     Attributes:
-        name: what the user asked for.
-        architecture: the checkpoint's own word, such as "LlamaForCausalLM".
+        name: the model's name, as the user gave it.
+        architecture: the checkpoint's architecture, such as "LlamaForCausalLM".
+        device: the device's name.
         dtype: of activations.
-        kv_form: what keys and values are stored in, in words.
-        weights: the form in which the weights are kept, in words.
-        kernels: what computes, in words.
-        advice: a setting that would suit this machine, in words; mostly none.
+        kv_form: storage format of keys and values, for display.
+        weights: storage format of the weights, for display.
+        kernels: names of the kernels, for display.
+        advice: a setting that would suit this machine, for display; usually empty.
         vocab_size: rows of the output head; token ids are below it.
         max_model_len: prompt plus output of one request.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: tokens of a step.
         eos_token_ids: tokens that end a sequence unless `ignore_eos`.
-        num_blocks, block_size: the KV cache's.
+        num_blocks, block_size: blocks of the KV cache, and tokens per block.
         kv_bytes_per_token: over all layers.
-        kv_groups: block tables of a sequence; each takes a block for the same tokens.
-        memory: part -> bytes, the ledger printed at start.
-        phases: start-up phase -> seconds.
-        step_parameters, step_weight_bytes: weights of linear layers and output head, all of which each step reads.
+        kv_groups: block tables per sequence; each takes a block for the same tokens.
+        memory: part -> bytes, as printed at start.
+        phases: phase of the start -> seconds.
+        step_parameters, step_weight_bytes: weights of linear layers and output head, which each step reads completely.
         accelerator: "cuda" or "cpu".
         max_logprobs: the largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit.
-        stream_interval: the fewest tokens of a choice that are streamed together, but for its first and its last.
-        scheduling_policy: who goes first, by its name; empty where that is not known.
-        tasks: what requests may ask for: "generate", "embed", "token_embed", "classify".
+        stream_interval: least tokens of a choice in a streamed item, except the first and the last.
+        scheduling_policy: the policy's name; empty if unknown.
+        tasks: supported tasks: "generate", "embed", "token_embed", "classify".
         pid: of the engine's process.
-        profile_dir: where profiles are written; empty if none can be made.
-        hidden_size: numbers in the embedding of one token.
-        features: names of the optional features that are there; options of others are refused.
-        feature_info: feature name -> what it tells its parts in front ends, encoded.
+        profile_dir: folder of profiles; empty if profiling is off.
+        hidden_size: elements of the embedding of one token.
+        features: names of the available optional features; options of others are refused.
+        feature_info: feature name -> encoded facts for the feature's front-end parts.
     """
 
     name: str
@@ -71,13 +74,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds; more where sliding windows release blocks."""
+        """Tokens that fit into the KV cache; more if sliding windows release blocks."""
         return self.num_blocks * self.block_size // max(self.kv_groups, 1)
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the engine makes progress. `reason` says what is wrong and since when, when `ok` is false; `final` that
-    it will never be well again."""
+    """Health of the engine.
+
+    Attributes:
+        ok: whether it makes progress.
+        final: whether it can't recover.
+        reason: if not `ok`: the problem, and for how long it has lasted.
+    """
 
     ok: bool
     final: bool = False
@@ -85,8 +93,12 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """What has come from the engine for a request so far: tokens of all choices, and when the last ones came, by
-    `time.monotonic`."""
+    """Output received for a request so far.
+
+    Attributes:
+        tokens: of all choices.
+        at: `time.monotonic()` of the last ones; None before the first.
+    """
 
     tokens: int = 0
     at: float | None = None

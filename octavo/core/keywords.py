@@ -1,4 +1,4 @@
-"""Keyword arguments whose names are misspelled: errors that suggest the right one."""
+"""Errors for misspelled keyword arguments that suggest the right name."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import msgspec
 
 
 def near(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:
-    """`; did you mean ...?` with up to `most` of the known names, or an empty string if none comes near."""
+    """Return `; did you mean ...?` with up to `most` similar names out of `known`, or "" if none is similar."""
     found = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 class Suggesting(msgspec.StructMeta):
-    """Metaclass of structs that users make by hand: an unknown keyword argument names the field it comes near to."""
+    """Metaclass of structs that users create: the error for an unknown keyword suggests a similar field."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805  a metaclass
         """Return the struct.
 
         Raises:
-            TypeError: a keyword that is no field, a required field that is missing, or a field given by position.
+            TypeError: a keyword is not a field, a required field is missing, or a field is given by position.
         """
         try:
             return super().__call__(*args, **fields)
@@ -49,7 +49,7 @@ _WORDS: dict[Any, tuple[str, str]] = {
 
 
 def kind_in_words(kind: Any, *, plural: bool = False) -> str:
-    """What a value of the type `kind` is, in English: "a list of integers or None"."""
+    """Return the type `kind` in English, such as "a list of integers or None"."""
     if kind in _WORDS:
         return _WORDS[kind][plural]
     arguments = get_args(kind)

@@ -1,4 +1,4 @@
-"""How a process logs."""
+"""Logging of a process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from octavo.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
-    """What each process of an engine or a server is told of its log.
+    """Log settings of each process of an engine or a server.
 
     Attributes:
-        level: of what goes to standard error: debug, info, warning, error or critical.
-        tables: for `logging.config.dictConfig`, in place of that; loggers that exist already go on unless it says so.
-        source: where those are from, for errors.
-        configure: whether to set up anything.
+        level: of lines on standard error: debug, info, warning, error or critical.
+        tables: configuration for `logging.config.dictConfig`, in place of `level`. Existing loggers stay enabled unless
+            it disables them.
+        source: origin of `tables`, for errors.
+        configure: whether to configure logging at all.
     """
 
     level: str = "warning"
@@ -28,10 +29,13 @@ class LogSettings:
     configure: bool = True
 
     def set_up(self, form: str) -> None:
-        """Log from now on; lines to standard error have this `form`.
+        """Configure logging of this process.
+
+        Args:
+            form: format of lines on standard error.
 
         Raises:
-            ConfigError: the tables are none that logging can use.
+            ConfigError: `tables` is not a valid configuration.
         """
         if not self.configure:
             return

@@ -1,4 +1,4 @@
-"""Memory that is not there: what limits this process's addresses, and errors that name a remedy."""
+"""Lack of memory: the limit of this process's address space, and errors that name a remedy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from octavo.core.errors import ConfigError
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _LEAST = 800 * _MIB
-"""Address space that an engine takes before it reads weights: torch and numpy map 630 MiB, kernels the rest."""
+"""Bytes of address space that an engine needs before it reads weights: torch and numpy map 630 MiB, kernels the
+rest."""
 _MESSAGES = ("can't allocate memory", "Cannot allocate memory", "failed to map segment", "std::bad_alloc")
-"""How torch, the C library, its loader and C++ report it where the exception's class does not tell."""
+"""Error texts of torch, the C library, its loader and C++ for lack of memory, if the exception's class is generic."""
 _NO_THREAD = "can't start new thread"
 
 
 def address_space_left() -> int | None:
-    """Bytes by which this process's address space may still grow (ulimit -v); None if nothing limits it."""
+    """Return the bytes by which this process's address space may still grow (ulimit -v); None without a limit."""
     limit = _limit()
     if limit is None:
         return None
@@ -33,7 +34,7 @@ def address_space_left() -> int | None:
 
 
 def check_address_space() -> None:
-    """Check that torch can be imported at all; short of addresses, its libraries abort or hang instead of raising.
+    """Check that torch can be imported; without enough address space, its libraries abort or hang instead of raising.
 
     Raises:
         ConfigError: `ulimit -v` leaves too little.
@@ -48,7 +49,7 @@ def check_address_space() -> None:
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise ConfigError with a remedy in place of whatever error says that memory ran out in the block."""
+    """Replace any out-of-memory error of the block by a ConfigError with a remedy."""
     try:
         yield
     except ConfigError:
@@ -58,12 +59,12 @@ def memory_errors() -> Iterator[None]:
             raise
         raise ConfigError(
             f"Not enough memory: {str(error).rstrip('.') or type(error).__name__}. {_raise_limit()} Or lower "
-            "--kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-tokens, or take a smaller model."
+            "--kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-tokens, or use a smaller model."
         ) from error
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, says that memory could not be had."""
+    """Return whether an error, or one of its causes, reports a lack of memory."""
     while error is not None:
         text = str(error)
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -86,7 +87,7 @@ def _raise_limit() -> str:
 def _limit() -> int | None:
     try:
         import resource
-    except ImportError:  # there are no such limits on Windows
+    except ImportError:  # Windows has no such limits
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit

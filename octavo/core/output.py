@@ -1,4 +1,4 @@
-"""What comes back: from a step (`StepOutput`), over the wire (`TokenDelta`), and to the user (`RequestOutput`)."""
+"""Outputs: of a step (`StepOutput`), over the wire (`TokenDelta`), and for the user (`RequestOutput`)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one output position, or logits, as `LogprobsMode` says.
+    """Log-probabilities, or logits, at one output position; see `LogprobsMode`.
 
     Attributes:
-        logprob: of the token that was chosen.
-        rank: of the token that was chosen; 1 is the most likely.
-        top_ids, top_logprobs: the most likely tokens, best first, as many as were asked for.
+        logprob: of the chosen token.
+        rank: of the chosen token; 1 is the most likely.
+        top_ids, top_logprobs: the most likely tokens, best first, as many as requested.
     """
 
     logprob: float
@@ -36,19 +36,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this request."
-"""Among `StepOutput.errors`: the rows that can't be sampled whatever the parameters."""
+"""Entry of `StepOutput.errors` for a row that can't be sampled with any parameters."""
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """What one step produced, row by row in the plan's order.
+    """Output of one step; rows are in the plan's order.
 
     Attributes:
-        tokens: per row the tokens sampled: 0 for a row that does not sample, else 1 to 1 + num_drafts.
-        logprobs: row -> one entry a token, for rows that asked for them.
+        tokens: the sampled tokens of each row: none if it does not sample, else 1 to 1 + num_drafts.
+        logprobs: row -> one entry per token, if requested.
         errors: row -> why it could not be sampled; its tokens are void.
-        prompt_logprobs: row -> those of the prompt tokens that follow the tokens it computed, where asked for.
-        found: row -> feature name -> what that feature's worker half made of it, encoded.
-        idle_s: seconds for which the device stood still between the step before, if one was under way, and this one.
+        prompt_logprobs: row -> entries of the prompt tokens that follow the computed ones, if requested.
+        found: row -> feature name -> encoded result of that feature's worker half.
+        idle_s: seconds for which the device was idle between the previous step, if it was still running, and this one.
     """
 
     tokens: list[list[int]]
@@ -60,7 +60,7 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
-    """One request's milestones on the machine's monotonic clock, in seconds; 0.0 where it never got there."""
+    """One request's milestones, in seconds of `time.monotonic()`; 0.0 for those not reached."""
 
     arrival: float
     first_scheduled: float
@@ -69,22 +69,22 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """News of one choice of one request: tokens, and at the end why it ended.
+    """New output of one choice of a request: tokens, and at the end the finish reason.
 
     Attributes:
-        id, index: the request and which of its `n` choices.
-        tokens: newly sampled; an ending stop token is among them.
-        logprobs: one a token, if asked for.
+        id, index: the request, and the index of the choice.
+        tokens: newly sampled tokens, including a stop token that ended the choice.
+        logprobs: one entry per token, if requested.
         num_cached: prompt tokens found in the prefix cache.
         finish: set on the last delta of the choice, exactly once.
-        stop_reason: the token id that ended it, when that was not an end-of-sequence token.
-        error: what went wrong, when `finish` is ERROR.
-        complete: it was ended by what it holds; its last token is part of the output, not a mark of its end.
-        prompt_logprobs: the next ones, if asked for; those of the first token, which has none, are left out.
-        refused: the field at fault, when the error is the request's own and nothing was generated because of it.
-        times: set with `finish`, and so far as they are known with the first token.
+        stop_reason: the token id that ended the choice, unless it is an end-of-sequence token.
+        error: the error's text, if `finish` is ERROR.
+        complete: the output itself ended the choice; the last token is part of it, not a stop token.
+        prompt_logprobs: the next entries, if requested; the first prompt token has none.
+        refused: the field at fault, if the request was invalid and so nothing was generated.
+        times: set with `finish`; with the first token, those known by then.
         num_preemptions: set with `finish`.
-        found: feature name -> what that feature sends to its text half; set with `finish`.
+        found: feature name -> data for the feature's text half; set with `finish`.
     """
 
     id: str
@@ -105,7 +105,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability as users see it."""
+    """One token's log-probability, for the user."""
 
     logprob: float
     rank: int | None = None
@@ -114,11 +114,11 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice: the whole so far (CUMULATIVE, FINAL_ONLY) or what is new (DELTA).
+    """One choice: all output so far (CUMULATIVE, FINAL_ONLY) or the new output (DELTA).
 
     Attributes:
-        cumulative_logprob: of all its tokens, if `logprobs` were asked for, or if a feature knows it.
-        stop_reason: the stop string or stop token that ended it, or, for an error, what went wrong.
+        cumulative_logprob: of all its tokens, if `logprobs` were requested or a feature provides it.
+        stop_reason: the stop string or stop token that ended it; the error's text after an error.
     """
 
     lora_request: ClassVar[None] = None
@@ -137,13 +137,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request that has ended; 0.0 where it never got there.
+    """Times of a request that has ended; 0.0 for milestones not reached.
 
     Attributes:
         arrival_time: in seconds since the epoch.
-        queued_ts, scheduled_ts, first_token_ts, last_token_ts: on the machine's monotonic clock, in seconds.
+        queued_ts, scheduled_ts, first_token_ts, last_token_ts: in seconds of `time.monotonic()`.
         first_token_latency: seconds from arrival to the first token.
-        num_generation_tokens: of the choices that the item holds, as much as it holds of them.
+        num_generation_tokens: tokens in this item, over all its choices.
     """
 
     arrival_time: float
@@ -157,10 +157,10 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What `generate` yields: the prompt and its choices, in the order of their index.
+    """An item of `generate`: the prompt and its choices, in the order of their index.
 
     Attributes:
-        times, num_preemptions: of all choices; the former with the last item.
+        times, num_preemptions: over all choices; `times` is set in the last item.
     """
 
     lora_request: ClassVar[None] = None
@@ -177,7 +177,7 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """Set with the last item."""
+        """Times of the request; set in the last item."""
         times = self.times
         if times is None:
             return None

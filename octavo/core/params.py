@@ -17,14 +17,15 @@ from octavo.core.structured import StructuredOutputsParams
 _EPS = 1e-5
 MAX_BAD_WORDS = 1024
 MAX_LOGPROB_TOKENS = 128
-"""Most entries of `logprob_token_ids`."""
+"""Maximum length of `logprob_token_ids`."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-"""What `logprobs` are: of the model's own logits or of what the token is drawn from, normalized or not."""
+"""What `logprobs` report: the model's raw logits or the processed ones that the token is drawn from, normalized or
+not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be: from `low` to `high`, but not `low` itself if `above`."""
+    """The valid range of a number: `low` to `high`, excluding `low` if `above`."""
 
     low: float
     high: float = math.inf
@@ -50,12 +51,12 @@ RANGES = {
     "length_penalty": Range(-32, 32),
     "stream_interval": Range(1),
 }
-"""Field of `SamplingParams` -> what it may be. Penalties end where their powers and products would leave the floats."""
+"""Field of `SamplingParams` -> valid range. Penalties are bounded so that their powers and products stay finite."""
 FEATURE_PARAMS = ("beam_width", "structured_outputs", "thinking_token_budget", "extra_args", "feature_args")
-"""Fields of `SamplingParams` that only features read; None by default. They travel in the features' options."""
+"""Fields of `SamplingParams` that only features read; None by default. They are sent in the features' options."""
 MAX_PATTERN = 1024
-"""Longest pattern that `RepetitionDetection` looks for."""
-# Fields that others have and that are refused here -> what to do instead.
+"""Longest pattern, in tokens, that `RepetitionDetection` detects."""
+# Fields of other engines that are refused -> what to do instead.
 _NOT_HERE = {
     "flat_logprobs": "leave it out and read `logprobs` as a list of dicts",
     "trace_decode_token_ids": "make these tokens part of the prompt and ask for `prompt_logprobs`",
@@ -64,7 +65,7 @@ _NOT_HERE = {
 
 
 class OutputKind(enum.IntEnum):
-    """What each item of a generation stream holds."""
+    """Content of each item of a generation stream."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -72,16 +73,16 @@ class OutputKind(enum.IntEnum):
 
 
 RequestOutputKind = OutputKind
-"""The same under the name that scripts bring."""
+"""vLLM's name of the same."""
 
 
 class RepetitionDetection(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """When an output ends because it repeats itself.
+    """Rule that ends an output which repeats itself.
 
     Attributes:
-        max_pattern_size, min_pattern_size: lengths, in tokens, of the patterns that are looked for.
-        min_count: how many times in a row the pattern must occur at the end of the output.
-        min_tokens: as many tokens must these occurrences have together.
+        max_pattern_size, min_pattern_size: range of pattern lengths, in tokens.
+        min_count: least number of consecutive occurrences of the pattern at the end of the output.
+        min_tokens: least number of tokens in these occurrences together.
 
     Raises:
         InvalidRequestError: a field is out of range.
@@ -104,16 +105,16 @@ class RepetitionDetection(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_
 
     @property
     def least(self) -> int:
-        """No shorter output is ended."""
+        """Least number of output tokens that can match."""
         return max(self.min_pattern_size * self.min_count, self.min_tokens)
 
     def covered(self, size: int) -> int:
-        """Tokens at the end of an output that a pattern of `size` tokens must fill, in whole occurrences."""
+        """Return how many tokens at the end of an output must be occurrences of a pattern of `size` tokens."""
         return size * max(self.min_count, -(-self.min_tokens // size))
 
 
 class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_defaults=True):
-    """How a request is sampled; names and defaults follow the field's usage. A request takes a copy, checked anew.
+    """Sampling parameters of a request; names and defaults are those of vLLM. A request uses a validated copy.
 
     The order of operations on a row of logits is: `allowed_token_ids` and `bad_words`, `logit_bias`, the ban on stop
     tokens under `min_tokens`, penalties (repetition, then frequency and presence), temperature, `min_p`, `top_k`,
@@ -122,46 +123,45 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
 
     Attributes:
         n: number of completions of the prompt; they share the prompt's KV cache.
-        presence_penalty: in [-2, 2]; subtracted once from every token that the output already has.
-        frequency_penalty: in [-2, 2]; subtracted as many times as the output has the token.
+        presence_penalty: in [-2, 2]; subtracted from the logit of every token that occurs in the output.
+        frequency_penalty: in [-2, 2]; subtracted from a token's logit once per occurrence in the output.
         repetition_penalty: in [1e-6, 1e6]; divides positive and multiplies negative logits of tokens in prompt or
             output.
         temperature: in [0, 2]; 0 is greedy.
         top_p: in (0, 1]; keep the smallest set of tokens whose probability reaches it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: in [0, 1]; drop tokens less likely than this fraction of the most likely one.
-        seed: makes the draw repeatable, whatever else is in the batch; choice i uses seed + i.
+        seed: makes sampling reproducible, independent of the rest of the batch; choice i uses seed + i.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output.
         ignore_eos: continue past the model's end-of-sequence tokens.
         max_tokens: the most tokens to generate; None means the rest of the context.
         min_tokens: no end-of-sequence or stop token before this many.
         logprobs: number of alternatives to report with each token; None reports none, 0 the chosen token only, -1 all.
-        logprob_token_ids: report these tokens with each token, in place of the most likely ones; `logprobs` is then
-            None or their number.
+        logprob_token_ids: report these tokens with each token, in place of the most likely ones; `logprobs` must then
+            be None or their number.
         prompt_logprobs: like `logprobs`, for each token of the prompt but the first; the prompt is then recomputed.
-        bad_words: texts that the output may not contain, as the tokens that they have at the beginning of a text or
-            after a space.
-        bad_token_ids: the same as sequences of tokens; the text front end fills it in from `bad_words`.
-        allowed_token_ids: no other tokens are sampled.
+        bad_words: texts that the output may not contain, by their tokens at the beginning of a text and after a space.
+        bad_token_ids: token sequences that the output may not contain; the text front end sets it from `bad_words`.
+        allowed_token_ids: sample no other tokens.
         repetition_detection: end an output that repeats itself, with the finish reason "repetition".
         logit_bias: token id -> value added to its logit, clamped to [-100, 100].
         detokenize: produce text; without it only token ids are returned.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: no effect, since tokenizers decide by themselves whether to write such spaces.
+        spaces_between_special_tokens: no effect, since tokenizers decide whether to write such spaces.
         include_stop_str_in_output: keep the stop string that ended the output.
-        output_kind: what each streamed item holds.
+        output_kind: content of each streamed item.
         stream_interval: tokens of a choice in each streamed item; the first and the last are sent at once.
         beam_width: search for the most likely continuations with this many beams and return the `n` best; temperature
-            and the like then have no effect, and nothing is reported before the end.
+            and similar parameters then have no effect, and no output is sent before the end.
         length_penalty: in [-32, 32]; beams are compared by log-probability / length ** length_penalty.
         structured_outputs: the form that the output must have.
         extra_args: JSON values for the engine's logits processors (`vllm_xargs` over HTTP).
-        feature_args: feature name -> its arguments, for features without a field of their own here.
-        thinking_token_budget: tokens of reasoning after which its end mark is written for the model; None or -1 for no
-            limit. No effect, but a warning, for models that do not mark their reasoning.
-        skip_reading_prefix_cache: compute the whole prompt, whatever the KV cache holds of it.
-        flat_logprobs, trace_decode_token_ids, watermarking: known from other engines, and refused with an error that
+        feature_args: feature name -> its arguments, for features without a field here.
+        thinking_token_budget: tokens of reasoning after which its end marker is forced; None or -1 for no limit. Only
+            a warning for models that do not mark their reasoning.
+        skip_reading_prefix_cache: compute the whole prompt, even if the KV cache has part of it.
+        flat_logprobs, trace_decode_token_ids, watermarking: parameters of other engines; refused with an error that
             names an alternative.
 
     Raises:
@@ -211,7 +211,7 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
         try:
             self._check()
         except (AttributeError, TypeError):
-            self._typed()  # a value that could not be compared, mostly
+            self._typed()  # raises InvalidRequestError for the value of a wrong type that caused the error
             raise
 
     def _check(self) -> None:
@@ -233,7 +233,7 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
 
     @property
     def reports(self) -> bool:
-        """Whether log-probabilities are told with each token."""
+        """Whether log-probabilities are reported with each token."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
@@ -251,18 +251,18 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed, checked anew."""
+        """Return a validated copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
     def clone(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed, checked anew with all its types: for what programs made by hand.
+        """Return a copy with some fields changed, with all values and types validated, for parameters made by programs.
 
         Numbers and arrays of NumPy or torch become Python's own.
         """
         return SamplingParams(**(self._typed() | changes))
 
     def _typed(self) -> dict[str, Any]:
-        """Field -> value, of the type that the field has."""
+        """Return field -> value, converted to the field's type. Raise InvalidRequestError if that is impossible."""
         found = {}
         for field in _fields():
             value = getattr(self, field.name)
@@ -356,7 +356,7 @@ def _fields() -> tuple[msgspec.structs.FieldInfo, ...]:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Python's own numbers and lists for those of a program that computes; `extra_args` stays as it is."""
+    """Convert numbers and arrays of NumPy or torch to Python's own; `extra_args` is not converted."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, float) and value.is_integer() and kind in (int, int | None):

@@ -1,4 +1,4 @@
-"""Words for an engine that stands still: how it pauses, and what of it sleeps."""
+"""Pause modes, sleep levels, and the parts of an engine that sleep."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from octavo.core.errors import InvalidRequestError
 
 
 class PauseMode(StrEnum):
-    """What a pause does to the requests there are; later ones wait for its end in any case."""
+    """What a pause does to existing requests. New requests always wait for its end."""
 
     ABORT = "abort"
-    """They end, with what they have."""
+    """Abort them; they keep their output so far."""
     WAIT = "wait"
-    """They are finished first."""
+    """Finish them first."""
     KEEP = "keep"
-    """They stand still, and go on at the end of the pause."""
+    """Freeze them, and continue them after the pause."""
 
 
 class Part(StrEnum):
-    """What sleeps, and is woken by this name."""
+    """Parts of an engine that sleep and can be woken separately."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -28,14 +28,19 @@ class Part(StrEnum):
 
 
 AWAKE = -1
-"""The sleep level of an engine that does not sleep."""
+"""The sleep level of an awake engine."""
 SLEEP_LEVELS = (0, 1, 2)
-"""0 only stands still. 1 gives the KV cache back, and a GPU's weights to the host. 2 gives both back; the weights are
-read again at the wake-up."""
+"""0 only pauses. 1 frees the KV cache, and moves a GPU's weights to the host. 2 frees both; the weights are read again
+at the wake-up."""
 
 
 def pause_mode(mode: str, name: str = "mode") -> PauseMode:
-    """
+    """Return the pause mode with this name.
+
+    Args:
+        mode: the mode's name.
+        name: the request's field, for errors.
+
     Raises:
         InvalidRequestError: there is no such mode.
     """
@@ -45,7 +50,12 @@ def pause_mode(mode: str, name: str = "mode") -> PauseMode:
 
 
 def sleep_level(level: int, name: str = "level") -> int:
-    """
+    """Return the level, checked.
+
+    Args:
+        level: the sleep level.
+        name: the request's field, for errors.
+
     Raises:
         InvalidRequestError: there is no such level.
     """
@@ -55,7 +65,11 @@ def sleep_level(level: int, name: str = "level") -> int:
 
 
 def wake_tags(tags: Sequence[str] | None, name: str = "tags") -> list[Part]:
-    """What is to be woken; None or nothing for all.
+    """Return the parts to wake.
+
+    Args:
+        tags: names of parts; None or empty for all.
+        name: the request's field, for errors.
 
     Raises:
         InvalidRequestError: there is no such part.

@@ -1,4 +1,4 @@
-"""`StepPlan`: everything a worker needs to know about one step, and the layout of its batch."""
+"""`StepPlan`: all that a worker needs for one step, and the layout of its batch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class NewRow(msgspec.Struct, frozen=True):
     """A request that takes a slot with this step: newly admitted, or resumed after a preemption.
 
     Attributes:
-        slot: the worker's row that it gets.
+        slot: the worker's slot that it gets.
         tokens: all tokens known so far (prompt and, on resume, output).
-        num_prompt: how many of them are the prompt.
-        params: how to sample it.
-        seed: the draw's seed, resolved: the user's, or one drawn for this request.
+        num_prompt: number of prompt tokens among them.
+        params: its sampling parameters.
+        seed: seed of its sampling: the user's, or a random one.
         stop_ids: tokens that end it; not sampled before `params.min_tokens`.
         num_computed: positions whose KV is already in `blocks` (a prefix hit).
-        blocks: its block table for each group of layers, with room for what this step computes; -1 where a group keeps
+        blocks: its block table for each cache group, including the blocks that this step writes; -1 where a group keeps
             no block.
         options: the features' own options, as in `GenerateRequest`.
         raw_logprobs: report log-probabilities of the raw logits, whatever the engine's `logprobs_mode`.
@@ -40,7 +40,7 @@ class NewRow(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step, decided. Row order and counts here *are* the layout: both sides read them, neither re-derives.
+    """One planned step. The order and counts of its rows *are* the layout: scheduler and worker both read them.
 
     Row i computes `num_tokens[i]` tokens of slot `slots[i]`, the last `num_drafts[i]` of them drafts, and yields
     `1 + num_drafts[i]` rows of logits if `samples[i]`, else none. Rows that decode come first.
@@ -49,13 +49,13 @@ class StepPlan(msgspec.Struct, frozen=True):
         id: counts up from 0.
         new: requests that take a slot, applied before anything else.
         slots, num_tokens, num_drafts, samples: the rows, as parallel lists.
-        block_writes: (slot, group, index, block) changes of block tables, applied after `new`, which has its own.
+        block_writes: (slot, group, index, block) changes of block tables, applied after `new`, which has whole tables.
         copies: (source, destination) blocks, copied before this step writes any KV.
         freed: slots that no later step uses until they are in `new` again.
-        payload: feature name -> what its worker half needs this step.
-        needs_feedback: the rows can't be sampled before the previous step's tokens are known on the CPU.
-        repeats: the rows equal those of the plan before, which was launched, and `new` is empty; a worker may keep what
-            it laid out for them. Never set on the first plan after a failed step.
+        payload: feature name -> input of its worker half for this step.
+        needs_feedback: the rows can't be sampled before the previous step's tokens are known on the host.
+        repeats: the rows equal those of the previous plan, which was launched, and `new` is empty; a worker may reuse
+            its layout. Never set on the first plan after a failed step.
     """
 
     id: int
@@ -78,7 +78,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class PlanDraft:
-    """A `StepPlan` in the making; its fields are those of the plan."""
+    """A mutable `StepPlan`, with the same fields."""
 
     new: list[NewRow] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)

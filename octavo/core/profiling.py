@@ -1,4 +1,4 @@
-"""`ProfileSettings`: where profiles of an engine go, and what is in them."""
+"""`ProfileSettings`: the folder, contents and limits of an engine's profiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from octavo.core.errors import ConfigError
 
 FOLDER_VARIABLES = ("OCTAVO_TORCH_PROFILER_DIR", "VLLM_TORCH_PROFILER_DIR")
-"""Environment variables, each of which may name the folder."""
+"""Environment variables that may name the folder, in order of precedence."""
 
 _SWITCHES = {
     "torch_profiler_with_stack": "with_stack",
@@ -28,9 +28,9 @@ class ProfileSettings:
     """
     Attributes:
         folder: where traces are written.
-        with_stack, record_shapes, with_memory, with_flops: what torch's profiler notes of each operation besides.
+        with_stack, record_shapes, with_memory, with_flops: what torch's profiler records of each operation in addition.
         use_gzip: compress the traces.
-        max_steps, max_seconds: after which a profile that nobody stops ends by itself.
+        max_steps, max_seconds: limits after which a profile that is not stopped ends.
     """
 
     folder: Path
@@ -44,10 +44,10 @@ class ProfileSettings:
 
 
 def profile_settings(given: Mapping[str, Any]) -> ProfileSettings | None:
-    """The settings in the words of `--profiler-config`; None without any. `ignore_frontend` is so in any case.
+    """Parse the keys of `--profiler-config`; return None if none is given. `ignore_frontend` has no effect.
 
     Raises:
-        ConfigError: a key that doesn't exist, or a value that it can't have.
+        ConfigError: an unknown key, or an invalid value.
     """
     if not given:
         return None
@@ -62,12 +62,12 @@ def profile_settings(given: Mapping[str, Any]) -> ProfileSettings | None:
         raise ConfigError(f'--profiler-config: profiler must be "torch", not {given["profiler"]!r}.')
     folder = given.get("torch_profiler_dir")
     if not isinstance(folder, str) or not folder:
-        raise ConfigError("--profiler-config needs torch_profiler_dir, the folder that profiles are written to.")
+        raise ConfigError("--profiler-config needs torch_profiler_dir, the folder to write profiles to.")
     fields = {field: given[key] for key, field in (_SWITCHES | _COUNTS).items() if key in given}
     return ProfileSettings(folder=Path(folder).expanduser().absolute(), **fields)
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that an environment asks for with the name of a folder; none of them if it names none."""
+    """Return the settings of the environment variables that name a folder; empty if none is set."""
     folder = next((environ[name] for name in FOLDER_VARIABLES if environ.get(name)), "")
     return {"torch_profiler_dir": folder} if folder else {}

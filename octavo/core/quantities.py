@@ -1,4 +1,4 @@
-"""Reading quantities as people write them: `8k`, `512MiB`, `2G`. All settings take them."""
+"""Parse quantities such as `8k`, `512MiB` and `2G`, which all settings accept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def count_or_all(text: str) -> int:
-    """A count, or -1 for all.
+    """Parse a count, or -1 for all.
 
     Raises:
         ValueError: the text is neither.
@@ -24,10 +24,10 @@ def count_or_all(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A count of things, at least 1: `2048`, `8k` (8,000), `8K` (8,192).
+    """Parse a count of at least 1: `2048`, `8k` (8,000), `8K` (8,192).
 
     Raises:
-        ValueError: the text is no such number.
+        ValueError: the text is not a count.
     """
     match = _COUNT.fullmatch(text.strip())
     value = float(match[1]) * _COUNT_UNITS[match[2]] if match else 0.0
@@ -37,14 +37,14 @@ def count(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """A whole number of at least 0."""
+    """Parse a whole number of at least 0; raise ValueError for others."""
     if not text.strip().isdecimal():
         raise ValueError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
 def context_length(text: str) -> int | None:
-    """A count, or `auto` or `-1` for as much as the model has and the memory holds (None)."""
+    """Parse a count; `auto` and `-1` return None, for the longest context that model and memory allow."""
     try:
         return None if text.strip().lower() in ("auto", "-1") else count(text)
     except ValueError as error:
@@ -52,10 +52,10 @@ def context_length(text: str) -> int | None:
 
 
 def size(text: str) -> int:
-    """Bytes: `1073741824`, `512MiB`, `2GB` (powers of 1,000), `2G` and `2GiB` (powers of 1,024).
+    """Parse a size in bytes: `1073741824`, `512MiB`, `2GB` (powers of 1,000), `2G` and `2GiB` (powers of 1,024).
 
     Raises:
-        ValueError: the text is no such size.
+        ValueError: the text is not a size.
     """
     match = _BYTES.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
@@ -65,27 +65,27 @@ def size(text: str) -> int:
 
 
 def fraction(text: str) -> float:
-    """A number over 0 and up to 1."""
+    """Parse a number over 0 and up to 1; raise ValueError for others."""
     return _number(text, lambda value: 0 < value <= 1, "a fraction over 0 and up to 1, such as 0.9")
 
 
 def share(text: str) -> float:
-    """A number from 0 to 1."""
+    """Parse a number from 0 to 1; raise ValueError for others."""
     return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1, such as 0.01")
 
 
 def positive(text: str) -> float:
-    """A number over 0."""
+    """Parse a finite number over 0; raise ValueError for others."""
     return _number(text, lambda value: 0 < value < float("inf"), "a number over 0, such as 1000000 or 5e5")
 
 
 def seconds(text: str) -> float:
-    """A number of seconds, at least 0."""
+    """Parse a finite number of seconds, at least 0; raise ValueError for others."""
     return _number(text, lambda value: 0 <= value < float("inf"), "a number of seconds, such as 30 or 0.5")
 
 
 def duration(text: str) -> float:
-    """A number of seconds over 0."""
+    """Parse a finite number of seconds over 0; raise ValueError for others."""
     return _number(text, lambda value: 0 < value < float("inf"), "a number of seconds over 0, such as 30 or 0.5")
 
 

@@ -1,4 +1,5 @@
-"""`Spans`: what ran when. Methods of living objects are watched from outside, so what is not watched pays nothing."""
+"""`Spans`: time spans of method calls, recorded by wrapping methods of live objects. Without a profile they cost
+nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 About = Callable[..., dict[str, Any]]
-"""Makes a span's arguments from those of the method that was called."""
+"""Returns a span's arguments, given those of the method call."""
 
 
 class Span(NamedTuple):
-    """From `began` to `ended` in nanoseconds of `time.monotonic_ns`. `row` is the line of the picture it belongs in."""
+    """From `began` to `ended`, in nanoseconds of `time.monotonic_ns`. `row` names the trace's row that shows it."""
 
     name: str
     row: str
@@ -22,14 +23,14 @@ class Span(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What one operation of a series is called."""
+    """Name and arguments of one operation of a series."""
 
     name: str
     about: dict[str, Any]
 
 
 class Watched(NamedTuple):
-    """A method to watch, the name of its spans, and what they tell."""
+    """A method to watch, with the name and arguments of its spans."""
 
     owner: object
     method: str
@@ -38,7 +39,7 @@ class Watched(NamedTuple):
 
 
 class Spans:
-    """Times are kept as they come, and made into `Span`s when they are read."""
+    """Records times cheaply; converts them to `Span`s when they are read."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -57,11 +58,16 @@ class Spans:
         self._spans.append(span)
 
     def add_series(self, labels: Sequence[Label], row: str, began: int, ends: array[int]) -> None:
-        """Operations one behind the other: each begins where the one before has ended."""
+        """Add consecutive operations: each begins when the previous one has ended.
+
+        Args:
+            began: start of the first, in nanoseconds of `time.monotonic_ns`.
+            ends: end of each, likewise.
+        """
         self._series.append((labels, row, began, ends))
 
     def watch(self, watched: Watched) -> None:
-        """Note a span for every call of the method from now on, until `release`."""
+        """Record a span for every call of the method until `release`."""
         inner = getattr(watched.owner, watched.method)
         name, about = watched.name, watched.about
 
@@ -76,7 +82,7 @@ class Spans:
         self.replace(watched.owner, watched.method, noted)
 
     def replace(self, owner: object, method: str, other: Callable[..., Any]) -> None:
-        """Have an object's method be another function until `release`."""
+        """Replace an object's method by another function until `release`."""
         self._replaced.append((owner, method, vars(owner).get(method)))
         setattr(owner, method, other)
 
@@ -84,7 +90,7 @@ class Spans:
         self._ending.append(do)
 
     def release(self) -> None:
-        """Everything is as it was before it was watched; the spans stay."""
+        """Restore all replaced methods; keep the spans."""
         for do in self._ending:
             do()
         while self._replaced:

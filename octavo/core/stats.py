@@ -6,25 +6,28 @@ import msgspec
 
 from octavo.core.pausing import AWAKE
 
-# Upper bounds by which steps are counted.
+# Upper bounds of the buckets of `steps_by_tokens`.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 LIMITS = ("seats", "step_tokens", "kv_blocks")
-"""Of which a waiting request may find none left: places among the running, tokens of a step, blocks of the KV cache."""
+"""Resources that a waiting request may lack: a slot, tokens of a step, blocks of the KV cache."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """A snapshot. Counters only grow; gauges hold at the moment of the snapshot.
+    """A snapshot. Counters only grow; gauges are current values.
 
-    `waits_for` is what the last step lacked for the first in the queue, one of `LIMITS`, or empty if nobody waited for
-    room. `step_prompt_tokens` are those of `step_tokens` that were prompts', where `prompt_tokens` counts whole ones.
-    `kv_slots_allocated` and `kv_slots_filled` count token slots in blocks held by running requests, shared blocks once;
-    their difference is the paging waste, sampled at every step. `plan_s`, `launch_s` and `retire_s` are the
-    loop's seconds; on a CPU launching includes the forward pass. `idle_s` are the seconds for which a device that runs
-    behind its host waited for it between two steps: the host's work that is not hidden. `step_sampled` are the rows of
-    steps that got a new token. `steps_by_tokens` counts steps by the tokens of prompts that they computed and those
-    that they sampled: up to each of `STEP_TOKENS`, and more.
+    Attributes:
+        waits_for: the resource (of `LIMITS`) that the first waiting request lacked in the last step; "" if none.
+        kv_slots_allocated, kv_slots_filled: token slots in blocks held by running requests, shared blocks counted
+            once; their difference is the paging waste, sampled at every step.
+        prompt_tokens: tokens of admitted prompts.
+        step_prompt_tokens: prompt tokens among `step_tokens`.
+        step_sampled: rows of steps that got a new token.
+        plan_s, launch_s, retire_s: the loop's seconds; on a CPU, launching includes the forward pass.
+        idle_s: seconds for which an asynchronous device waited for the host between two steps.
+        steps_by_tokens: number of steps by computed prompt tokens plus sampled tokens, in buckets up to each of
+            `STEP_TOKENS`, and above.
     """
 
     # gauges
@@ -73,7 +76,7 @@ class EngineStats(msgspec.Struct, array_like=True):
 
     @property
     def handled_tokens(self) -> int:
-        """What `steps_by_tokens` counts steps by, over all of them."""
+        """Sum over all steps of the tokens that `steps_by_tokens` counts by."""
         return self.step_prompt_tokens + self.step_sampled
 
     @property

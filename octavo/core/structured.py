@@ -10,16 +10,17 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.keywords import Suggesting
 
 JSON_WHITESPACE = r"([ ]|\n[ ]{0,40})?"
-"""Between the parts of JSON: a space, or a line break with an indent. With more, a model may go on with it for ever."""
+"""White space between the parts of JSON: a space, or a line break with an indent. Without a bound, a model may generate
+it forever."""
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_CHOICES = 4096
 UNFOLLOWED = "The form of the output can't be followed: "
-"""How the error of a request begins whose form has turned out to be one that can't, once tokens were generated."""
+"""Start of the error text if a form turns out to be impossible after tokens were generated."""
 
 
 class StructuredOutputsParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, omit_defaults=True):
-    """Exactly one form; the first six fields are the forms. Names follow the field's usage.
+    """Exactly one form; the first six fields are the forms. Names are those of vLLM.
 
     Attributes:
         json: a JSON schema (draft 2020-12), as an object or as its text.
@@ -31,12 +32,12 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=Suggesting, frozen=True,
         disable_any_whitespace: compact JSON, without white space between its parts.
         disable_additional_properties: objects hold only the properties that the schema names.
         whitespace_pattern: a regular expression for the white space between the parts of JSON.
-        param: the request's field that this came from, for errors.
-        frame: a Lark grammar around the form, which stands in it as `@content`; a frame alone is a form, too. Made by
-            the text front end for tool calls and reasoning.
+        param: the request's field that sets this, for errors.
+        frame: a Lark grammar that refers to the form as `@content`; a frame alone is a form, too. Made by the text
+            front end for tool calls and reasoning.
 
     Raises:
-        InvalidRequestError: none or several of the forms are set, or one is empty.
+        InvalidRequestError: no form or several are set, or one is empty.
     """
 
     json: str | dict[str, Any] | None = None
@@ -63,7 +64,7 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=Suggesting, frozen=True,
                 value=given,
             )
         value = getattr(self, given[0])
-        # An empty object is a schema that takes any JSON; an empty string or list is nothing.
+        # An empty object is a schema that accepts any JSON; an empty string or list is not a form.
         if value in ("", []) or (self.choice is not None and not all(self.choice)):
             raise InvalidRequestError(f"{given[0]} of {self.param} must not be empty.", param=self.param, value=value)
         if self.choice is not None and len(self.choice) > MAX_CHOICES:

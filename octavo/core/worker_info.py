@@ -1,4 +1,4 @@
-"""What a worker and the engine exchange while the worker is built: facts and sizes, no live objects."""
+"""Facts and sizes that worker and engine exchange while the worker is built; no live objects."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Known before any weight is read. Lengths in tokens.
 
     Attributes:
-        device: its name, for people.
+        device: its name, for display.
         accelerator: "cuda" or "cpu".
-        torch_device: as torch calls it.
-        default_depth: steps worth launching ahead.
-        default_limits: sequences that run at once, and tokens of a step, unless others are asked for.
-        balanced_tokens: tokens of a step of which the products take little longer than reading the weights.
+        torch_device: torch's name of the device.
+        default_depth: default number of steps launched ahead.
+        default_limits: default number of sequences that run at once, and of tokens of a step.
+        balanced_tokens: tokens of a step up to which its matrix products take little longer than reading the weights.
         dtype: of activations.
         vocab_size: columns of the logits.
-        hidden_size: numbers in the embedding of one token.
+        hidden_size: elements of the embedding of one token.
         max_position: the model's longest context.
         num_labels: an encoder's classes.
-        summary: whose hidden state stands for a whole prompt, unless the checkpoint says so.
+        summary: default pooling: which hidden states represent a prompt, unless the checkpoint specifies it.
     """
 
     device: str
@@ -42,17 +42,17 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Known once the weights are there. Sizes in bytes.
+    """Known once the weights are loaded. Sizes in bytes.
 
     Attributes:
-        weight_bytes: what the weights take.
-        weight_form: name of the storage format, for people.
-        kernels: name of the kernels, for people.
-        advice: a setting that would suit this machine; mostly none.
-        step_parameters, step_weight_bytes: what every step reads of the weights.
+        weight_bytes: memory of the weights.
+        weight_form: name of the storage format, for display.
+        kernels: name of the kernels, for display.
+        advice: a setting that would suit this machine, for display; usually empty.
+        step_parameters, step_weight_bytes: weights that every step reads: their number, and their bytes.
         kv_bytes_per_token: keys and values of one token over all layers of one cache group; 0 without a KV cache.
         groups: layers that share a block table.
-        kv_budget: room for the KV cache; None where the settings say its size.
+        kv_budget: memory for the KV cache; None if the settings give its size.
     """
 
     weight_bytes: int
@@ -67,7 +67,7 @@ class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker allocates for steps.
+    """Sizes of a worker's allocations.
 
     Attributes:
         num_blocks: of the KV cache.

@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 _LATE_S = 1.0
 _ENDING_S = 1.0
-"""For as long may a process that has ended look alive."""
+"""Seconds to wait for a process to end after its socket has failed."""
 _SILENCE_S = 10.0
 
 
 class Process(Protocol):
-    """A core's process: one's own (`CoreProcess`), or somebody else's (`CoreElsewhere`)."""
+    """A core's process: a child of this process (`CoreProcess`), or another one's child (`CoreElsewhere`)."""
 
     address: str
 
@@ -53,7 +53,8 @@ class Process(Protocol):
 
 
 class CoreClient:
-    """Owns the core's process if that is a `CoreProcess`. It runs on the event loop that made it, by `start`."""
+    """Client of an engine core; owns the core's process if it is a `CoreProcess`. Bound to the event loop of
+    `start`."""
 
     def __init__(
         self, process: Process, stall_after_s: float, max_unread_tokens: int | None, on_phase: OnPhase
@@ -82,14 +83,16 @@ class CoreClient:
         max_unread_tokens: int | None = None,
         on_phase: OnPhase | None = None,
     ) -> CoreClient:
-        """Wait until the core is ready.
+        """Connect to the core and wait until it is ready.
 
         Args:
-            max_unread_tokens: a request of which more wait to be read is ended with SlowReaderError; None for no limit.
+            stall_after_s: seconds without a completed step after which a busy core counts as unhealthy.
+            max_unread_tokens: end a request with SlowReaderError if more of its tokens are unread; None for no limit.
+            on_phase: called with the phases of the start.
 
         Raises:
-            OctavoError: what kept it from starting, as the same class where that is one of `core.errors`.
-            EngineDeadError: it died without a word.
+            OctavoError: the core could not start; of the original class if that is one of `core.errors`.
+            EngineDeadError: the core ended without reporting an error.
         """
         client = cls(process, stall_after_s, max_unread_tokens, on_phase or _unheard)
         try:
@@ -175,7 +178,7 @@ class CoreClient:
         await self._call(lambda call: wire.ReceiveWeights(call, dict(update_info)))
 
     async def _call(self, command: Callable[[int], wire.Command]) -> Any:
-        """Have the core do something; returns when it is done, with what came of it."""
+        """Send a command to the core and return its result when it is done."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         number = next(self._numbers)
@@ -195,14 +198,12 @@ class CoreClient:
             return Health(ok=False, final=True, reason=self._dead)
         now = time.monotonic()
         silent = now - self._heard_at - self._stood_still(now)
-        # Of all clients, by the core's last news; one's own requests may be news to it.
+        # Requests of all clients, as of the core's last update; it may not have counted this client's newest ones yet.
         waiting = max(len(self._streams), self._stats.num_running + self._stats.num_waiting)
         if waiting and silent > self._stall_after_s and not self._stats.paused:
             return Health(ok=False, reason=f"{waiting} requests wait, but no step has completed for {silent:.0f} s.")
         if silent > max(self._stall_after_s, _SILENCE_S):
-            return Health(
-                ok=False, reason=f"The engine core is idle, but has given no sign of life for {silent:.0f} s."
-            )
+            return Health(ok=False, reason=f"The engine core is idle, but has sent no heartbeat for {silent:.0f} s.")
         return Health(ok=True)
 
     def received(self, request_id: str) -> Received:
@@ -215,7 +216,7 @@ class CoreClient:
         return self._dead
 
     def kill(self) -> None:
-        """End the core's process now, if it is one's own. Streams that are still open end with EngineDeadError."""
+        """Kill the core's process, if this client owns it. Open streams end with EngineDeadError."""
         if self._watching is not None:
             self._watching.cancel()
         if isinstance(self._process, CoreProcess):
@@ -225,12 +226,12 @@ class CoreClient:
             self._transport.abort()
 
     async def close(self) -> None:
-        """Stop one's own core and wait until its process is gone. Streams that are open end with EngineDeadError."""
+        """Stop the core, if this client owns it, and wait for its end. Open streams end with EngineDeadError."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})
         if isinstance(self._process, CoreProcess) and not self._ready.done():
-            self._process.kill()  # it hears nothing while it loads
+            self._process.kill()  # it reads no messages while it loads
         elif not isinstance(self._process, CoreElsewhere):
             self._send(wire.Shutdown())
             await asyncio.to_thread(self._process.stop)
@@ -238,7 +239,7 @@ class CoreClient:
         if self._transport is not None:
             self._transport.close()
         if self._ready.done():
-            self._ready.exception()  # who gave up waiting for the start needn't hear why it failed
+            self._ready.exception()  # mark as retrieved: a start that was given up logs no error
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
@@ -250,8 +251,8 @@ class CoreClient:
                     await self._process.exited()
                 raise EngineDeadError(self._process.obituary()) from None
             raise EngineDeadError(
-                f"The engine core's socket {self._process.address} can't be reached ({exc.strerror or exc}); if "
-                "something has removed its folder, start the server anew."
+                f"The engine core's socket {self._process.address} can't be reached ({exc.strerror or exc}). If its "
+                "folder was removed, restart the server."
             ) from None
         self._send(wire.Hello())
         while not self._ready.done():
@@ -305,18 +306,18 @@ class CoreClient:
                     self._suspect(delta.id, inbox, self._max_unread)
 
     def _suspect(self, request_id: str, inbox: Inbox, limit: int) -> None:
-        """Look again after the reader's turn: perhaps it was only the event loop that lagged."""
+        """Check again after the reader's turn, since only the event loop may have lagged."""
         if not inbox.suspect:
             inbox.suspect = True
             asyncio.get_running_loop().call_soon(self._judge, request_id, inbox, limit)
 
     def _judge(self, request_id: str, inbox: Inbox, limit: int) -> None:
-        """End a request whose reader lags too far behind; it may still read what is there."""
+        """End a request whose reader is too slow; it can still read the buffered deltas."""
         inbox.suspect = False
         if not inbox.overflows(limit):
             return
         self.slow_readers += 1
-        log.warning("Request %s is ended: its client reads too slowly, %d tokens wait.", request_id, inbox.tokens)
+        log.warning("request %s was ended: its client reads too slowly, %d tokens are unread", request_id, inbox.tokens)
         inbox.fail(SlowReaderError(limit))
         self._send(wire.Abort(request_id))
 
@@ -342,15 +343,15 @@ class CoreClient:
         self._looked_at = now
 
     def _stood_still(self, now: float) -> float:
-        """Seconds in which this process did not run, so that it could hear nothing: in a frozen container, say."""
+        """Return the seconds for which this process did not run (in a frozen container, say) and read no messages."""
         late = now - self._looked_at - _LOOK_S
         return late if self._watching is not None and late > _LATE_S else 0.0
 
     def _report(self, was_well: bool) -> bool:
-        """Log when the core stops to make progress, with what it is doing, and when it goes on; whether it is well."""
+        """Log when the core stops making progress, with its threads' stacks, and when it resumes; return its health."""
         health = self.health()
         if was_well and not health.ok:
-            log.error("The engine core makes no progress: %s What its threads are doing follows.", health.reason)
+            log.error("The engine core makes no progress: %s The stacks of its threads follow.", health.reason)
             self._process.show_stacks()
         elif health.ok and not was_well:
             log.warning("The engine core makes progress again.")
@@ -365,13 +366,13 @@ class CoreClient:
                 call.set_exception(EngineDeadError(self._dead))
 
     def _send(self, message: wire.ToCore) -> None:
-        """Hand a message to the event loop, which keeps what the core can't take yet, however much that is."""
+        """Send a message without waiting; the event loop buffers what the core can't read yet, without a limit."""
         if self._dead is None and self._transport is not None:
             self._transport.write(frame(wire.encode(message)))
 
 
 class _Receiver(asyncio.Protocol):
-    """Cuts what comes from the core into messages."""
+    """Splits the bytes from the core into messages."""
 
     def __init__(self, take: Callable[[wire.ToClient], None]) -> None:
         self._take = take
@@ -383,4 +384,4 @@ class _Receiver(asyncio.Protocol):
 
 
 def _unheard(phase: str, seconds: float | None) -> None:
-    """For those who want to know nothing of the start."""
+    """Ignore a phase of the start."""

@@ -1,4 +1,4 @@
-"""`Connections`: an engine core's ends of the sockets to its front ends. Nothing here waits for one that is slow."""
+"""`Connections`: an engine core's sockets to its front ends. No call blocks on a slow front end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAREWELL_S = 1.0
 
 
 def listen_at(path: str) -> socket.socket:
-    """A socket to which front ends can connect from now on; they are heard once somebody makes `Connections` of it."""
+    """Return a listening socket. Front ends can connect from now on; `Connections` accepts them."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(_BACKLOG)
@@ -23,7 +23,7 @@ def listen_at(path: str) -> socket.socket:
 
 
 class Connection:
-    """To one front end. What it does not take at once is kept, however much that is, and sent as it reads on."""
+    """Connection to one front end. Bytes that it can't take yet are buffered, without a limit, and sent later."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer = peer
@@ -37,11 +37,11 @@ class Connection:
             self.unsent += data[sent:]
 
     def flush(self) -> None:
-        """Send what is kept, as far as that is possible now."""
+        """Send as much of the buffer as possible now."""
         del self.unsent[: self._write(self.unsent)]
 
     def receive(self) -> list[bytes] | None:
-        """The messages that are there; None if the front end has gone."""
+        """Return the messages that have arrived; None if the front end has disconnected."""
         try:
             data = self.peer.recv(_PIECE)
         except (BlockingIOError, InterruptedError):
@@ -51,7 +51,7 @@ class Connection:
         return self._frames.take(data) if data else None
 
     def close(self) -> None:
-        """Once what is kept is sent, if that takes no longer than a second."""
+        """Send the buffer, for at most a second, and close the socket."""
         with contextlib.suppress(OSError):
             self.peer.settimeout(_FAREWELL_S)
             self.peer.sendall(self.unsent)
@@ -62,12 +62,12 @@ class Connection:
             return self.peer.send(data)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError:  # it has gone: `receive` will say so
+        except OSError:  # disconnected; `receive` reports it
             return len(data)
 
 
 class Connections:
-    """Those that are open. Front ends come and go."""
+    """The open connections of a listening socket."""
 
     def __init__(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -77,13 +77,17 @@ class Connections:
         self._poll.register(listener, select.POLLIN)
 
     def send(self, connection: Connection, message: bytes) -> None:
-        """Nothing happens if the front end has gone."""
+        """Send a message, without waiting. Does nothing if the front end has disconnected."""
         connection.send(message)
         if connection.unsent:
             self._watch(connection)
 
     def receive(self, wait_ms: int) -> Iterator[tuple[Connection, bytes | None]]:
-        """What has come, after a wait for the first of it; None from a front end that has gone."""
+        """Wait for messages and yield them; None from a front end that has disconnected.
+
+        Args:
+            wait_ms: the longest wait for the first message, in milliseconds.
+        """
         for descriptor, event in self._poll.poll(wait_ms):
             connection = self._open.get(descriptor)
             if connection is None:

@@ -1,4 +1,4 @@
-"""`CoreServer`: an engine loop behind a socket, in a process of its own. Its clients are `CoreClient`s."""
+"""`CoreServer`: serve an engine loop over a socket, in its own process. Its clients are `CoreClient`s."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Loop(Protocol):
-    """What is served: an `EngineLoop`, or something that stands in for it."""
+    """The served loop: an `EngineLoop`, or a substitute in tests."""
 
     @property
     def busy(self) -> bool: ...
@@ -94,11 +94,14 @@ _STATS_S = 0.05
 class CoreServer:
     """Single-threaded: messages are read between steps, so an abort takes effect within one step.
 
-    Any number of front ends may connect; each gets the news of its own requests, and everybody the counters.
+    Any number of front ends may connect. Each receives the deltas of its own requests, and the counters.
     """
 
     def __init__(self, listener: socket.socket) -> None:
-        """`listener`: see `listen_at`; it is closed at the end."""
+        """
+        Args:
+            listener: from `listen_at`; it is closed at the end.
+        """
         self._connections = Connections(listener)
         self._clients: list[Connection] = []
         self._owner: dict[str, Connection] = {}
@@ -121,7 +124,7 @@ class CoreServer:
             self._broadcast(wire.Failed(type(error).__name__, str(error)))
             return self._close(1)
         except Exception as error:
-            log.exception("the engine core could not start")
+            log.exception("the engine core failed to start")
             failure = Failure.of(error)
             self._broadcast(wire.Failed(failure.kind, failure.message))
             return self._close(1)
@@ -136,16 +139,16 @@ class CoreServer:
         return self._close(0)
 
     def _wait_for_hello(self) -> None:
-        """So that somebody hears of the phases, and of what may go wrong in them; but not for ever."""
+        """Wait, for a limited time, for a first front end that receives the phases and errors of the start."""
         until = time.monotonic() + _HELLO_S
         while not self._clients and (left := until - time.monotonic()) > 0:
             self._receive(int(left * 1000) + 1)
 
     def _take_leave(self, lost: DeviceLostError) -> None:
-        """Tell all front ends that the engine ends, and wait a little until they have read it and closed.
+        """Send `Lost` to all front ends, and wait a little until they have read it and disconnected.
 
-        What they have sent meanwhile is read and dropped: a socket that is closed over unread messages may break off
-        before its last one is read.
+        Their messages are read and dropped: closing a socket with unread messages may reset the connection before the
+        peer has read the last message.
         """
         self._loop, self._lost = None, wire.Lost(str(lost))
         self._broadcast(self._lost)
@@ -154,7 +157,7 @@ class CoreServer:
             self._receive(int(left * 1000) + 1)
 
     def _serve(self, loop: Loop) -> DeviceLostError | None:
-        """Serve until it is to end; return why, if that is the loss of the device."""
+        """Serve until a shutdown, or until the parent process ends or the device is lost; return the loss, if any."""
         try:
             while self._alive and os.getppid() == self._parent and loop.lost is None:
                 self._receive(self._patience_ms(loop))
@@ -164,7 +167,7 @@ class CoreServer:
         return loop.lost
 
     def _turn(self, loop: Loop) -> None:
-        """Take one step, or show a sign of life, and do what waited for it."""
+        """Run one step, or send a heartbeat, and then the commands that waited for it."""
         if not loop.busy:
             loop.idle()
             self._send_news([])
@@ -180,13 +183,13 @@ class CoreServer:
             self._settle(loop)
 
     def _patience_ms(self, loop: Loop) -> int:
-        """How long to wait for a message before the next look at everything else."""
+        """Return how long to wait for a message, in milliseconds."""
         if loop.busy:
             return _STARVED_POLL_MS if loop.starved else 0
         return _UPDATE_POLL_MS if self._updates.busy else _IDLE_POLL_MS
 
     def _receive(self, wait_ms: int) -> None:
-        """Handle all messages that are there, after a wait for the first."""
+        """Wait at most `wait_ms` for messages and handle all that have arrived."""
         for client, message in self._connections.receive(wait_ms):
             if message is None:
                 self._forget(client)
@@ -194,7 +197,7 @@ class CoreServer:
             try:
                 self._handle(client, wire.decode_to_core(message))
             except msgspec.DecodeError:
-                log.exception("a front end sent a message that can't be read; it is ignored")
+                log.exception("ignored a message of a front end that can't be decoded")
 
     def _handle(self, client: Connection, message: wire.ToCore) -> None:
         match message:
@@ -216,7 +219,7 @@ class CoreServer:
                 self._command(client, message)
 
     def _command(self, client: Connection, command: wire.Command) -> None:
-        """Do it; what must wait for steps in flight is answered when they have ended."""
+        """Execute a command. Commands that wait for steps in flight are answered once these have ended."""
         if self._loop is None:
             return
         value: Any = None
@@ -248,7 +251,7 @@ class CoreServer:
         self._send(client, wire.Done(command.call, value))
 
     def _abort_named(self, loop: Loop, names: list[str] | None) -> int:
-        """End the requests of these names, or all; how many there were."""
+        """End the requests with these names, or all; return their number."""
         ended = list(self._owner)
         if names is not None:
             ended = [one for one in ended if any(answers_to(one, name) for name in names)]
@@ -257,7 +260,7 @@ class CoreServer:
         return len(ended)
 
     def _end_job(self, loop: Loop, job: Job[Connection]) -> None:
-        """Tensors were read: if they are to be used, that is next."""
+        """Answer a job that has read tensors, or pause the loop for the update if the weights are to be replaced."""
         client, command = job.client, job.command
         try:
             value = job.done.result()
@@ -274,7 +277,7 @@ class CoreServer:
             self._send(client, wire.Done(command.call))
 
     def _settle(self, loop: Loop) -> None:
-        """What pauses were for, now that nothing runs any more."""
+        """Execute and answer the commands that waited for the loop to settle."""
         settling, self._settling = self._settling, []
         for client, command in settling:
             value = None
@@ -300,10 +303,10 @@ class CoreServer:
         return {"weight_version": loop.stats().weight_version, "num_paused_requests": len(self._owner)}
 
     def _unsettle(self) -> None:
-        """Nobody waits for a pause any more that somebody else has ended."""
+        """Fail the commands that wait for a pause which another client has ended."""
         settling, self._settling = self._settling, []
         for client, command in settling:
-            error = EngineStateError("The pause was ended before all that was running had come to rest.")
+            error = EngineStateError("The pause was ended before all running requests had stopped.")
             self._send(client, _failed(command.call, error))
 
     def _add(self, loop: Loop, client: Connection, request: GenerateRequest) -> None:
@@ -316,10 +319,10 @@ class CoreServer:
         self._owner[request.id] = client
         self._remaining[request.id] = request.params.n
         if not was_busy and len(self._clients) > 1:
-            self._tell([])  # so that all know that steps are due from now on
+            self._tell([])  # all clients' health checks expect steps from now on
 
     def _forget(self, client: Connection) -> None:
-        """It is gone: its requests end, and it gets no more news."""
+        """Remove a front end that has disconnected, and abort its requests."""
         if client in self._clients:
             self._clients.remove(client)
         for request_id in [request_id for request_id, owner in self._owner.items() if owner == client]:
@@ -327,7 +330,7 @@ class CoreServer:
                 self._send_news(self._loop.abort(request_id))
 
     def _tell(self, deltas: list[TokenDelta]) -> None:
-        """The state has changed: everybody shall know."""
+        """Send deltas together with current stats, since the state has changed."""
         self._stats_due = 0.0
         self._send_news(deltas)
 
@@ -345,7 +348,10 @@ class CoreServer:
                     del self._remaining[delta.id], self._owner[delta.id]
 
     def _due_stats(self, loop: Loop) -> EngineStats | None:
-        """Those of a busy engine are stale at once, and cost more than the news of a token."""
+        """Return the stats if they are due, else None.
+
+        A busy engine sends them every `_STATS_S` only, since they cost more than the delta of a token.
+        """
         now = time.monotonic()
         if loop.busy and now < self._stats_due:
             return None
@@ -383,6 +389,6 @@ def _do(worker: WorkerPort, command: wire.WeightCommand) -> Any:
 
 def _failed(call: int, error: Exception) -> wire.Done:
     if not isinstance(error, OctavoError):
-        log.exception("a command failed", exc_info=error)
+        log.exception("a front end's command failed", exc_info=error)
     failure = Failure.of(error)
     return wire.Done(call, kind=failure.kind, message=failure.message, param=failure.param)

@@ -1,6 +1,6 @@
-"""What an engine asks of what computes: `Executor` runs steps, `WorkerPort` is for everything else.
+"""Interfaces between an engine and its workers: `Executor` runs steps, `WorkerPort` does everything else.
 
-Both have a form in the engine's process (`octavo/worker/port.py`) and one over processes of their own (`multiproc.py`).
+Both are implemented in the engine's process (`octavo/worker/port.py`) and over worker processes (`multiproc.py`).
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ class Step(Protocol):
     def plan(self) -> StepPlan: ...
 
     def result(self) -> StepOutput:
-        """Wait for the step's tokens. Raises what the step raised."""
+        """Wait for the step's output and return it. Raises the step's error."""
         ...
 
 
 class Executor(Protocol):
-    """Runs steps strictly in the order of their launch. `forward` and `sample` only enqueue, where the device can."""
+    """Runs steps strictly in launch order. `forward` and `sample` only enqueue work, on devices that support it."""
 
     def forward(self, plan: StepPlan) -> Step: ...
 
     def sample(self, step: Step, payload: dict[str, Any]) -> None: ...
 
     def watch(self, spans: Spans) -> None:
-        """Have a profile see the parts of a step."""
+        """Record the parts of each step in a profile's spans."""
         ...
 
 
 class Staged(Protocol):
-    """Weights that are ready to take the place of those in use. Dropped, they give their memory back."""
+    """Weights that are ready to replace those in use. Their memory is freed when the object is dropped."""
 
     def put_in_place(self, version: str | None, *, rescale: bool) -> None:
-        """Compute with them from now on. No step is in flight.
+        """Replace the weights in use. No step may be in flight.
 
         Args:
-            version: their name from now on; None for one that is made up.
-            rescale: nothing in the KV cache is needed any more, so its scales may change.
+            version: the weights' name; None for a generated one.
+            rescale: the KV cache holds nothing that is still needed, so its scales may change.
         """
         ...
 
 
 class Tracer(Protocol):
-    """What looks deeper than the loop, such as torch's profiler."""
+    """Traces operations inside steps, such as torch's profiler."""
 
     def start(self) -> None: ...
 
     def stop(self, path: Path) -> None:
-        """End, and write what was seen to `path`; see `profile.py` for the format."""
+        """Stop, and write the trace to `path`; see `profile.py` for the format."""
         ...
 
 
 class WorkerPort(Protocol):
-    """All that an engine asks of its workers besides steps.
+    """All operations of workers besides steps.
 
-    Methods are called from the loop's thread while no step is in flight, but for those that read weights, which any
-    thread may call while steps run.
+    Methods are called from the loop's thread while no step is in flight, except those that read weights, which may be
+    called from any thread while steps run.
     """
 
     @property
@@ -79,16 +79,16 @@ class WorkerPort(Protocol):
 
     @property
     def kv_form(self) -> str:
-        """Name of the KV storage format, for people; known once there is an executor."""
+        """Name of the KV storage format, for display; known once there is an executor."""
         ...
 
     @property
     def can_sleep(self) -> bool:
-        """Whether the engine was started for giving memory back."""
+        """Whether the engine was started in sleep mode, so that it can free memory."""
         ...
 
     def executor(self) -> Executor:
-        """Return what runs steps. After a sleep it is a new one with an empty KV cache; the old one must not be held.
+        """Return the executor. After a sleep it is a new one with an empty KV cache; drop the old one before.
 
         Raises:
             DeviceLostError: the device can't be used.
@@ -96,11 +96,11 @@ class WorkerPort(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise DeviceLostError if a process that computes is gone. Costs little; called while the engine is idle."""
+        """Raise DeviceLostError if a worker process is gone. Cheap; called while the engine is idle."""
         ...
 
     def loss(self, error: Exception) -> DeviceLostError | None:
-        """Return what to raise if the device can't compute any more after `error`, else None."""
+        """Return the error to raise if the device can't compute any more after `error`, else None."""
         ...
 
     def check_weights(self) -> None:
@@ -108,20 +108,20 @@ class WorkerPort(Protocol):
         ...
 
     def stage_weights(self, path: str | None, load_format: str | None) -> Staged:
-        """Read weights beside those in use, by default from the files that were read last.
+        """Read weights in addition to those in use, by default from the files that were read last.
 
         Raises:
-            InvalidRequestError: they can't take the place of those in use.
+            InvalidRequestError: they can't replace those in use.
             EngineStateError: there is no memory for them.
         """
         ...
 
     def begin_weights(self) -> None:
-        """Expect tensors; those of an update that was not finished are dropped."""
+        """Start an update by tensors; tensors of an unfinished update are dropped."""
         ...
 
     def receive_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Read some of the tensors: {"path": a safetensors file, or a folder with some}.
+        """Read tensors from files: {"path": a safetensors file, or a folder of such files}.
 
         Raises:
             EngineStateError: `begin_weights` was not called.
@@ -130,7 +130,7 @@ class WorkerPort(Protocol):
         ...
 
     def take_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Take tensors of this process, by name.
+        """Add tensors of this process, by name.
 
         Raises:
             EngineStateError: `begin_weights` was not called.
@@ -139,20 +139,20 @@ class WorkerPort(Protocol):
         ...
 
     def stage_received(self) -> Staged:
-        """Make weights of the tensors that came.
+        """Build weights from the received tensors.
 
         Raises:
             EngineStateError: `begin_weights` was not called.
-            InvalidRequestError: they are not all of the model, or not of this model.
+            InvalidRequestError: tensors are missing, or are of another model.
         """
         ...
 
     def sleep(self, level: int) -> None:
-        """Give back what sleeps at this level, 1 or 2; the executor goes. Nothing else may hold it."""
+        """Free the memory that this level, 1 or 2, frees, and the executor. Nothing else may hold the executor."""
         ...
 
     def wake_up(self, part: Part) -> None:
-        """Take the memory of one part again. Raises what goes wrong; the part sleeps on then."""
+        """Allocate the memory of one part again. On any error, which is raised, the part stays asleep."""
         ...
 
     def tracer(self, settings: ProfileSettings) -> Tracer: ...
@@ -166,55 +166,54 @@ class WorkerPort(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the device; no step may follow."""
+        """Free the device. No step may follow."""
         ...
 
     def abandon(self) -> None:
-        """End what is left where the device is lost: its processes. Nothing that is called on the device."""
+        """End the worker processes of a lost device. Makes no call to the device."""
         ...
 
 
 class WorkerBuild(Protocol):
-    """What computes, in the making; the methods are called once, in their order. All may raise ConfigError or
-    ModelFileError.
+    """Builds a worker. Each method is called once, in this order, and may raise ConfigError or ModelFileError.
 
     Attributes:
-        facts: what is known before weights are read.
+        facts: known before weights are read.
     """
 
     facts: WorkerFacts
 
     def load(self, timer: PhaseTimer) -> LoadedFacts:
-        """Choose kernels and read the weights; `timer` gets the phases."""
+        """Choose kernels and read the weights; report phases to `timer`."""
         ...
 
     def allocate(self, sizes: CacheSizes) -> WorkerPort:
-        """Allocate what steps need, at the latest with the first `WorkerPort.executor`."""
+        """Allocate the memory of steps now, or at the latest in the first `WorkerPort.executor`."""
         ...
 
     def abandon(self) -> None:
-        """End the processes that were started, if any."""
+        """End the worker processes that were started, if any."""
         ...
 
 
 class FixedWorker:
-    """A `WorkerPort` beside an executor that needs none: it neither sleeps nor takes other weights."""
+    """The `WorkerPort` of an engine whose executor needs none: it can't sleep or change weights."""
 
     weight_version = "default"
     kv_form = ""
     can_sleep = False
 
     def executor(self) -> Executor:
-        raise AssertionError("this engine's executor stays as it is")
+        raise AssertionError("this engine's executor is never replaced")
 
     def check(self) -> None:
-        """It has no processes."""
+        """Do nothing: there are no worker processes."""
 
     def loss(self, error: Exception) -> DeviceLostError | None:
         return None
 
     def check_weights(self) -> None:
-        raise UnsupportedError("The weights of this model can't be replaced while it is served; start it anew.")
+        raise UnsupportedError("The weights of this model can't be replaced while it is served; restart the engine.")
 
     def stage_weights(self, path: str | None, load_format: str | None) -> Staged:
         raise AssertionError("`check_weights` refuses this")
@@ -238,13 +237,13 @@ class FixedWorker:
         raise AssertionError("`can_sleep` refuses this")
 
     def tracer(self, settings: ProfileSettings) -> Tracer:
-        raise EngineStateError("There is nothing to trace.")
+        raise EngineStateError("This engine has no worker to trace.")
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        raise UnsupportedError("This engine has no worker that could be called.")
+        raise UnsupportedError("This engine has no worker to call.")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no device is held."""
 
     def abandon(self) -> None:
-        """It has no processes."""
+        """Do nothing: there are no worker processes."""

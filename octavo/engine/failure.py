@@ -1,4 +1,4 @@
-"""`Failure`: an exception as it travels between processes."""
+"""`Failure`: an exception, encoded for another process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """
     Attributes:
-        kind: the error's class in `core.errors`, or another name for a bug.
-        message: its text, for a bug with its class.
-        param: the field at fault, if one is.
+        kind: name of the error's class, in `core.errors` or, for a bug, elsewhere.
+        message: its text; for a bug, it begins with the class.
+        param: the field at fault, if any.
     """
 
     kind: str
@@ -28,7 +28,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return cls(kind, str(error) if isinstance(error, OctavoError) else f"{kind}: {error}")
 
     def known(self) -> OctavoError | None:
-        """Return the error again if its class is one of `core.errors`, else None."""
+        """Rebuild the error if its class is one of `core.errors`; return None otherwise."""
         cls = getattr(errors, self.kind, None)
         if isinstance(cls, type) and issubclass(cls, InvalidRequestError):
             return cls(self.message, param=self.param)
@@ -39,5 +39,5 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return None
 
     def error(self, failed: str) -> OctavoError:
-        """Return the error again, or for a bug an EngineDeadError that says what `failed`."""
+        """Rebuild the error; for a bug, return an EngineDeadError whose text begins "The engine core" and `failed`."""
         return self.known() or EngineDeadError(f"The engine core {failed}: {self.message}")

@@ -1,4 +1,4 @@
-"""`FakeEngine`: an `EngineClient` that plays a script instead of running a model, for tests of the floors above."""
+"""`FakeEngine`: an `EngineClient` that plays a script instead of running a model, for tests of the layers above."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _INFO = ModelInfo(
 
 
 def fake_info(**changes: Any) -> ModelInfo:
-    """A small, plausible `ModelInfo` (vocabulary 256, context 1024, end of sequence 2), with some fields changed."""
+    """Return a small, plausible `ModelInfo` (vocabulary 256, context 1024, end of sequence 2), with `changes`."""
     return msgspec.structs.replace(_INFO, **changes)
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request that is being played."""
+    """A running request."""
 
     request: GenerateRequest
     scripts: list[Sequence[int]]
@@ -58,24 +58,24 @@ class _Live:
 
 
 class FakeEngine:
-    """Plays `script(request)`: one list of token ids for all choices alike, or one list a choice.
+    """Plays `script(request)`: one list of token ids for all choices, or one list per choice.
 
-    It ends choices as a real core does: at an end-of-sequence token (unless `ignore_eos` or under `min_tokens`), at one
-    of `stop_token_ids`, by `repetition_detection`, at `max_tokens`, at an abort. A script that ends earlier is followed
-    by the first end-of-sequence token, or, where that may not end the choice, by the finish LENGTH. One that raises
+    Choices end as in a real core: at an end-of-sequence token (unless `ignore_eos` or under `min_tokens`), at one of
+    `stop_token_ids`, by `repetition_detection`, at `max_tokens`, at an abort. A script that ends earlier is followed by
+    the first end-of-sequence token or, if that may not end the choice, by the finish LENGTH. A script that raises
     `InvalidRequestError` refuses the request; any other exception ends it with finish ERROR.
 
     Attributes:
-        requests: all that were asked, in order.
+        requests: all requests, in order.
         aborts: `(request id, choice)` of every explicit abort; the choice is None for the whole request.
         commands: pauses, sleeps, profiles and their ends, with their arguments, in order.
         abandoned: ids of requests whose iterator was closed before the end.
-        running: ids of requests that are being played now.
-        current: the snapshot that `stats` returns; `num_running` is kept up to date, tests may set the rest.
+        running: ids of running requests.
+        current: the snapshot that `stats` returns; `num_running` is updated, tests may set the rest.
 
     Args:
-        found: what features make of a request that ends with its prompt.
-        pace: awaited before every step, for tests that hold the engine back; by default the step only yields control.
+        found: returns the features' results for a request that ends with its prompt.
+        pace: awaited before every step, for tests that delay the engine; by default a step only yields control.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class FakeEngine:
         self.resets += 1
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
-        """Notes it; what is played goes on."""
+        """Record the command; running requests continue."""
         self.commands.append(("pause", mode, clear_cache))
         self.current.paused = True
 
@@ -166,7 +166,7 @@ class FakeEngine:
         return len(ended)
 
     async def update_weights(self, path: str | None = None, load_format: str | None = None, **how: Any) -> Any:
-        """Notes it; a path that ends with "odd" is refused."""
+        """Record the command; refuse a path that ends with "odd"."""
         if str(path).endswith("odd"):
             raise InvalidRequestError("These are the weights of another model.", param="model_path", value=path)
         self.commands.append(("update_weights", path, load_format, how))
@@ -202,7 +202,7 @@ class FakeEngine:
         self.die("The engine was closed.")
 
     def die(self, reason: str) -> None:
-        """From now on every call fails with `EngineDeadError`, those in progress included."""
+        """Fail every call with `EngineDeadError` from now on, calls in progress included."""
         self._dead = reason
         for live in self._live.values():
             live.wake.set()

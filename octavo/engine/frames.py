@@ -1,4 +1,4 @@
-"""Messages in a stream of bytes: each comes after its length, 4 bytes, the lowest first."""
+"""Messages in a byte stream, each after its length as a 4-byte little-endian integer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _LENGTH = struct.Struct("<I")
 
 
 def frame(message: bytes) -> bytes:
-    """A message as it is sent; it must be shorter than 4 GiB."""
+    """Return a message with its length in front. The message must be shorter than 4 GiB."""
     return _LENGTH.pack(len(message)) + message
 
 
 class Frames:
-    """Puts together what comes in pieces of any size."""
+    """Reassembles messages from pieces of any size."""
 
     __slots__ = ("_pending",)
 
@@ -21,10 +21,10 @@ class Frames:
         self._pending = bytearray()
 
     def take(self, data: bytes) -> list[bytes]:
-        """The messages that are complete with `data`, in order."""
+        """Add received bytes; return the messages that are now complete, in order."""
         pending = self._pending
         if not pending and len(data) > _LENGTH.size and _LENGTH.unpack_from(data)[0] == len(data) - _LENGTH.size:
-            return [data[_LENGTH.size :]]  # one message and no more, as most pieces are
+            return [data[_LENGTH.size :]]  # exactly one message, the usual case
         pending += data
         messages, at = [], 0
         while len(pending) - at >= _LENGTH.size:

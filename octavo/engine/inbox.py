@@ -1,4 +1,4 @@
-"""`Inbox`: a request's news on their way from the engine to the one who reads them."""
+"""`Inbox`: the queue of a request's deltas between the engine client and the reader."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from octavo.core.output import TokenDelta
 
 
 class Inbox:
-    """Deltas in order, then perhaps an error. One reader, which waits only when nothing is there.
+    """Deltas in order, optionally followed by an error. One reader, which waits only while the queue is empty.
 
     Attributes:
-        tokens: those that wait to be read.
-        suspect: too many did, a moment ago.
-        total: tokens that have come.
-        at: when the last did; whoever puts them there sets it.
+        tokens: unread tokens.
+        suspect: the limit of unread tokens was exceeded and will be checked again.
+        total: tokens received so far.
+        at: `time.monotonic()` of the last delta, set by the writer; None before the first.
     """
 
     __slots__ = ("_deltas", "_error", "_waiter", "at", "suspect", "tokens", "total")
@@ -37,17 +37,17 @@ class Inbox:
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` once the deltas before it are read; what comes later is dropped."""
+        """Raise `error` in `get` after the deltas before it; drop later deltas."""
         if self._error is None:
             self._error = error
             self._wake()
 
     def overflows(self, limit: int) -> bool:
-        """Whether more than `limit` tokens wait, not all in one piece."""
+        """Return whether more than `limit` tokens, in more than one delta, are unread."""
         return self.tokens > limit and len(self._deltas) > 1 and self._error is None
 
     async def get(self) -> TokenDelta:
-        """The next delta, or the error after the last."""
+        """Wait for the next delta and return it; raise the error after the last one."""
         while not self._deltas:
             if self._error is not None:
                 raise self._error

@@ -1,4 +1,4 @@
-"""`EngineLoop`: plans, launches and retires steps. At depth 0 it is synchronous, at depth 1 launches overlap."""
+"""`EngineLoop`: plan, launch and retire steps. At depth 0 it is synchronous, at depth 1 launches overlap."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class EngineLoop:
         """
         Args:
             depth: steps launched ahead of the oldest one whose tokens are not known.
-            worker: where the executor comes from; None for an executor that stays as it is.
-            profiler: makes profiles; None where the engine was not started for them.
+            worker: the executor's worker; None for an executor that is never replaced.
+            profiler: makes profiles; None if the engine was not started for them.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -66,7 +66,7 @@ class EngineLoop:
 
     @property
     def lost(self) -> DeviceLostError | None:
-        """Why nothing can be computed any more; None while the device is well. Once set, it stays."""
+        """Why nothing can be computed any more; None while the device works. Never reset."""
         return self._lost
 
     def check_alive(self) -> None:
@@ -76,7 +76,7 @@ class EngineLoop:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Find out whether an error of work outside of steps means that the device is lost, and raise that then."""
+        """Run work outside of steps; if it fails because the device is lost, raise DeviceLostError instead."""
         self.check_alive()
         try:
             yield
@@ -94,12 +94,12 @@ class EngineLoop:
 
     @property
     def paused(self) -> bool:
-        """Whether requests wait for the end of a pause."""
+        """Whether the engine is paused, so that new requests wait."""
         return self._pause.closed
 
     @property
     def settled(self) -> bool:
-        """Whether a pause has come to rest: nothing is computed before its end."""
+        """Whether a pause is complete: nothing runs before its end."""
         return self._pause.closed and not self.busy
 
     @property
@@ -108,7 +108,7 @@ class EngineLoop:
 
     @property
     def starved(self) -> bool:
-        """Whether the last step only waited for a feature. The caller should wait a moment before the next one."""
+        """Whether the last step could launch nothing. The caller should wait a moment before the next one."""
         return not self._launched and not self._flight
 
     def add(self, request: GenerateRequest) -> None:
@@ -125,9 +125,9 @@ class EngineLoop:
         return self._pause.abort(request_id, index)
 
     def pause(self, mode: PauseMode) -> list[TokenDelta]:
-        """Hold new requests back, and treat the others as the mode says; `settled` becomes true once that is done.
+        """Hold new requests, and treat the others as the mode says; `settled` becomes true once that is done.
 
-        A pause may follow another.
+        May be called during a pause.
         """
         self.check_alive()
         news = self._pause.close(mode)
@@ -135,7 +135,7 @@ class EngineLoop:
         return news
 
     def check_sleep(self, level: int) -> None:
-        """Raise EngineStateError if the engine was not started for such a sleep."""
+        """Raise EngineStateError if the engine was not started for this sleep level."""
         self._sleep.check(level)
 
     def resume(self) -> list[TokenDelta]:
@@ -145,9 +145,9 @@ class EngineLoop:
         return self._pause.open()
 
     def sleep(self, level: int) -> None:
-        """Give memory back as the level says (`core/pausing.py`). The pause must have settled.
+        """Free memory as the level says (`core/pausing.py`). The pause must have settled.
 
-        Requests that stand still are computed again after the wake-up. Raises as `check_sleep`.
+        Paused requests are recomputed after the wake-up. Raises as `check_sleep`.
         """
         self._sleep.check(level)
         self._end_profile()  # it holds the executor
@@ -159,7 +159,7 @@ class EngineLoop:
             self._sleep.sleep(level)
 
     def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]:
-        """Take the memory of these parts again. The pause ends once nothing sleeps any more."""
+        """Allocate the memory of these parts again. The pause ends once no part sleeps."""
         self.check_alive()
         if self._sleep.level == AWAKE:
             return []
@@ -170,11 +170,11 @@ class EngineLoop:
         return self._pause.open() if self._sleep.level == AWAKE else []
 
     def check_weights(self) -> WorkerPort:
-        """Return what stages weights.
+        """Return the worker, which stages weights.
 
         Raises:
-            UnsupportedError: the model can't have others.
-            EngineStateError: those that it has are asleep.
+            UnsupportedError: the weights can't be replaced.
+            EngineStateError: the weights are asleep.
         """
         self.check_alive()
         self._worker.check_weights()
@@ -183,33 +183,37 @@ class EngineLoop:
 
     @property
     def worker(self) -> WorkerPort:
-        """For programs that call functions with the worker."""
+        """The worker, for programs that call functions with it."""
         return self._worker
 
     def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None:
-        """Compute with other weights from now on. A pause must have settled.
+        """Replace the weights. A pause must have settled.
 
         Args:
-            version: their name.
-            flush_cache: forget cached prompts, and compute requests that stand still again. Else both are kept.
+            staged: the new weights.
+            version: their name; None for a generated one.
+            flush_cache: drop cached prompts and recompute paused requests; otherwise keep both.
 
         Raises:
-            UnsupportedError, EngineStateError: as `check_weights`; nothing has changed then.
+            UnsupportedError, EngineStateError: as `check_weights`, with nothing changed.
         """
         self.check_weights()
         self._end_profile()  # it watches kernels that read the old weights
         if self._recorder is not None:
-            self._recorder.stop("the weights are replaced")
+            self._recorder.stop("the weights were replaced")
         if flush_cache:
             self._scheduler.park()
         with self._guarded():
             staged.put_in_place(version, rescale=flush_cache)
 
     def start_profile(self, prefix: str = "") -> None:
-        """Profile each step, until `stop_profile` or until the profile is as long as it may be.
+        """Profile each step until `stop_profile`, or until the profile reaches its limits.
+
+        Args:
+            prefix: start of the trace's file name.
 
         Raises:
-            EngineStateError: the engine was not started for profiles, or makes one.
+            EngineStateError: the engine was not started for profiles, or a profile is running.
         """
         self.check_alive()
         profiler = self._profiler
@@ -240,7 +244,7 @@ class EngineLoop:
             self._profiler.end()
 
     def idle(self) -> None:
-        """Call periodically while the engine is idle. Raises DeviceLostError if the device is lost."""
+        """Check workers and profile; call periodically while the engine is idle. Raises DeviceLostError."""
         with self._guarded():
             self._worker.check()
         if self._profiler is not None:
@@ -255,11 +259,11 @@ class EngineLoop:
 
     def check_idle(self) -> None:
         """Check, while nothing runs, that no KV block leaked. Raise AssertionError if one did."""
-        if not self._scheduler.has_work:  # else requests stand still in a pause, and hold blocks
+        if not self._scheduler.has_work:  # otherwise paused requests hold blocks
             self._scheduler.check_idle()
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prompts. Running requests keep their blocks."""
+        """Drop cached prompts. Running requests keep their blocks."""
         self._scheduler.cache.reset()
 
     def forget_past(self) -> None:
@@ -267,7 +271,7 @@ class EngineLoop:
         self._scheduler.forget_past()
 
     def close(self) -> None:
-        """Free the device. A lost one frees nothing: that takes the end of its process."""
+        """Free the device. A lost device is freed by the end of its process only."""
         if self._recorder is not None:
             self._recorder.close()
         if self._lost is not None:
@@ -276,13 +280,13 @@ class EngineLoop:
         self._worker.close()
 
     def step(self) -> list[TokenDelta]:
-        """Launch one step if there is something to compute, and retire those that the depth asks for.
+        """Launch one step if there is something to compute, and retire the steps beyond the depth.
 
-        A step that fails is recovered from: see `Scheduler.recover`. If the device was lost with it, there is nothing
-        to recover; tokens that were taken in before are still returned.
+        A failed step is recovered by `Scheduler.recover`, unless the device was lost. Deltas made before a failure are
+        still returned.
 
         Raises:
-            DeviceLostError: the device is lost, now or since an earlier step, and no tokens are left to return.
+            DeviceLostError: the device is lost, now or since an earlier step, and no deltas are left to return.
         """
         if self._lost is not None:
             raise self._lost
@@ -294,17 +298,17 @@ class EngineLoop:
             self._ahead = None
             lost = self._loss(error)
             if lost is None:
-                log.exception("a step failed; if several requests were in it, they run again one by one")
+                log.exception("a step failed; if it had several requests, they are recomputed one by one")
                 news += self._scheduler.recover(internal_error(error))
             elif not news:
                 raise lost from (None if lost is error else error)
         return news
 
     def _loss(self, error: Exception) -> DeviceLostError | None:
-        """Note the loss of the device if `error` is one or comes of one, and return it; None if steps can go on."""
+        """Record the loss of the device if `error` is or shows one, and return it; None if the device still works."""
         self._lost = error if isinstance(error, DeviceLostError) else self._worker.loss(error)
         if self._lost is not None:
-            log.critical("the engine stops. %s", self._lost, exc_info=error)
+            log.critical("the engine stops: %s", self._lost, exc_info=error)
             self._worker.abandon()
         return self._lost
 
@@ -314,7 +318,7 @@ class EngineLoop:
         A step that needs those tokens is sampled after they are read. The next one is then launched at once, so that
         the device never waits for output delivery.
 
-        Output is added to `news` as it comes, so that a later failure can't swallow it.
+        Deltas are added to `news` as they are made, so that a later failure can't lose them.
         """
         began = time.perf_counter()
         self._plan_s = 0.0
@@ -354,10 +358,10 @@ class EngineLoop:
         return self._scheduler.commit(step.plan, step.result())
 
     def _unstick(self) -> list[TokenDelta]:
-        """Refuse the first waiting request if nothing runs and nothing can be planned, rather than wait for ever."""
+        """Fail the first waiting request if nothing runs and nothing can be planned, rather than wait forever."""
         if self._pause.frozen or not self._scheduler.is_stuck:
             return []
-        log.error("nothing can be scheduled although nothing runs; the first waiting request is refused")
+        log.error("no waiting request can be scheduled although none runs; the first one ends with an error")
         return self._scheduler.fail_head(
             "The request could not be scheduled on an idle engine; this is a bug in Octavo."
         )

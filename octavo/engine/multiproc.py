@@ -1,6 +1,6 @@
-"""Workers in processes of their own: `RankProcess` is one, `RankWorker` and `RankExecutor` are an engine's ends of it.
+"""Workers in separate processes: `RankProcess`, and the engine's proxies `RankWorker` and `RankExecutor`.
 
-Plans go out encoded and tokens come back; no tensor passes between an engine and a rank.
+Encoded plans are sent and encoded outputs received. No tensor passes between an engine and a rank.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """A step, or a call, that failed in a rank; the rank's log has its traceback."""
+    """A step or call failed in a rank; the rank's log has the traceback."""
 
 
 class RankProcess:
     """A child that runs `python -m MODULE`, reads (socket, `payload`) from its standard input, and serves a rank.
 
-    What it writes to standard error is passed on, and its last lines are kept for the report of its death.
+    Its standard error is forwarded, and the last lines are kept for the error if it ends.
 
     Attributes:
-        number: which rank it is.
-        device: its device's name; set when it is known.
+        number: the rank's number.
+        device: its device's name; "" until it is known.
     """
 
     def __init__(self, module: str, payload: Any, number: int = 0) -> None:
@@ -93,25 +93,25 @@ class RankProcess:
         return self._process.pid
 
     def check(self) -> None:
-        """Raise DeviceLostError if the process is gone or its device lost."""
+        """Raise DeviceLostError if the process has ended or its device is lost."""
         if self._lost is not None:
             raise self._lost
 
     def send(self, message: wire.ToRank) -> None:
-        """Raise DeviceLostError if the process is gone."""
+        """Send a message. Raise DeviceLostError if the process has ended."""
         self.check()
         try:
             with self._sending:
                 self._peer.sendall(frame(wire.encode(message)))
         except OSError:
-            raise self._lose("its process does not read any more") from None
+            raise self._lose("its process closed its socket") from None
 
     def fetch(self, step: int) -> StepOutput:
-        """Wait for a step's tokens.
+        """Wait for a step's output.
 
         Raises:
             RankError: the step failed.
-            DeviceLostError: the process is gone or its device lost.
+            DeviceLostError: the process has ended or its device is lost.
         """
         self.send(wire.Fetch(step))
         while True:
@@ -120,19 +120,23 @@ class RankProcess:
                 self._outputs.put(None)
                 self.check()
                 raise AssertionError("a rank ended without a reason")
-            if found.step != step:  # of a step that nobody asks for any more
+            if found.step != step:  # an earlier step, whose result was given up
                 continue
             if isinstance(found, wire.Output):
                 return found.output
             raise self._error(found.failure, found.lost)
 
     def call(self, kind: type[T], method: str, *args: Any) -> T:
-        """Call a method of `rank.py`, and wait for its result, of this type.
+        """Call a method of `rank.py` and return its result.
+
+        Args:
+            kind: type of the result.
+            args: values of built-in types.
 
         Raises:
-            OctavoError: what the method raised, if it is one of `core.errors`.
+            OctavoError: the method raised this error of `core.errors`.
             RankError: it failed otherwise.
-            DeviceLostError: the process is gone or its device lost.
+            DeviceLostError: the process has ended or its device is lost.
         """
         answer = self.post(method, *args)
         return msgspec.msgpack.decode(answer.result(), type=kind)
@@ -143,21 +147,21 @@ class RankProcess:
         answer: Future[msgspec.Raw] = Future()
         self._calls[number] = answer
         self.send(wire.Call(number, method, list(args)))
-        self.check()  # it may have gone since, with nobody left to answer
+        self.check()  # the process may have ended since, and would never answer
         return answer
 
     def close(self) -> None:
-        """End the process: it is asked to, and killed if that takes long."""
+        """Close the socket, which ends the process; kill it if it does not end in time."""
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_WR)
         try:
             self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
-            log.warning("rank %d does not end by itself, and is killed", self.number)
+            log.warning("rank %d did not end within %.0f s and is killed", self.number, _GRACE_S)
         self.kill()
 
     def kill(self) -> None:
-        """End the process now, if it has not ended."""
+        """Kill the process if it has not ended, and wait for its end."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -166,7 +170,7 @@ class RankProcess:
         self._peer.close()
 
     def _listen(self) -> None:
-        """Hand on what the rank sends, until it ends."""
+        """Deliver the rank's messages to their receivers until it ends."""
         frames = Frames()
         try:
             while data := self._peer.recv(_PIECE):
@@ -208,7 +212,7 @@ class RankProcess:
         return f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended ({code})"
 
     def _lose(self, reason: str) -> DeviceLostError:
-        """Note that the rank is lost, with its last log lines; the first reason stays."""
+        """Record that the rank is lost, with its last log lines, and return the error. The first reason is kept."""
         if self._lost is None:
             where = f"rank {self.number}" + (f" ({self.device})" if self.device else "")
             self._lost = DeviceLostError(where, reason, tuple(self._lines))
@@ -225,7 +229,7 @@ class RankProcess:
 
 @dataclass(slots=True)
 class RankStep:
-    """A step that was sent to a rank."""
+    """A step sent to a rank."""
 
     plan: StepPlan
     rank: RankProcess
@@ -235,7 +239,7 @@ class RankStep:
 
 
 class RankExecutor:
-    """An `Executor` over a rank. An error of a step is raised when its result is asked for."""
+    """An `Executor` over a rank. Errors of a step are raised by `RankStep.result`."""
 
     def __init__(self, rank: RankProcess, codec: PlanCodec) -> None:
         self._rank = rank
@@ -249,7 +253,7 @@ class RankExecutor:
         self._rank.send(wire.Sample(step.plan.id, self._codec.encode_payload(payload)))
 
     def watch(self, spans: Spans) -> None:
-        """The parts of its steps are in another process; what that does is in the trace."""
+        """Do nothing: the steps run in another process, which the trace covers."""
 
 
 class RankBuild:
@@ -276,7 +280,7 @@ class RankBuild:
 
 
 class RankWorker:
-    """A `WorkerPort` over a rank; see there."""
+    """A `WorkerPort` over a rank."""
 
     def __init__(self, rank: RankProcess, codec: PlanCodec, *, can_sleep: bool) -> None:
         self.can_sleep = can_sleep
@@ -293,7 +297,7 @@ class RankWorker:
         self._rank.check()
 
     def loss(self, error: Exception) -> DeviceLostError | None:
-        """A rank that is lost raises by itself."""
+        """Return None: calls to a lost rank raise DeviceLostError themselves."""
         return None
 
     def check_weights(self) -> None:
@@ -310,8 +314,8 @@ class RankWorker:
 
     def take_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
         raise UnsupportedError(
-            "The model is in a process of its own (--distributed-executor-backend mp), so tensors of this process "
-            'can\'t be given to it: send {"path": FILE}. A file in /dev/shm never touches a disk.'
+            "The model is in a separate process (--distributed-executor-backend mp), which can't use tensors of this "
+            'process: send {"path": FILE}. A file in /dev/shm stays in memory.'
         )
 
     def stage_received(self) -> RankStaged:
@@ -321,7 +325,7 @@ class RankWorker:
         self.weight_version = self._rank.call(str, "put_in_place", number, version, rescale)
 
     def drop(self, number: int) -> None:
-        """Does not wait, and does nothing if the rank is gone."""
+        """Drop staged weights, without waiting. Does nothing if the rank has ended."""
         with contextlib.suppress(DeviceLostError):
             self._rank.post("drop_weights", number)
 
@@ -336,8 +340,8 @@ class RankWorker:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         raise UnsupportedError(
-            "The model is in a process of its own (--distributed-executor-backend mp), where functions of this one "
-            "can't be called; leave that setting out."
+            "The model is in a separate process (--distributed-executor-backend mp), which can't call functions of "
+            "this one; leave that setting out."
         )
 
     def abandon(self) -> None:
@@ -363,7 +367,7 @@ class RankStaged:
 
 
 class RankTracer:
-    """A `Tracer` of what a rank does. It writes its file itself: both are on one machine."""
+    """A `Tracer` of a rank. The rank writes the file; both processes are on one machine."""
 
     def __init__(self, rank: RankProcess, settings: ProfileSettings) -> None:
         self._rank = rank
@@ -377,8 +381,11 @@ class RankTracer:
 
 
 def receive_rank() -> tuple[socket.socket, Any]:
-    """In the child: return the socket to the engine and what `RankProcess` was given. Ends with its parent."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends these to all; the engine decides
+    """Call in the child: return the socket to the engine and the payload of `RankProcess`.
+
+    Also makes the child ignore SIGINT and SIGTERM, and end with its parent.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # service managers signal all processes; the engine decides
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     descriptor, payload = pickle.load(sys.stdin.buffer)

@@ -1,4 +1,4 @@
-"""`PauseState` holds requests back during a pause; `SleepState` knows which memory was given back."""
+"""`PauseState`: hold requests during a pause. `SleepState`: track which memory was freed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from octavo.schedule.scheduler import Scheduler
 
 
 class PauseState:
-    """Requests on their way to a scheduler. During a pause they are checked, and held in order until it ends.
+    """Passes requests to a scheduler. During a pause, checks them and holds them in order until it ends.
 
     Attributes:
-        closed: whether there is a pause, so that new requests are held.
-        frozen: whether the scheduler's own requests stand still, too.
+        closed: whether the engine is paused, so that new requests are held.
+        frozen: whether the scheduler's requests are paused, too.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -32,11 +32,11 @@ class PauseState:
 
     @property
     def num_held(self) -> int:
-        """Choices of the held requests."""
+        """Number of held choices."""
         return sum(request.params.n for request in self._held.values())
 
     def add(self, request: GenerateRequest) -> None:
-        """Raise InvalidRequestError if the request can never fit."""
+        """Queue a request, or hold it during a pause. Raise InvalidRequestError if it can never fit."""
         if not self.closed:
             self._scheduler.add(request)
             return
@@ -49,12 +49,12 @@ class PauseState:
         return self._scheduler.abort(request_id, index)
 
     def close(self, mode: PauseMode) -> list[TokenDelta]:
-        """Begin a pause of this mode; return the ends of requests that it aborts."""
+        """Start a pause of this mode; return the last deltas of requests that it aborts."""
         self.closed, self.frozen = True, mode is PauseMode.KEEP
         return self._scheduler.abort(None) if mode is PauseMode.ABORT else []
 
     def open(self) -> list[TokenDelta]:
-        """End the pause and hand the held requests over; return the ends of those that are refused now."""
+        """End the pause and queue the held requests; return the last deltas of those that are refused now."""
         self.closed = self.frozen = False
         held, self._held = self._held, {}
         return [delta for request in held.values() for delta in self._admit(request)]
@@ -73,7 +73,7 @@ class PauseState:
 
 
 class NoExecutor:
-    """The executor of an engine whose KV cache is asleep. It has nothing to run."""
+    """The executor of an engine whose KV cache is asleep. It runs nothing."""
 
     def forward(self, plan: StepPlan) -> Step:
         raise AssertionError("a step was planned although the engine sleeps")
@@ -82,16 +82,15 @@ class NoExecutor:
         """Never called: no step is launched."""
 
     def watch(self, spans: Spans) -> None:
-        """There are no steps to see."""
+        """Do nothing: there are no steps."""
 
 
 class SleepState:
-    """What sleeps, and how deep.
+    """The engine's sleep level, and the parts that sleep.
 
     Attributes:
-        level: how deep the engine sleeps; AWAKE if it does not.
-        empty: whether the executor's memory was given back, and no new one has been made.
-
+        level: sleep level; AWAKE while the engine is awake.
+        empty: whether the executor was freed and no new one has been made.
     """
 
     def __init__(self, worker: WorkerPort) -> None:
@@ -101,7 +100,7 @@ class SleepState:
         self.empty = False
 
     def check(self, level: int) -> None:
-        """Raise EngineStateError if the engine can't sleep so deep."""
+        """Raise EngineStateError if the engine can't sleep at this level."""
         if level and not self._worker.can_sleep:
             raise EngineStateError(
                 "The engine was not started for sleeping, so it keeps its memory; start it with --enable-sleep-mode "
@@ -111,18 +110,17 @@ class SleepState:
     def check_awake(self) -> None:
         """Raise EngineStateError if anything sleeps."""
         if self.level != AWAKE:
-            raise EngineStateError("The engine sleeps, so it can't go on; wake it up instead (/wake_up).")
+            raise EngineStateError("The engine sleeps, so it can't resume; wake it up instead (/wake_up).")
 
     def check_has(self, part: Part) -> None:
         """Raise EngineStateError if this part sleeps."""
         if part in self._asleep:
             raise EngineStateError(
-                f"The engine sleeps without its {part}; wake up first, at least that (/wake_up?tags={part})."
+                f"The engine sleeps and holds no {part}; wake that part up first (/wake_up?tags={part})."
             )
 
     def sleep(self, level: int) -> None:
-        """Sleep as deep as the level says, or deeper; a level that is not deeper changes nothing. From level 1 on
-        nothing may hold the executor."""
+        """Sleep at this level, or stay at a deeper one. From level 1 on, nothing may hold the executor."""
         self.check(level)
         if level <= self.level:
             return
@@ -135,7 +133,7 @@ class SleepState:
         self.level = level
 
     def wake_up(self, parts: Iterable[Part]) -> Executor | None:
-        """Wake these parts. Return a new executor if the old one's memory was given back and is all there again."""
+        """Wake these parts. Return a new executor if the old one was freed and no part sleeps any more."""
         for part in parts:
             if part in self._asleep:
                 if part is not Part.SCHEDULING:

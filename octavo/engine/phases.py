@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 OnPhase = Callable[[str, float | None], None]
-"""Called with a phase's name: with None when it begins, with its seconds when it has ended."""
+"""Called with a phase's name and None when it begins, and with its duration in seconds when it ends."""
 
 
 class PhaseTimer:
@@ -19,7 +19,7 @@ class PhaseTimer:
         self._began = 0.0
 
     def begin(self, name: str) -> None:
-        """End the phase before, if any, and begin this one."""
+        """End the previous phase, if any, and begin this one."""
         self.end()
         self._name, self._began = name, time.perf_counter()
         self._on_phase(name, None)

@@ -18,7 +18,7 @@ decode_output = msgspec.msgpack.Decoder(StepOutput).decode
 
 
 class _Encoded(msgspec.Struct, frozen=True, array_like=True):
-    """A plan without its payload, and the payload, each part of which has a type of its own."""
+    """A plan without its payload, and the payload, with one encoded part per feature."""
 
     plan: StepPlan
     payload: dict[str, msgspec.Raw]
@@ -28,10 +28,10 @@ _decode_plan = msgspec.msgpack.Decoder(_Encoded).decode
 
 
 class PlanCodec:
-    """Encodes what `Executor.forward` and `Executor.sample` are given.
+    """Encodes the arguments of `Executor.forward` and `Executor.sample`.
 
     Args:
-        payloads: feature name -> the msgspec type of its payload. What a feature without one sends is refused.
+        payloads: feature name -> the msgspec type of its payload. Payloads of other features are refused.
     """
 
     def __init__(self, payloads: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class PlanCodec:
     def _check(self, payload: Mapping[str, Any]) -> None:
         for name in payload:
             if name not in self._decoders:
-                raise TypeError(f"the feature {name!r} declares no type for its payload, so it can't leave the process")
+                raise TypeError(f"feature {name!r} declares no type for its payload, so it can't leave the process")
 
     def _typed(self, encoded: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
         return {name: self._decoders[name].decode(part) for name, part in encoded.items()}

@@ -1,4 +1,4 @@
-"""`CoreProcess`: an engine core's process, from its start to its certain end."""
+"""`CoreProcess`: start an engine core's process, and make sure that it ends."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _GRACE_S = 5.0
 _STACKS = signal.SIGUSR1
 _POLL_S = 0.1
 _ENVIRONMENT = {
-    # A compute thread that spins while it waits takes the core from whoever it waits for; read when torch loads.
+    # Compute threads must not spin while they wait, which takes CPU time from other threads. Read when torch loads.
     "GOMP_SPINCOUNT": "0",
-    # What was needed to load the weights goes back to the system at once; read by the C library (glibc's mallopt(3)).
-    # `keep_freed_memory` ends it.
+    # Return memory used to load the weights to the system at once. Read by the C library (glibc's mallopt(3));
+    # `keep_freed_memory` reverts it.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(128 << 10),
     "MALLOC_TRIM_THRESHOLD_": str(128 << 10),
-    # numpy multiplies nothing here, and its threads would each keep a buffer.
+    # numpy does no matrix products here, and each of its threads would keep a buffer.
     "OPENBLAS_NUM_THREADS": "1",
 }
 
@@ -47,7 +47,7 @@ class CoreProcess:
                 stdin=subprocess.PIPE,
                 env={**_ENVIRONMENT, **os.environ},
                 pass_fds=(listener.fileno(),),
-                process_group=0,  # out of a terminal's Ctrl-C, and one group with the compilers that it starts
+                process_group=0,  # no Ctrl-C from the terminal, and one group with the compilers that it starts
             )
             stdin = self._process.stdin
             if stdin is None:
@@ -69,7 +69,7 @@ class CoreProcess:
             await asyncio.sleep(_POLL_S)
 
     def obituary(self) -> str:
-        """How the process ended, for people."""
+        """Return how the process ended, for display."""
         code = self._process.poll()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
@@ -78,18 +78,18 @@ class CoreProcess:
         return f"The engine core ended with exit code {code}; its log says why."
 
     def show_stacks(self) -> None:
-        """Have the process write what each of its threads is doing to standard error, even if it hangs."""
+        """Make the process write its threads' stacks to standard error, even if it hangs."""
         if self.alive:
             self._process.send_signal(_STACKS)
 
     def kill(self) -> None:
-        """End the process now, and what it has started."""
+        """Kill the process and its children."""
         if self.alive:
             os.killpg(self.pid, signal.SIGKILL)
         self.stop()
 
     def stop(self) -> None:
-        """Wait a little for the process to end by itself, then make it; also removes its socket."""
+        """Wait a few seconds for the process to end, else kill it. Remove its socket."""
         try:
             self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -99,7 +99,7 @@ class CoreProcess:
 
 
 class CoreElsewhere:
-    """A core that another process has started and will stop; for clients that share it."""
+    """A core that another process starts and stops; for clients that share it."""
 
     def __init__(self, address: str, pid: int) -> None:
         self.address = address
@@ -114,7 +114,7 @@ class CoreElsewhere:
         return True
 
     async def exited(self) -> None:
-        """Return soon after the process has ended and its parent has seen so."""
+        """Return soon after the process has ended and its parent has collected its exit status."""
         while self.alive:
             await asyncio.sleep(_POLL_S)
 
@@ -122,15 +122,18 @@ class CoreElsewhere:
         return "The engine core has ended; the server's log says why."
 
     def show_stacks(self) -> None:
-        """Its owner does that."""
+        """Do nothing: the owner does it."""
 
     def stop(self) -> None:
-        """Its owner does that."""
+        """Do nothing: the owner does it."""
 
 
 def receive_payload() -> tuple[socket.socket, Any]:
-    """In the child: where front ends connect, and what `CoreProcess` was given. Ties its life to its parent's."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends these to all; the parent decides
+    """Call in the child: return the listening socket and the payload of `CoreProcess`.
+
+    Also makes the child ignore SIGINT and SIGTERM, and end with its parent.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # service managers signal all processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(_STACKS)
     die_with_parent()
@@ -141,16 +144,16 @@ def receive_payload() -> tuple[socket.socket, Any]:
 
 
 def die_with_parent() -> None:
-    """Have the system kill this process when its parent ends, where it can."""
+    """Have the kernel kill this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def keep_freed_memory() -> None:
-    """In the child, once the model is loaded: what that left goes back to the system, and memory freed from now on is
-    kept, for each step asks for the same again.
+    """Call in the child once the model is loaded: return freed memory to the system, and keep memory freed later.
 
-    Fetching it from the system every time costs a model that torch runs a quarter of its speed.
+    Each step allocates the same amounts again; getting them from the system costs a model run by torch a quarter of its
+    speed.
     """
     library = ctypes.CDLL(None)
     mallopt = getattr(library, "mallopt", None)  # only glibc has it

@@ -1,6 +1,6 @@
-"""`Profiler`: a picture of what an engine's steps did, for https://ui.perfetto.dev and chrome://tracing.
+"""`Profiler`: a trace of an engine's steps, for https://ui.perfetto.dev and chrome://tracing.
 
-Format: Google's "Trace Event Format", in which torch's profiler writes too; our own spans go into its file.
+Format: Google's "Trace Event Format", which torch's profiler writes too; the engine's spans are added to its file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.engine.executor import Tracer
 log = logging.getLogger(__name__)
 
 _PREFIX = re.compile(r"[\w.-]{0,100}", re.ASCII)
-_HEAD = 1 << 16  # characters, within which a trace's head ends
+_HEAD = 1 << 16  # characters; a trace's header is shorter
 _BASE = re.compile(r'"baseTimeNanoseconds":\s*(\d+)')
 _EVENTS = re.compile(r'"traceEvents":\s*\[')
 _ROWS = ("steps", "kernels")
@@ -62,17 +62,17 @@ class Profiler:
         return self._spans is not None
 
     def start(self, prefix: str) -> Spans:
-        """Begin a profile; the caller shows these spans what to watch.
+        """Start a profile; return its spans, for the caller to watch methods with.
 
         Args:
-            prefix: how the trace's file name begins.
+            prefix: start of the trace's file name.
 
         Raises:
-            EngineStateError: a profile is being made already.
-            InvalidRequestError: the prefix can't be part of a file's name.
+            EngineStateError: a profile is running.
+            InvalidRequestError: the prefix can't be part of a file name.
         """
         if self.running:
-            raise EngineStateError("A profile is being made already; stop that one first (/stop_profile).")
+            raise EngineStateError("A profile is running already; stop it first (/stop_profile).")
         if not _PREFIX.fullmatch(prefix):
             raise InvalidRequestError(
                 "profile_prefix may have letters, digits, '.', '-' and '_'.", param="profile_prefix", value=prefix
@@ -85,7 +85,7 @@ class Profiler:
         return self._spans
 
     def stop(self) -> str:
-        """End the profile, and write it; the path of the trace, or nothing if there was no profile."""
+        """Stop the profile and write it; return the path of the trace, or "" if no profile was running."""
         spans, self._spans = self._spans, None
         if spans is None:
             return ""
@@ -101,7 +101,7 @@ class Profiler:
         return str(path)
 
     def counted(self, step: Step) -> Step:
-        """A loop's step, with a span of its own; the profile that is too long after it ends itself."""
+        """Wrap a loop's step in a span; end the profile after a step that exceeds its limits."""
 
         def noted() -> list[TokenDelta]:
             spans, self._launched = self._spans, {}
@@ -117,17 +117,17 @@ class Profiler:
         return noted
 
     def about(self, plan: StepPlan) -> dict[str, Any]:
-        """What a step's spans tell of it."""
+        """Return the arguments of a step's spans."""
         self._launched = {"requests": len(plan.slots), "tokens": plan.total_tokens, "new_requests": len(plan.new)}
         return self._launched
 
     def end_if_due(self) -> None:
-        """End the profile if nobody has when its steps or its time are over."""
+        """End the profile if it has reached its limit of steps or seconds."""
         settings = self._settings
         over = self._steps >= settings.max_steps or time.monotonic() - self._began >= settings.max_seconds
         if self.running and over:
             log.warning(
-                "the profile ends itself after %d steps; it may have %d (max_iterations) or %d seconds (max_seconds)",
+                "the profile ends after %d steps; its limits are %d steps (max_iterations) and %d s (max_seconds)",
                 self._steps,
                 settings.max_steps,
                 settings.max_seconds,
@@ -135,11 +135,11 @@ class Profiler:
             self.end()
 
     def end(self) -> None:
-        """`stop`, for those who have other work to do: what goes wrong is only logged."""
+        """Call `stop`, and only log its errors."""
         try:
             self.stop()
         except Exception:
-            log.exception("the profile could not be written")
+            log.exception("failed to write the profile")
 
 
 def _open(path: Path) -> IO[str]:
@@ -149,13 +149,13 @@ def _open(path: Path) -> IO[str]:
 
 
 def _merge(source: IO[str], spans: Iterable[Span], out: IO[str]) -> None:
-    """A trace with the spans before its own events. Its times are microseconds since a moment that its head tells."""
+    """Copy a trace and insert the spans before its events. Times are microseconds since a base given in its header."""
     head = source.read(_HEAD)
     base, events = _BASE.search(head), _EVENTS.search(head)
     if events is None:
-        raise ValueError("the profiler's trace has no list of events in its head")
+        raise ValueError("the profiler's trace has no list of events in its header")
     out.write(head[: events.end()])
-    # By the wall clock, as torch's are.
+    # Wall-clock times, as torch's.
     zero = time.time_ns() - time.monotonic_ns() - (int(base[1]) if base else 0)
     for event in _events(spans, zero):
         out.write(json.dumps(event) + ",\n")

@@ -1,4 +1,4 @@
-"""What the floors above ask of an engine core, wherever it runs: in this process, in another, or nowhere (a fake)."""
+"""`EngineClient`: the interface to an engine core, in this process, in another one, or a fake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EngineClient(Protocol):
     def info(self) -> ModelInfo: ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
-        """The request's news, of all its `n` choices interleaved, until every choice has finished.
+        """Yield the request's deltas, of all its `n` choices interleaved, until every choice has finished.
 
         Closing the iterator early (or cancelling the task that reads it) aborts the request within one step.
 
@@ -34,32 +34,37 @@ class EngineClient(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what the KV cache holds of past prompts. Requests that run keep theirs, which others may find."""
+        """Drop past prompts from the KV cache. Running requests keep their blocks, which others may find."""
         ...
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
-        """Let requests that come from now on wait. Returns when the mode has been done to those there are, and the KV
-        cache of past prompts is forgotten, unless the mode is to keep them. A pause may follow another."""
+        """Pause: new requests wait, and running ones are treated as the mode says. Return once that is done.
+
+        May be called during a pause.
+
+        Args:
+            clear_cache: drop past prompts from the KV cache; no effect under KEEP.
+        """
         ...
 
     async def resume(self) -> None:
-        """End a pause, if there is one. Raises EngineStateError while the engine sleeps."""
+        """End a pause, if any. Raises EngineStateError while the engine sleeps."""
         ...
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Pause and give memory back; see `core/pausing.py`.
+        """Pause and free memory; see `core/pausing.py`.
 
         Raises:
-            EngineStateError: the engine was not started for it.
+            EngineStateError: the engine was not started for sleeping.
         """
         ...
 
     async def wake_up(self, parts: Iterable[Part]) -> None:
-        """Take the memory of these parts again; once nothing sleeps any more, the pause ends."""
+        """Allocate the memory of these parts again; the pause ends once no part sleeps."""
         ...
 
     async def abort_named(self, names: Iterable[str] | None) -> int:
-        """End the requests, of any front end, that answer to these names, or all if None; how many there were."""
+        """Abort the requests, of any front end, with these names (see `answers_to`), or all; return their number."""
         ...
 
     async def update_weights(
@@ -72,66 +77,69 @@ class EngineClient(Protocol):
         flush_cache: bool = True,
         version: str | None = None,
     ) -> dict[str, Any]:
-        """Compute with the weights of another checkpoint of the same model, or with what `receive_weights` brought.
+        """Replace the weights by those of another checkpoint of the same model, or by received tensors.
 
-        They are read while requests run. Then these stand still for a moment as a pause of this mode has it, unless
-        there is a pause, which goes on.
+        They are read while requests run. The engine is then paused shortly, unless it is paused already, which it then
+        stays.
 
         Args:
             path: a folder or .gguf file on the engine's machine; None for the one that was read last.
-            flush_cache: forget what was computed with the old weights, so that what stands still is computed again.
-            version: what they are called.
+            load_format: format of the checkpoint; None to detect it.
+            received: use the tensors of `receive_weights` instead.
+            mode: what the pause does to running requests.
+            flush_cache: drop KV that was computed with the old weights, and recompute paused requests.
+            version: name of the new weights; None for a generated one.
 
         Returns:
             `weight_version` and `num_paused_requests`.
 
         Raises:
-            InvalidRequestError: they can't take the place of those in use, which stay.
-            EngineStateError: those are asleep, or no tensors were received.
+            InvalidRequestError: they can't replace the weights in use, which stay.
+            EngineStateError: the weights are asleep, or no tensors were received.
         """
         ...
 
     async def begin_weights(self) -> None:
-        """Expect `receive_weights`."""
+        """Start an update by `receive_weights`."""
         ...
 
     async def receive_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Have the engine read some tensors: {"path": a safetensors file or a folder on its machine}.
+        """Have the engine read tensors: {"path": a safetensors file or a folder on its machine}.
 
         Raises:
-            InvalidRequestError: there are none.
-            EngineStateError: it does not expect any.
+            InvalidRequestError: the path has no tensors.
+            EngineStateError: `begin_weights` was not called.
         """
         ...
 
     async def start_profile(self, prefix: str = "") -> None:
-        """Note what each step does, in a file whose name begins with `prefix`, until `stop_profile` or its bounds.
+        """Profile steps into a file whose name begins with `prefix`, until `stop_profile` or the profile's limits.
 
         Raises:
-            EngineStateError: the engine was not started for it, or a profile is being made.
-            InvalidRequestError: no file's name can begin so.
+            EngineStateError: the engine was not started for profiles, or a profile is running.
+            InvalidRequestError: the prefix can't be part of a file name.
         """
         ...
 
     async def stop_profile(self) -> str:
-        """End the profile; the path of its trace on the engine's machine, or nothing if there was none."""
+        """Stop the profile; return the path of its trace on the engine's machine, or "" if none was running."""
         ...
 
     def stats(self) -> EngineStats:
-        """The newest snapshot; costs nothing."""
+        """Return the newest snapshot, without waiting."""
         ...
 
     def health(self) -> Health:
-        """Whether the core lives and, if it has work, makes progress."""
+        """Return whether the core is alive and, if it has work, makes progress."""
         ...
 
     def received(self, request_id: str) -> Received:
-        """What has come for a request that is being read from `generate`; nothing for any other."""
+        """Return the tokens received for a request of `generate`; 0 tokens for an unknown one."""
         ...
 
     @property
     def slow_readers(self) -> int:
-        """Requests that were ended because too much of their output waited to be read."""
+        """Number of requests that were ended because too much of their output was unread."""
         ...
 
     async def close(self) -> None: ...

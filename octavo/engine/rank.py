@@ -1,4 +1,4 @@
-"""`RankServer`: a worker in a process of its own, driven by the messages of `rank_wire.py`."""
+"""`RankServer`: a worker in a separate process, driven by the messages of `rank_wire.py`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class RankServer:
     """Serves until the engine closes its end of the socket.
 
     Args:
-        peer: connected to the engine.
-        make_build: begins the worker. It may raise what `WorkerBuild` raises.
-        codec: knows the payloads of the features.
+        peer: the socket to the engine.
+        make_build: starts to build the worker. It may raise the errors of `WorkerBuild`.
+        codec: decodes plans and the features' payloads.
     """
 
     def __init__(self, peer: socket.socket, make_build: Callable[[], WorkerBuild], codec: PlanCodec) -> None:
@@ -51,7 +51,7 @@ class RankServer:
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
 
     def run(self) -> int:
-        """Return the process's exit code: 1 if the device was lost, which the engine was told."""
+        """Serve; return the process's exit code, 1 if the device was lost, which was reported to the engine."""
         frames = Frames()
         try:
             while data := self._peer.recv(_PIECE):
@@ -60,7 +60,7 @@ class RankServer:
         except DeviceLostError:
             return 1
         except ConnectionError:
-            log.warning("the engine has gone")
+            log.warning("the engine has disconnected")
         finally:
             self._reading.shutdown(wait=False, cancel_futures=True)
         return 0
@@ -79,7 +79,7 @@ class RankServer:
                 self._answer(message)
 
     def _launch(self, number: int, work: Callable[[], None]) -> None:
-        """Errors are raised when the step's result is requested."""
+        """Run part of a step. Errors are reported when the step's output is fetched."""
         try:
             work()
         except Exception as error:
@@ -136,7 +136,7 @@ _BESIDE_STEPS = ("stage_weights", "receive_weights", "stage_received")
 
 
 class _Methods:
-    """What an engine may call, with arguments and results of built-in types. Staged weights are called by numbers."""
+    """Methods for the engine's calls, with arguments and results of built-in types. Staged weights are numbered."""
 
     def __init__(self, make_build: Callable[[], WorkerBuild]) -> None:
         self._make_build = make_build
@@ -176,7 +176,7 @@ class _Methods:
         return self._port.can_sleep
 
     def executor(self) -> tuple[str, str]:
-        """Make it; return the names of weights and of the KV cache's form."""
+        """Make the executor; return the names of the weights and of the KV cache's storage format."""
         port = self._there()
         with memory_errors():
             self._executor = port.executor()
@@ -199,7 +199,7 @@ class _Methods:
         return self._keep(self._there().stage_received())
 
     def put_in_place(self, number: int, version: str | None, rescale: bool) -> str:
-        """Return the name of the weights."""
+        """Replace the weights; return the name of the new ones."""
         self._staged.pop(number).put_in_place(version, rescale=rescale)
         return self._there().weight_version
 

@@ -1,7 +1,7 @@
-"""The messages between an engine and a rank, which is a process with a worker (msgspec's MessagePack).
+"""The messages between an engine and a rank, a process with a worker (msgspec's MessagePack).
 
-A rank does what it is sent in that order, as an executor in the engine's process would, and sends back what is asked
-for. Only reading weights goes on beside it.
+A rank executes messages in order, as an executor in the engine's process would, and replies where a message says so.
+Only weights are read concurrently.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from octavo.engine.failure import Failure
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Launch a step; `plan` is encoded by a `PlanCodec`."""
+    """Launch a step. `plan` is encoded by a `PlanCodec`."""
 
     step: int
     plan: bytes
 
 
 class Sample(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Sample a launched step; `payload` is encoded likewise."""
+    """Sample a launched step. `payload` is encoded by a `PlanCodec`."""
 
     step: int
     payload: bytes
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Wait for a step and answer with `Output` or `StepFailed`. Earlier steps are not asked for any more."""
+    """Wait for a step and reply with `Output` or `StepFailed`. Earlier steps will not be fetched any more."""
 
     step: int
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call one of the rank's methods with arguments of built-in types; answered by `Reply`."""
+    """Call one of the rank's methods with arguments of built-in types. The answer is a `Reply`."""
 
     number: int
     method: str
@@ -43,14 +43,14 @@ class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A step's tokens."""
+    """A step's output."""
 
     step: int
     output: StepOutput
 
 
 class StepFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The step can't be computed; `lost` says that nothing can be any more, and why."""
+    """The step failed. `lost`: why the device is lost; None if it is not."""
 
     step: int
     failure: Failure
@@ -58,7 +58,7 @@ class StepFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a method returned, encoded, or its failure; `lost` as in `StepFailed`."""
+    """A method's encoded result, or its failure. `lost` as in `StepFailed`."""
 
     number: int
     value: msgspec.Raw

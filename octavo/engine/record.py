@@ -1,7 +1,7 @@
-"""Records of runs: every plan, payload and output of an engine in one file, to be computed again elsewhere.
+"""Records of runs: every plan, payload and output of an engine in one file, to be replayed elsewhere.
 
 The file is a stream of length-prefixed MessagePack records (`frames.py`): a `Header`, then for each step `Planned`,
-`Sampled` and `Gave`, in the order in which the engine used its executor. A file that was cut short is valid as it is.
+`Sampled` and `Gave`, in the order in which the engine called its executor. A truncated file is valid.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PIECE = 1 << 20
 
 
 class Header(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What is needed to make the same worker again.
+    """All that is needed to build the same worker again.
 
     Attributes:
-        form: of the file; a reader knows one.
-        version: of the Octavo that wrote it.
+        form: version of the file format; a reader supports one.
+        version: Octavo's version that wrote the file.
         config: the engine's settings.
-        facts: the device and the model that it ran.
-        sizes: what the worker had allocated.
+        facts: the device and the model.
+        sizes: the worker's allocations.
     """
 
     form: int
@@ -48,10 +48,10 @@ class Header(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A step is launched.
+    """A step was launched.
 
     Attributes:
-        names: slot -> the request that takes it with this step, and which of its choices.
+        names: slot -> request id and choice of a request that takes the slot with this step.
         plan: encoded by a `PlanCodec`.
     """
 
@@ -60,14 +60,14 @@ class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """It is sampled, with this payload."""
+    """The step was sampled, with this payload."""
 
     step: int
     payload: bytes
 
 
 class Gave(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Its output was read; None if it failed."""
+    """The step's output was read; None if the step failed."""
 
     step: int
     output: StepOutput | None
@@ -79,11 +79,13 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class Recorder:
-    """Writes a record, up to a limit. A record that can't be continued stops; the engine goes on.
+    """Writes a record, up to a limit. If it can't be continued, recording stops and the engine goes on.
 
     Args:
-        path: is written anew.
-        limit: bytes of the file.
+        path: the file; it is overwritten.
+        limit: largest size of the file, in bytes.
+        header: first record of the file.
+        codec: encodes plans and payloads.
 
     Raises:
         ConfigError: the file can't be written.
@@ -100,10 +102,10 @@ class Recorder:
         self._write(header)
 
     def around(self, executor: Executor, names_of: Callable[[StepPlan], dict[int, str]]) -> Executor:
-        """Return an executor that records what this one is asked and gives.
+        """Return an executor that records the calls and outputs of this one.
 
         Args:
-            names_of: the requests that take slots with a plan, by slot.
+            names_of: returns slot -> name of the requests that take slots with a plan.
         """
         return _Recorded(executor, self, names_of)
 
@@ -120,9 +122,9 @@ class Recorder:
             self._write(Gave(step, output))
 
     def stop(self, why: str) -> None:
-        """Record nothing more."""
+        """Stop recording, and log the reason."""
         if self._file is not None:
-            log.warning("the record of steps in %s ends here: %s", self._path, why)
+            log.warning("recording steps in %s stops here: %s", self._path, why)
             self.close()
 
     def close(self) -> None:
@@ -134,17 +136,17 @@ class Recorder:
         data = frame(_encode(record))
         self._left -= len(data)
         if self._file is None or self._left < 0:
-            self.stop("it is as long as it may be (--record-steps-limit)")
+            self.stop("the file has reached its limit (--record-steps-limit)")
             return
         try:
             self._file.write(data)
-            self._file.flush()  # the step at hand may be the process's last
+            self._file.flush()  # the process may end in the current step
         except OSError as exc:
-            self.stop(f"it can't be written ({exc.strerror})")
+            self.stop(f"the file can't be written ({exc.strerror})")
 
 
 class _Recorded:
-    """An `Executor` around another."""
+    """An `Executor` that records the calls of another."""
 
     def __init__(self, executor: Executor, recorder: Recorder, names_of: Callable[[StepPlan], dict[int, str]]) -> None:
         self._executor = executor
@@ -184,10 +186,10 @@ class _RecordedStep:
 
 
 def read_records(path: Path) -> tuple[Header, Iterator[Planned | Sampled | Gave]]:
-    """Return a file's header, and what follows it.
+    """Return a file's header and an iterator over its records.
 
     Raises:
-        ConfigError: the file can't be read, or is no record that this version of Octavo knows.
+        ConfigError: the file can't be read, or is not a record of a supported form.
     """
     try:
         records = _records(path)
@@ -195,7 +197,7 @@ def read_records(path: Path) -> tuple[Header, Iterator[Planned | Sampled | Gave]
     except OSError as exc:
         raise ConfigError(f"{path} can't be read ({exc.strerror}).") from exc
     except msgspec.DecodeError as exc:
-        raise ConfigError(f"{path} is no record of steps: {exc}. They are made by --record-steps.") from exc
+        raise ConfigError(f"{path} is not a record of steps: {exc}. Make one with --record-steps.") from exc
     if not isinstance(first, Header) or first.form != FORM:
         form = f"has form {first.form}" if isinstance(first, Header) else "does not begin with a header"
         raise ConfigError(f"{path} {form}; this version of Octavo reads records of form {FORM}.")

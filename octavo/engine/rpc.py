@@ -1,4 +1,4 @@
-"""Calls of an engine's worker by name, as programs for trainers make them. The list of names is closed."""
+"""Calls of an engine's worker by name, as training frameworks make them. Only the names in `METHODS` are allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METHODS = ("check_health", "get_weight_version", "profile", "reload_weights", "r
 
 
 class Calls:
-    """The methods, for an engine in a process of its own."""
+    """The callable methods, for an engine in another process."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class Calls:
         return self._engine.stats().weight_version
 
     async def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> str | None:
-        """Start a profile, or stop it; then where it is."""
+        """Start a profile, or stop it and return its path."""
         if not is_start:
             return await self._engine.stop_profile()
         await self._engine.start_profile(profile_prefix or "")
@@ -36,7 +36,7 @@ class Calls:
     async def reload_weights(
         self, weights_path: str | None = None, is_checkpoint_format: bool = True, weight_version: str | None = None
     ) -> None:
-        """Those of another checkpoint, or by default once more those that were read last."""
+        """Read the weights of another checkpoint, by default those that were read last."""
         check_format(is_checkpoint_format)
         await self._engine.update_weights(weights_path, version=weight_version)
 
@@ -45,10 +45,10 @@ class Calls:
 
 
 def bound(calls: object, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the call returns: for `Calls` something to await.
+    """Call a method by name and return its result, for `Calls` an awaitable.
 
     Raises:
-        InvalidRequestError: there is no such method, or it takes other arguments.
+        InvalidRequestError: the method or an argument is unknown, or an argument has the wrong type.
     """
     if method not in METHODS:
         raise InvalidRequestError(f"method must be one of {', '.join(METHODS)}.", param="method", value=method)
@@ -66,9 +66,9 @@ def bound(calls: object, method: str, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def check_format(is_checkpoint_format: bool) -> None:
-    """Raises UnsupportedError unless weights come as checkpoints have them."""
+    """Raise UnsupportedError unless weights are in the format of checkpoints."""
     if not is_checkpoint_format:
         raise UnsupportedError(
-            "is_checkpoint_format must be true: weights are taken as checkpoints have them.",
+            "is_checkpoint_format must be true: weights must be in the format of checkpoints.",
             param="is_checkpoint_format",
         )

@@ -1,4 +1,4 @@
-"""`SocketFolder`: where the processes of one server meet."""
+"""`SocketFolder`: the folder of the sockets between the processes of one server."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 _PREFIX = "octavo-"
 _OWNER = "owner"
 _LONGEST = 72
-"""Bytes of the path that holds such folders: a socket's name may have 107 (unix(7)), and theirs add up to 35."""
+"""Most bytes of the parent folder's path: a socket's path may have 107 (unix(7)), of which folder and file take 35."""
 
 
 class SocketFolder:
-    """A temporary folder of this process alone. One whose owner was killed is removed when the next one is made.
+    """A temporary folder owned by this process. Creating one removes those whose owner was killed.
 
-    The owner holds a lock on a file in it, which the kernel releases when the owner ends, however it does. The file
-    gets its name once it is locked: who finds it unlocked knows that the owner is dead.
+    The owner holds a lock on a file in it, which the kernel releases when the owner ends in any way. The file gets its
+    name after it is locked, so an unlocked file means that the owner has ended.
 
     Attributes:
-        path: of the folder, short enough for the names of sockets.
+        path: of the folder, short enough for the paths of sockets.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class SocketFolder:
         unlocked.rename(self.path / _OWNER)
 
     def remove(self) -> None:
-        """With all that is in it. More than once does no harm."""
+        """Remove the folder and its contents. May be called more than once."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def _parent() -> Path:
-    """Where temporary files go, unless that is too long a path."""
+    """Return the system's folder for temporary files, or /tmp if that path is too long."""
     usual = tempfile.gettempdir()
     return Path(usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp")
 

@@ -1,7 +1,7 @@
-"""`StubLoop`: an engine core without an engine, for tests and measurements of what stands in front of one.
+"""`StubLoop`: an engine core without a model, for tests and measurements of the server in front of it.
 
-It has a process and a wire like a real core (`CoreProcess("octavo.engine.stub", Stub(...))`), but all its requests run
-at once and every step gives each the next token of a fixed text, at a set pace.
+It has a process and a socket like a real core (`CoreProcess("octavo.engine.stub", Stub(...))`), but all its requests
+run at once and every step gives each the next token of a fixed text, at a fixed rate.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from octavo.engine.process import receive_payload
 class Stub:
     """
     Attributes:
-        tokens: what every request is answered with, from the start again when it ends.
+        info: the reported model.
+        tokens: output of every request, repeated as needed.
         step_s: seconds from step to step.
-        aligned: step k gives everybody token k, so that a reader of a token knows when it was made.
-        crowd: nothing is answered until so many requests are there.
-        log: a file that gets the time of each step in order, by `time.monotonic()`, one a line, at the end.
+        aligned: step k gives every request token k, so that a token identifies its step.
+        crowd: run no step before this many requests have arrived.
+        log: file to write the `time.monotonic()` of each step to at the end, one per line.
     """
 
     info: ModelInfo
@@ -51,7 +52,7 @@ class _Row:
 
 
 class StubLoop:
-    """Stands where an `EngineLoop` would."""
+    """Substitute for an `EngineLoop`."""
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub
@@ -88,7 +89,7 @@ class StubLoop:
         return [TokenDelta(request_id, one, [], finish=FinishReason.ABORT, times=_times(row)) for one in sorted(ended)]
 
     def step(self) -> list[TokenDelta]:
-        """Wait for the step's time; then the next token of everybody."""
+        """Wait for the step's time; return the next token of every request."""
         self._waits = self._waits and len(self._rows) < self._stub.crowd
         if self._waits:
             return []
@@ -117,51 +118,51 @@ class StubLoop:
         return not self._rows
 
     def pause(self, mode: PauseMode) -> list[TokenDelta]:
-        """What is measured here does not stop."""
+        """Raise UnsupportedError: a stub can't be paused."""
         raise UnsupportedError("A stub can't be paused.")
 
     def resume(self) -> list[TokenDelta]:
-        """There is no pause to end."""
+        """Do nothing: a stub is never paused."""
         return []
 
     def check_sleep(self, level: int) -> None:
         raise UnsupportedError("A stub can't sleep.")
 
     def sleep(self, level: int) -> None:
-        """Comes after a pause, so never."""
+        """Never called: a stub can't be paused."""
 
     def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]:
-        """Nothing sleeps."""
+        """Do nothing: a stub never sleeps."""
         return []
 
     def check_weights(self) -> WorkerPort:
         raise UnsupportedError("A stub has no weights.")
 
     def update_weights(self, staged: Staged, version: str | None = None, *, flush_cache: bool = True) -> None:
-        """There are never any."""
+        """Never called: `check_weights` raises."""
 
     def start_profile(self, prefix: str = "") -> None:
-        raise UnsupportedError("A stub has nothing to be profiled.")
+        raise UnsupportedError("A stub can't be profiled.")
 
     def stop_profile(self) -> str:
-        """There is none."""
+        """Return "": no profile is ever running."""
         return ""
 
     def idle(self) -> None:
-        """Nothing is due."""
+        """Do nothing."""
 
     def reset_prefix_cache(self) -> None:
-        """There is no cache."""
+        """Do nothing: a stub has no cache."""
 
     def stats(self) -> EngineStats:
         self._stats.num_running = len(self._rows)
         return self._stats
 
     def check_idle(self) -> None:
-        """There is nothing that could have leaked."""
+        """Do nothing: a stub has no blocks."""
 
     def close(self) -> None:
-        """Write the log."""
+        """Write the log of step times."""
         if self._stub.log is not None:
             Path(self._stub.log).write_text("".join(f"{moment:.6f}\n" for moment in self._times), encoding="ascii")
 

@@ -1,7 +1,7 @@
-"""`ToyDevice`: an executor with no model, for testing everything above it. It keeps its own truth and trusts nobody.
+"""`ToyDevice`: an executor without a model, for testing everything above it. It verifies every plan.
 
 Its "model" is a fixed function of the whole context. Its KV cells hold the context that they stand for, so every read
-checks that the engine kept the right blocks for the right request. It runs steps as late as it may, or at random.
+checks that the engine kept the right blocks for the right request. It runs steps as late as possible, or at random.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Cell = tuple[int, ...]
 
 
 def next_token(context: Sequence[int], seed: int = 0) -> int:
-    """The toy model: which token follows a context."""
+    """The toy model: return the token that follows a context."""
     return random.Random(hash((tuple(context), seed))).randrange(VOCAB)
 
 
 def toy_generate(
     prompt: Sequence[int], max_tokens: int, *, stop_ids: Sequence[int] = (EOS,), seed: int = 0
 ) -> list[int]:
-    """What any correct engine produces for a prompt, one token after the other."""
+    """Return the tokens that a correct engine produces for a prompt."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         tokens.append(next_token(tokens, seed))
@@ -69,12 +69,15 @@ class ToyStep:
 
 
 class ToyDevice:
-    """A FIFO of launched work. `lazy` runs it only when a result is asked for; otherwise at random moments.
+    """A FIFO of launched work.
 
-    `num_drafts` tokens are drafted after each sampled one, right three times out of five. `groups` are those of its
-    layers, one layer each. To test what a fault costs, `fail_at` names plans whose forward pass raises, `poison` a
-    token that no step can compute, and `lost_at` the plan whose result, and everything after it, raises
-    DeviceLostError.
+    Args:
+        num_drafts: tokens drafted after each sampled one; three out of five are right.
+        lazy: run work only when a result is requested; otherwise at random moments.
+        fail_at: ids of plans whose forward pass raises RuntimeError.
+        poison: a token that no step can compute.
+        groups: cache groups of its layers, one layer each.
+        lost_at: id of the plan whose result, like everything after it, raises DeviceLostError.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class ToyDevice:
         self._queue: deque[Callable[[], None]] = deque()
         self._slots: dict[int, _Slot] = {}
         self._before: StepPlan | None = None
-        """The last plan that was launched; None after one that failed."""
+        """The last launched plan; None after one that failed."""
         self.cells_computed = 0
 
     def forward(self, plan: StepPlan) -> ToyStep:
@@ -115,7 +118,7 @@ class ToyDevice:
         return step
 
     def _check_repeats(self, plan: StepPlan) -> None:
-        """A plan that says so has the rows of the one before, which has not failed."""
+        """Check that a plan with `repeats` has the rows of the previous plan, which has not failed."""
         before, self._before = self._before, plan
         if plan.repeats and (plan.new or before is None or _rows(plan) != _rows(before) or before.id != plan.id - 1):
             raise AssertionError(f"plan {plan.id} does not repeat the one before")
@@ -129,7 +132,7 @@ class ToyDevice:
         self._enqueue(lambda: self._sample(step))
 
     def watch(self, spans: Spans) -> None:
-        """A toy has no parts."""
+        """Do nothing: the steps have no parts to record."""
 
     def drain(self) -> None:
         if self._lost:
@@ -179,7 +182,7 @@ class ToyDevice:
             self._cells[destination] = list(self._cells[source])
 
     def _attend(self, spans: Sequence[tuple[_Slot, int, list[int]]], index: int, group: CacheGroup) -> None:
-        """Write the KV of all rows, then read what each row's tokens see."""
+        """Write the KV of all rows, then read all positions that each row's tokens attend to."""
         for state, start, context in spans:
             for position in range(start, len(context)):
                 self._write(state.tables[index], position, tuple(context[: position + 1]))
@@ -220,7 +223,7 @@ class ToyDevice:
         step.output = StepOutput(tokens)
 
     def _verify(self, state: _Slot, drafts: list[int]) -> list[int]:
-        """The model's own tokens, as far as the drafts agree with them, and one more."""
+        """Return the model's tokens as far as the drafts agree with them, and one more."""
         accepted: list[int] = []
         for draft in [*drafts, None]:
             accepted.append(next_token(state.tokens + accepted, state.seed))

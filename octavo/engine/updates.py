@@ -1,4 +1,4 @@
-"""`Updates`: weights that are read in a thread, while the engine computes with those that it has."""
+"""`Updates`: read weights in a thread while the engine runs with the current ones."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ C = TypeVar("C")
 
 @dataclass(slots=True)
 class Update:
-    """Weights that are to take their place once nothing is computed.
+    """Staged weights that replace the current ones once the engine has settled.
 
     Attributes:
-        resumes: the engine goes on afterwards, for it stands still for this only.
+        command: the front end's command.
+        staged: the new weights.
+        resumes: resume the engine afterwards, since only this update has paused it.
     """
 
     command: wire.UpdateWeights
@@ -32,7 +34,7 @@ class Update:
 
 @dataclass(slots=True)
 class Job(Generic[C]):
-    """What somebody waits for."""
+    """A command that a front end waits for."""
 
     client: C
     command: wire.WeightCommand
@@ -40,7 +42,7 @@ class Job(Generic[C]):
 
 
 class Updates(Generic[C]):
-    """One job after the other, in the order in which they came."""
+    """Runs jobs one after another, in the order of their arrival."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
@@ -54,10 +56,10 @@ class Updates(Generic[C]):
         self._jobs.append(Job(client, command, self._threads.submit(work)))
 
     def done(self) -> Iterator[Job[C]]:
-        """Those that have ended since the last look, in order."""
+        """Yield the jobs that have ended since the last call, in order."""
         while self._jobs and self._jobs[0].done.done():
             yield self._jobs.pop(0)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further job."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
 """The messages between front ends and an engine core, and their encoding (msgspec's MessagePack).
 
-A front end that is gone says nothing: its connection ends, and with it its requests.
+When a front end disconnects, its requests are aborted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from octavo.core.stats import EngineStats
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A front end is there and wants to know when the core is ready."""
+    """A front end has connected; the core replies with `Ready` when it is ready."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Queue a request; what comes of it is in `News`, or `Refused`."""
+    """Queue a request. The replies are `News`, or `Refused`."""
 
     request: GenerateRequest
 
@@ -34,14 +34,16 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget the KV cache of past prompts."""
+    """Drop past prompts from the KV cache."""
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Pause, and forget the KV cache of past prompts if asked to; like those below, answered by `Done` once it is so.
+    """Pause. This and the commands below are answered by `Done` when they are complete.
 
     Attributes:
-        call: a number of the sender's for the answer.
+        call: the sender's number for this command; `Done` repeats it.
+        mode: what happens to running requests.
+        clear_cache: drop past prompts from the KV cache; no effect under KEEP.
     """
 
     call: int
@@ -56,7 +58,7 @@ class Resume(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Pause, then give memory back; see `core/pausing.py`."""
+    """Pause, then free memory; see `core/pausing.py`."""
 
     call: int
     level: int
@@ -64,41 +66,42 @@ class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class WakeUp(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Take the memory of these parts again."""
+    """Allocate the memory of these parts again."""
 
     call: int
     parts: list[Part]
 
 
 class AbortNamed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End the requests that answer to one of these names, or all if None; see `answers_to`."""
+    """Abort the requests with one of these names, or all if None; see `answers_to`. The result is their number."""
 
     call: int
     names: list[str] | None
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Note what each step does, in a file whose name begins with the prefix."""
+    """Profile steps into a file whose name begins with the prefix."""
 
     call: int
     prefix: str
 
 
 class StopProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End that; answered with the path of the file."""
+    """Stop the profile. The result is the path of the file."""
 
     call: int
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute with other weights; answered with their name and the number of requests that stood still for it.
+    """Replace the weights. The result is their name and the number of requests that were paused for it.
 
     Attributes:
         path: of a model on the core's machine; None for the files that were read last.
-        received: take what `ReceiveWeights` brought instead.
-        mode: what becomes of requests that run, unless there is a pause.
-        flush_cache: forget what was computed with the old weights.
-        version: a name; None for one of the core's.
+        load_format: format of the checkpoint; None to detect it.
+        received: use the tensors of `ReceiveWeights` instead.
+        mode: what the pause does to running requests, unless the engine is already paused.
+        flush_cache: drop KV that was computed with the old weights.
+        version: name of the new weights; None for a generated one.
     """
 
     call: int
@@ -111,50 +114,50 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class BeginWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Tensors will be sent."""
+    """Start an update by `ReceiveWeights`."""
 
     call: int
 
 
 class ReceiveWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Some of them are there."""
+    """Read some tensors of the update."""
 
     call: int
     update_info: dict[str, Any]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Stop now; what still runs is aborted."""
+    """Stop now; running requests are aborted."""
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A phase of the start has ended, after so many seconds; or has begun, if None."""
+    """A phase of the start has begun (`seconds` is None), or has ended after `seconds`."""
 
     name: str
     seconds: float | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The core takes requests."""
+    """The core is ready for requests."""
 
     info: ModelInfo
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The core could not start; `kind` is the error's class in `core.errors`, or another name for a bug."""
+    """The core failed to start. `kind`: name of the error's class, in `core.errors` or, for a bug, elsewhere."""
 
     kind: str
     message: str
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The core's last message: its device is lost, every request ends with this error, and the process ends."""
+    """The core's last message: the device is lost, every request ends with this error, and the process ends."""
 
     message: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request that can never run; the fields of `InvalidRequestError`."""
+    """A request was refused, with the fields of its `InvalidRequestError`."""
 
     id: str
     message: str
@@ -162,12 +165,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What was asked for is so.
+    """Reply to a command.
 
     Attributes:
-        value: what came of it, of built-in types.
-        param: the field at fault, if one is.
-        kind: why it is not so: the error's class in `core.errors`, or another name for a bug; None if it is.
+        call: the command's number.
+        value: its result, of built-in types.
+        kind: None on success, else the name of the error's class, in `core.errors` or, for a bug, elsewhere.
+        message: the error's text.
+        param: the field at fault, if any.
     """
 
     call: int
@@ -178,10 +183,10 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a step brought to this front end's requests; sent after every step, even if it brought nothing.
+    """The deltas of this front end's requests; sent after every step, even if empty.
 
     Attributes:
-        stats: now and then, and always when nothing is left to do.
+        stats: sent at intervals, and always when the engine becomes idle.
     """
 
     deltas: list[TokenDelta]

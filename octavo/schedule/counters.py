@@ -19,7 +19,7 @@ class Counters:
         self.stats = EngineStats(num_blocks=cache.num_blocks, block_size=cache.block_size)
 
     def snapshot(self, running: int, waiting: int, deferred: int, unfilled: int) -> EngineStats:
-        """The counters, with the gauges brought up to date. `unfilled`: what `unfilled` gives for the running ones."""
+        """Return the counters with current gauges. `unfilled`: the result of `unfilled` for the running requests."""
         stats, cache = self.stats, self._cache
         stats.num_running = running
         stats.num_waiting = waiting
@@ -35,17 +35,23 @@ class Counters:
         return stats
 
     def forget(self) -> None:
-        """Start anew."""
+        """Reset all counters."""
         self._cache.num_copied = self._cache.num_evicted = 0
         self.stats = EngineStats(num_blocks=self._cache.num_blocks, block_size=self._cache.block_size)
 
     def left(self, waiting: int, seats: int, tokens: int) -> None:
-        """So many wait for room now that a step is planned, and so much is left: they lack what has run out."""
+        """Record what limits admission after a step was planned.
+
+        Args:
+            waiting: requests that still wait for resources.
+            seats: free slots.
+            tokens: token budget that the step left unused.
+        """
         lacking = "seats" if not seats else "step_tokens" if tokens <= 0 else "kv_blocks"
         self.stats.waits_for = lacking if waiting > 0 else ""
 
     def step(self, rows: int, tokens: int, prompt_tokens: int, sampled: int, unfilled: int) -> None:
-        """A step was planned, of whose rows `sampled` get a new token; `unfilled` as for `snapshot`."""
+        """Count a planned step; `sampled` of its rows get a new token. `unfilled` as for `snapshot`."""
         stats, cache = self.stats, self._cache
         stats.num_steps += 1
         stats.step_tokens += tokens
@@ -59,7 +65,7 @@ class Counters:
             stats.waste_sum += unfilled / allocated
 
     def admission(self, request: Request, shared: int) -> None:
-        """A request got a slot, and `shared` positions of its KV were there already."""
+        """Count an admitted request; `shared` positions of its KV were already cached."""
         stats = self.stats
         if request.first_scheduled:
             stats.recomputed_tokens += max(0, request.num_lost - shared)
@@ -73,7 +79,7 @@ class Counters:
         stats.prompt_tokens_computed += request.num_prompt - shared
 
     def times(self, *, plan: float, launch: float, retire: float) -> None:
-        """A step's seconds: spent planning, launching, and waiting for tokens and taking them in."""
+        """Add a step's times in seconds: planning, launching, and retiring (wait for its tokens and commit them)."""
         stats = self.stats
         stats.plan_s += plan
         stats.launch_s += launch
@@ -81,9 +87,9 @@ class Counters:
         stats.last_step_s = plan + launch + retire
 
     def idle(self, seconds: float) -> None:
-        """The device waited for the host."""
+        """Add seconds for which the device waited for the host."""
         self.stats.idle_s += seconds
 
     def unfilled(self, running: Sequence[Request]) -> int:
-        """Token slots in the requests' blocks that hold no token."""
+        """Return the token slots in the requests' blocks that hold no token."""
         return sum(self._cache.unfilled(r.table, r.num_computed) for r in running) if self._cache.num_blocks else 0

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a sequence in lockstep ends: with these tokens, and with data for the feature's text half."""
+    """The end of a sequence in lockstep: its tokens, and data for the feature's text half."""
 
     tokens: list[int]
     reason: FinishReason
@@ -33,9 +33,9 @@ class Lockstep(ABC):
     """How the sequences of one request take their steps together; see `schedule/siblings.py`.
 
     Attributes:
-        width: how many sequences there are, at least the request's `n`.
+        width: number of sequences, at least the request's `n`.
         param: the request's field that sets `width`, for errors.
-        params: how the worker samples each of them, set by `begin`; it asks for `logprobs`.
+        params: sampling parameters of each sequence, set by `begin`; they request `logprobs`.
     """
 
     width: int
@@ -44,94 +44,94 @@ class Lockstep(ABC):
 
     @abstractmethod
     def begin(self, max_tokens: int, stop_ids: frozenset[int]) -> None:
-        """The request was taken; no output will be longer than `max_tokens`."""
+        """Start the rule for an accepted request; no output will be longer than `max_tokens`."""
 
     @abstractmethod
     def step(self, outputs: Sequence[list[int]], found: Sequence[TokenLogprobs]) -> list[tuple[int, int]] | None:
-        """Return what the sequences become, as (sequence that is continued, next token); None at the end.
+        """Return the next sequences as (index of the sequence that is continued, next token); None at the end.
 
         Args:
             outputs: each sequence's tokens so far, without the prompt.
-            found: the most likely next tokens of each.
+            found: each sequence's most likely next tokens.
         """
 
     @abstractmethod
     def endings(self) -> list[Ending]:
-        """At the end, how the sequences end; at least one. Those for which there is none take the last."""
+        """Return how each sequence ends, at least one entry; sequences beyond the list take the last entry."""
 
 
 class EngineHook:
-    """The engine half of a feature. It keeps its own state by request and never sees the scheduler."""
+    """The engine half of a feature. It keeps its own state per request and never sees the scheduler."""
 
     name: str = ""
     opt_in: bool = False
-    """Whether requests without options for it mean nothing to it: of their tokens it is not told, and of steps in which
-    only requests without options compute single tokens it is neither asked nor told."""
+    """Skip the hook for requests without options for it: `on_commit` is not called for their tokens, and no method is
+    called for steps in which only such requests compute single tokens."""
     tasks: tuple[str, ...] = ()
-    """What requests may ask for because of it; see `ModelInfo.tasks`."""
+    """Tasks that it adds; see `ModelInfo.tasks`."""
     info: msgspec.Raw | None = None
-    """What its other parts may know of the model; see `ModelInfo.feature_info`."""
+    """Facts about the model for the feature's other parts; see `ModelInfo.feature_info`."""
     admits_for_good: bool = False
-    """Whether a request that computes single tokens is never held up by it: then it need not be asked each time."""
+    """`admit` never delays a request that computes single tokens, so it is not called for each of them."""
 
     def lockstep(self, spec: GenerateRequest) -> Lockstep | None:
-        """Return how the request's sequences take their steps together; None if they are independent.
+        """Return the rule that keeps the request's sequences in lockstep; None if they are independent.
 
-        Called when the request arrives, and only if it has options for this feature.
+        Called when the request arrives, only if it has options for this feature.
         """
         return None
 
     def admit(self, request: Request, num_tokens: int) -> int:
-        """How many of `num_tokens` the request may compute now; 0 lets it wait and others pass it.
+        """Return how many of `num_tokens` the request may compute now; 0 makes it wait, and others may pass it.
 
         Raises:
-            InvalidRequestError: the request turned out to be one that can't be served; it ends with this error.
+            InvalidRequestError: the request can't be served; it ends with this error.
         """
         return num_tokens
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
-        """Add `draft.payload[name]`, or set `draft.needs_feedback`. If `draft.repeats`, rows are those of the call
-        before."""
+        """Add `draft.payload[name]`, or set `draft.needs_feedback`. If `draft.repeats`, `rows` equals that of the
+        previous call."""
 
     def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Any:
-        """Return what the worker half needs for sampling; None for nothing.
+        """Return the worker half's payload for sampling; None for none.
 
-        Called once for each plan, after its `on_plan` and before that of the next, while the forward pass runs.
+        Called once per plan while its forward pass runs: after its `on_plan` and before the next plan's.
         """
         return None
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
-        """These tokens were just appended. True ends the request: its output is complete."""
+        """Process tokens that were just appended. Return True to end the request with its output complete."""
         return False
 
     def result(self, request: Request) -> bytes | None:
-        """Return what goes to the feature's text half with the end of the request; see `TextHook.answer`.
+        """Return the data for the feature's text half at the end of the request; see `TextHook.answer`.
 
         Called only if the request has options for this feature.
         """
         return None
 
     def on_release(self, request: Request) -> None:
-        """The request has ended; forget it. After a failure this may be said twice."""
+        """Drop the state of a request that has ended. After a failure this may be called twice."""
 
 
 def lockstep_of(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> Lockstep | None:
-    """The lockstep that a feature wants for a new request; None if none does."""
+    """Return the lockstep rule that a feature sets for a new request; None if none does."""
     wanted = (hook.lockstep(spec) for hook in hooks if hook.name in spec.options)
     return next((one for one in wanted if one is not None), None) if spec.options else None
 
 
 def hooks_of(request: Request, hooks: Sequence[EngineHook]) -> tuple[EngineHook, ...]:
-    """Those to which the request may mean something."""
+    """Return the hooks that must be called for this request."""
     return tuple(hook for hook in hooks if not hook.opt_in or hook.name in request.spec.options)
 
 
 def admitted(
     hooks: Sequence[EngineHook], request: Request, num_tokens: int
 ) -> tuple[int, InvalidRequestError | RuntimeError | None]:
-    """`admit` of all hooks: how many tokens all agree to, or why the request ends.
+    """Call `admit` of all hooks; return the number of tokens that all admit, and the error that ends the request.
 
-    That is a RuntimeError where a hook failed: the failure is the request's own, for nothing of it was planned.
+    A hook that fails gives a RuntimeError. Only this request is affected, since none of it was planned yet.
     """
     for hook in hooks:
         try:
@@ -139,15 +139,15 @@ def admitted(
         except InvalidRequestError as error:
             return 0, error
         except Exception as exc:
-            log.exception("the feature %r failed to admit request %s, which ends here", hook.name, request.id)
+            log.exception("feature %r failed to admit request %s; the request ends", hook.name, request.id)
             return 0, RuntimeError(internal_error(exc))
     return num_tokens, None
 
 
 def committed(hooks: Sequence[EngineHook], request: Request, tokens: Sequence[int]) -> tuple[bool, str | None]:
-    """`on_commit` of those it concerns: whether one says that the output is complete, and the error of one that failed.
+    """Call `on_commit` of the request's hooks; return whether its output is complete, and the error of a failed hook.
 
-    A failure is the request's own: its step has run, and nobody else's tokens are touched.
+    A failure affects only this request: its step has run, and other requests' tokens are not touched.
     """
     complete = False
     failed: str | None = None
@@ -158,27 +158,27 @@ def committed(hooks: Sequence[EngineHook], request: Request, tokens: Sequence[in
         try:
             complete |= hook.on_commit(request, tokens)
         except Exception as exc:
-            log.exception("the feature %r failed on a token of request %s, which ends here", hook.name, request.id)
+            log.exception("feature %r failed on a token of request %s; the request ends", hook.name, request.id)
             failed = internal_error(exc)
     return complete, failed
 
 
 def results(hooks: Sequence[EngineHook], request: Request) -> dict[str, bytes]:
-    """`result` of the features that the request has options for. A failure is logged and leaves that result out."""
+    """Return `result` of each feature that the request has options for. Failures are logged and left out."""
     found: dict[str, bytes] = {}
     for hook in hooks:
         try:
             if hook.name in request.spec.options and (data := hook.result(request)) is not None:
                 found[hook.name] = data
         except Exception:
-            log.exception("the feature %r failed to give the result of request %s", hook.name, request.id)
+            log.exception("feature %r failed to return the result of request %s", hook.name, request.id)
     return found
 
 
 def released(hooks: Sequence[EngineHook], request: Request) -> None:
-    """`on_release` of all hooks. The request has ended: a failure is logged and changes nothing."""
+    """Call `on_release` of all hooks for a request that has ended. Failures are logged and have no other effect."""
     for hook in hooks:
         try:
             hook.on_release(request)
         except Exception:
-            log.exception("the feature %r failed to forget request %s", hook.name, request.id)
+            log.exception("feature %r failed to release request %s", hook.name, request.id)

@@ -9,11 +9,11 @@ from octavo.schedule.request import Request
 
 
 class KvPlanner:
-    """The scheduler's questions to the cache.
+    """Finds, reserves and registers KV blocks for the scheduler.
 
     Args:
-        share_prefixes: requests use each other's KV.
-        watermark: part of the cache that stays free when a request is admitted beside running ones, for their growth.
+        share_prefixes: let requests reuse each other's KV.
+        watermark: fraction of the cache (0 to 1) kept free for the growth of running requests when one is admitted.
     """
 
     def __init__(self, cache: KVCache, *, share_prefixes: bool, watermark: float = 0.0) -> None:
@@ -22,9 +22,13 @@ class KvPlanner:
         self._reserve = int(watermark * cache.num_blocks)
 
     def share(self, request: Request, prompts: Collection[Request]) -> bool:
-        """Give a waiting request the KV that is there already; False if the choice that computes it is not done.
+        """Give a waiting request the KV that is already computed.
 
-        `prompts` are the requests whose prompt the step in the making computes or finds; see `StepBuilder`.
+        Args:
+            prompts: requests whose prompt the step being built computes or finds; see `StepBuilder`.
+
+        Returns:
+            False if the request must wait for the sibling that computes their common prompt.
         """
         siblings = request.siblings
         if siblings.holds(request):
@@ -41,22 +45,22 @@ class KvPlanner:
         return True
 
     def unshare(self, request: Request) -> None:
-        """Take it back."""
+        """Undo `share`."""
         self._cache.release(request.table)
         request.num_computed = 0
 
     def shortage(self, request: Request, num_running: int) -> int:
-        """Blocks missing to admit the request, with some growth of the running ones; <= 0 means it fits."""
+        """Return the blocks missing to admit the request, with some growth of the running ones; <= 0 means it fits."""
         cache = self._cache
         known = len(request.tokens) + min(request.max_tokens, 1)
         missing = cache.missing(request.table, request.num_computed, known)
         growth = min(num_running, cache.num_blocks // 50)
-        # Sequences in lockstep wait for each other: one that waited for the others to end would wait for ever.
+        # Sequences in lockstep wait for each other; with a reserve, one would wait forever for the others to end.
         reserve = self._reserve if num_running and request.siblings.lockstep is None else 0
         return missing + max(growth, reserve) - cache.num_free
 
     def register(self, request: Request) -> None:
-        """Let others find what is computed of its known tokens."""
+        """Register the computed blocks of its known tokens, so that other requests find them."""
         known = min(request.num_computed, len(request.tokens))
         self._cache.register(request.table, self._namespace(request), request.keys, known, request.num_computed)
 

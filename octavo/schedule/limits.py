@@ -1,4 +1,4 @@
-"""`Limits`: what bounds a step and a request, and the check of a request against them."""
+"""`Limits`: the bounds of a step and of a request, and the check of a request against them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from octavo.schedule.hooks import Lockstep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds a step and a request.
+    """Bounds of a step and of a request.
 
     Attributes:
         max_ahead: steps in flight that may hold a row of one request: the loop's depth + 1.
-        num_drafts: draft tokens that the worker proposes whenever it samples. 0 for all workers there are; the toy
+        num_drafts: draft tokens that the worker proposes whenever it samples. 0 for all real workers; only the toy
             device of the tests (`engine/toy.py`) drafts.
-        share_prefixes: whether requests may find each other's blocks.
-        watermark: part of the KV cache that stays free when a request is admitted beside running ones.
-        paced_tokens: tokens of a step beyond which prompts that can wait do so, under a policy that spreads them; 0 if
-            prompts never wait.
-        whole_prompts: a prompt is computed in one step, as where each token sees those after it.
+        share_prefixes: whether requests may reuse each other's blocks.
+        watermark: fraction of the KV cache (0 to 1) kept free when a request is admitted beside running ones.
+        paced_tokens: under a policy that spreads prompts, prompts that can wait are not added to a step beyond this
+            many tokens; 0 if prompts never wait.
+        whole_prompts: compute each prompt in one step, as bidirectional attention requires.
     """
 
     max_num_seqs: int
@@ -37,10 +37,10 @@ class Limits:
 
 
 def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits, lockstep: Lockstep | None = None) -> int:
-    """The request's `max_tokens`, resolved; refused at the door if it could never be computed to the end.
+    """Return the request's `max_tokens`, resolved to a number.
 
     Raises:
-        InvalidRequestError: with the numbers and what to change.
+        InvalidRequestError: the request can never be computed to its end; the text has the numbers and the remedy.
     """
     if not spec.tokens:
         raise InvalidRequestError("The prompt has no tokens; send at least one.", param="prompt", value=[])
@@ -69,7 +69,7 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits, lo
 
 
 def _checked_width(lockstep: Lockstep, limits: Limits) -> int:
-    """How many sequences run beside the first; all share the prompt's full blocks at least."""
+    """Return the number of sequences beside the first. All share at least the prompt's full blocks."""
     width = lockstep.width
     if width > limits.max_num_seqs:
         raise InvalidRequestError(
@@ -82,7 +82,7 @@ def _checked_width(lockstep: Lockstep, limits: Limits) -> int:
 
 
 def _checked_prompt(spec: GenerateRequest, room: int, cache: KVCache, limits: Limits) -> int:
-    """0 tokens, for a request whose prompt fits."""
+    """Check that the prompt fits; return 0, the tokens to sample."""
     if room < 0:
         sentence = context_error(limits.max_model_len, len(spec.tokens), field="input")
         raise InvalidRequestError(sentence, param="input")

@@ -12,7 +12,7 @@ from octavo.schedule.request import Request
 
 
 def append(request: Request, sampled: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-    """Append tokens to the request up to its end; those appended, and the end if one was met."""
+    """Append tokens to the request up to its end; return the appended tokens, and the finish reason if it ended."""
     tokens: list[int] = []
     rule = request.params.repetition_detection
     for token in sampled:
@@ -28,9 +28,9 @@ def append(request: Request, sampled: Sequence[int]) -> tuple[list[int], FinishR
 
 
 def repeats(tokens: list[int], rule: RepetitionDetection, start: int = 0) -> bool:
-    """Whether `tokens[start:]` end with one pattern over and over, as the rule says.
+    """Return whether `tokens[start:]` end with a repeated pattern that matches the rule.
 
-    Cheap before `rule.least` tokens; from then on only earlier places of the last token are compared.
+    Constant time below `rule.least` tokens; beyond, only earlier occurrences of the last token are compared.
     """
     end = len(tokens)
     count = end - start
@@ -53,8 +53,8 @@ _KEY = "prompt_logprobs"
 
 
 def prompt_news(request: Request, found: list[TokenLogprobs]) -> list[TokenDelta]:
-    """The news in the next entries of `found`; none where it was told before a preemption, after which the prompt is
-    computed again."""
+    """Return the delta for the next entries of `found`. Entries sent before a preemption are not sent again when the
+    prompt is recomputed."""
     preemptions, seen, sent = request.extra.get(_KEY, (0, 0, 0))
     if preemptions != request.num_preemptions:
         seen = 0
@@ -65,7 +65,10 @@ def prompt_news(request: Request, found: list[TokenLogprobs]) -> list[TokenDelta
 
 
 def times_at_first_token(request: Request) -> RequestTimes | None:
-    """The milestones so far, if this is the request's first token: a stop string may end it where they aren't known."""
+    """Return the times so far if this is the request's first token, else None.
+
+    They are sent early because the front end may end the request at a stop string, without a last delta.
+    """
     if request.first_token:
         return None
     request.first_token = time.monotonic()
@@ -74,7 +77,7 @@ def times_at_first_token(request: Request) -> RequestTimes | None:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """What else there is to tell at a request's end; the fields are those of `TokenDelta`."""
+    """Fields of a request's last `TokenDelta`."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
@@ -85,7 +88,7 @@ class Last:
 
 
 def last_news(request: Request, reason: FinishReason, eos: Collection[int], last: Last) -> TokenDelta:
-    """The last news of a request, which ends for this reason."""
+    """Build the last delta of a request that ends for this reason."""
     tokens = last.tokens
     stopped = reason is FinishReason.STOP and not last.complete and bool(tokens)
     return TokenDelta(

@@ -23,12 +23,12 @@ from octavo.schedule.step_builder import Admission, StepBuilder
 
 
 class Planner:
-    """Lays out steps, and seats and preempts requests for them.
+    """Lays out steps, and admits and preempts requests for them.
 
     Attributes:
-        num_deferred: requests that wait for something else than room, as of the last step.
-        refused: requests that a feature refused, or failed on, and why; whoever takes them ends them.
-        at: whom a row is being made for, so that a failure is known to be about that request.
+        num_deferred: requests that wait for something other than slots, tokens or blocks, as of the last step.
+        refused: requests that a feature refused or failed on, each with its error; the caller ends them.
+        at: the request being planned, so that a failure is attributed to it.
     """
 
     def __init__(
@@ -55,7 +55,11 @@ class Planner:
         self._paced = policy.spreads_prompts and limits.paced_tokens > 0
 
     def decide(self, *, in_flight: bool) -> StepBuilder:
-        """The next step; without rows if nothing can be computed. `in_flight`: launched steps are not committed yet."""
+        """Build the next step; without rows if nothing can be computed.
+
+        Args:
+            in_flight: some launched steps are not committed yet.
+        """
         self.at = None
         step = StepBuilder(budget=self._limits.max_num_batched_tokens)
         alone = self._quarantine.current is not None
@@ -80,7 +84,7 @@ class Planner:
         return step
 
     def preempt(self, request: Request) -> None:
-        """Let a request wait again; what it computed is computed anew, as far as it is not found again."""
+        """Return a request to the waiting queue; it recomputes what the prefix cache no longer holds."""
         self._counters.stats.num_preemptions += 1
         self._requests.preempt(request)
 
@@ -92,9 +96,9 @@ class Planner:
         self._plan_waiting(step)
 
     def _plan_running(self, step: StepBuilder) -> None:
-        """Rows that only decode come first, so that no prompt holds them up; within each group by rank.
+        """Plan rows of running requests by rank: decodes first, so that no prompt delays them, then prompts.
 
-        A waiting request may rank before one whose prompt still takes several steps; then it is admitted first.
+        A waiting request that ranks before a running one with prompt left is admitted before it.
         """
         small: list[Request] = []
         large: list[Request] = []
@@ -107,7 +111,7 @@ class Planner:
             if self._may_run(step, request):
                 self._plan_row(step, request)
         for request in large:
-            if request.slot < 0:  # preempted by a row of this step: it waits, and if it comes back now it has its row
+            if request.slot < 0:  # preempted by a row of this step; `_plan_waiting` may admit it again
                 continue
             self._plan_waiting(step, before=self._policy.rank(request))
             if self._may_run(step, request):
@@ -130,7 +134,7 @@ class Planner:
             self.preempt(victim)
 
     def _plan_waiting(self, step: StepBuilder, before: Rank | None = None) -> None:
-        """Admit by rank while there is room; with `before`, only those of a lower rank."""
+        """Admit waiting requests by rank while they fit; with `before`, only those of a lower rank."""
         waiting = self._requests.waiting
         while step.starved is None and step.budget > 0 and self._requests.num_free_slots:
             request = waiting.peek()
@@ -158,7 +162,7 @@ class Planner:
             return Admission.WAIT if waits else Admission.FULL
         self._requests.start(request)
         if not self._add_row(step, request, num_tokens):
-            raise AssertionError(f"no KV block for request {request.id}, although there was room")
+            raise AssertionError(f"no KV block for request {request.id}, although its shortage was 0")
         step.add_new(request, shared)
         self._counters.admission(request, shared)
         return Admission.DONE
@@ -167,13 +171,13 @@ class Planner:
         return self._admit(step, request) if self._requests.num_free_slots else Admission.FULL
 
     def _budget(self, step: StepBuilder, request: Request) -> int:
-        """How many tokens the step has left for a request; for a prompt that can wait they may be fewer."""
+        """Return the tokens that the step has left for a request; a prompt that can wait may get fewer."""
         if step.pace is None or request.uncomputed <= 1 + request.num_drafts:
             return step.budget
         return step.pace.allowed(request, self._limits.max_num_batched_tokens - step.budget, step.budget)
 
     def _allowed(self, step: StepBuilder, request: Request) -> int:
-        """How many of its tokens the request computes in this step; drafts go all together or not at all."""
+        """Return how many tokens the request computes in this step. Drafts are computed all together or not at all."""
         num_tokens = min(request.uncomputed, self._budget(step, request))
         num_tokens = self._cache.chunk(request.num_computed, num_tokens)
         if self._limits.whole_prompts and num_tokens < request.uncomputed:
@@ -186,7 +190,7 @@ class Planner:
         return 0 if request.num_drafts and splits_drafts else num_tokens
 
     def _add_row(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
-        """Launch `num_tokens` of a request that has a slot; False, and nothing changed, if KV blocks lack."""
+        """Add a row for a request with a slot; return False, with nothing changed, if too few blocks are free."""
         start, end = request.num_computed, request.num_computed + num_tokens
         growth = self._cache.grow(request.table, start, end, oldest=start - request.pending)
         if growth is None:
@@ -207,7 +211,7 @@ class Planner:
     # After a failure
 
     def _plan_alone(self, step: StepBuilder, *, in_flight: bool) -> None:
-        """A step with one row, of a request under suspicion, and nothing else in flight."""
+        """Plan a step with a single row, of a suspected request, when nothing else is in flight."""
         turns = 0 if in_flight else len(self._quarantine)
         for _ in range(turns):
             suspect = self._quarantine.current
@@ -216,7 +220,7 @@ class Planner:
             self._quarantine.postpone()
 
     def _plan_suspect(self, step: StepBuilder, suspect: Request) -> bool:
-        """Whatever room it needs is taken from the others, who stand still meanwhile."""
+        """Plan the suspect's row, preempting other requests as needed; return whether it got one."""
         requests = self._requests
         others = sorted((r for r in requests.running if r is not suspect), key=self._policy.victim_rank)
         if suspect.slot < 0:
@@ -230,12 +234,12 @@ class Planner:
             self.preempt(others.pop())
         return num_tokens > 0
 
-    # Who yields
+    # Preemption
 
     def _make_way(self, step: StepBuilder) -> None:
-        """If the first in line finds no room, but may displace running requests, let as few of them yield as will do.
+        """If the first waiting request does not fit but may displace running ones, preempt as few as necessary.
 
-        All of them or none: one that has steps in flight gets no further row now and is preempted when they are done.
+        All victims are preempted together: while any has steps in flight, all get no row and are preempted later.
         """
         running = self._requests.running
         first = self._requests.waiting.peek()
@@ -256,9 +260,10 @@ class Planner:
                 self.preempt(victim)
 
     def _yield_one(self, step: StepBuilder) -> bool:
-        """Nothing runs because sequences in lockstep hold slots and blocks while they wait for one of theirs.
+        """Preempt one sequence when all hold slots and blocks while they wait for a sibling in lockstep.
 
-        Returns whether one yielded.
+        Returns:
+            Whether one was preempted.
         """
         head = self._requests.waiting.peek()
         needy = (step.starved, self._policy.rank(head) if head else None)

@@ -1,7 +1,7 @@
-"""Scheduling policies: which request goes first, which yields when slots or KV blocks run out, which prompts can wait.
+"""Scheduling policies: the order of admission, the order of preemption, and which prompts can wait.
 
-A policy is an object with two orders over requests and one relation; the scheduler does the rest. Add one here and to
-`POLICIES`: the flag then offers it, and the property tests run with it.
+A policy is two orders over requests and one relation; the scheduler does the rest. Add a class here and to `POLICIES`:
+the flag then offers it, and the property tests run with it.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ Rank = tuple[int, ...]
 
 
 class Policy(Protocol):
-    """Two total orders. `rank` must stay fixed while a request lives and end in the arrival number; `victim_rank` may
-    follow what the request has computed.
+    """Two total orders. `rank` must not change during a request's life and must end in the arrival number;
+    `victim_rank` may depend on what the request has computed.
 
-    `spreads_prompts`: whether prompts may wait for the steps that longer answers need anyway; see `Pace`.
+    Attributes:
+        spreads_prompts: whether prompts may wait for the steps that longer answers need anyway; see `Pace`.
     """
 
     spreads_prompts: bool
 
     def rank(self, request: Request) -> Rank:
-        """Lower runs earlier, is admitted earlier, and is never preempted for a higher one."""
+        """Return the rank: a lower one runs and is admitted earlier, and is never preempted for a higher one."""
         ...
 
     def victim_rank(self, request: Request) -> Rank:
-        """Among those that may be preempted, the highest goes first."""
+        """Return the order of preemption: the highest of the possible victims is preempted first."""
         ...
 
     def displaces(self, waiting: Request, running: Request) -> bool:
-        """Whether a waiting request may take the place of a running one.
+        """Return whether a waiting request may preempt a running one.
 
-        Only of one that `rank` puts after it, and only ever in one direction, or the two would take turns.
+        True only if `running` ranks after `waiting`, and never in both directions, or the two would preempt each other
+        in turns.
         """
         ...
 
 
 class Fcfs:
-    """First come, first served; the victim is the one with the least to compute again. Background work comes last."""
+    """First come, first served; the victim is the request with the least to recompute. Background work comes last."""
 
     spreads_prompts = False
 
@@ -59,9 +61,9 @@ class Fcfs:
 
 
 class Priority:
-    """Lower `priority` first, then first come; the least urgent class yields first, its cheapest member leading.
+    """Lower `priority` first, then first come; the victim is the cheapest request of the least urgent class.
 
-    One that arrives takes the place of running ones of less urgent classes, if it finds no other.
+    A new request preempts running requests of less urgent classes if it does not fit otherwise.
     """
 
     spreads_prompts = False
@@ -77,9 +79,9 @@ class Priority:
 
 
 class LongestFirst(Fcfs):
-    """The longest answer first, as far as `max_tokens` tells, for work that is done when all of it is done.
+    """The longest answer first (by `max_tokens`), to minimize the time until all requests are done.
 
-    What begins last then ends first, and no long answer is left to decode alone. Background work comes last.
+    Requests that begin last end first, so no long answer decodes alone at the end. Background work comes last.
     """
 
     spreads_prompts = True
@@ -96,7 +98,11 @@ POLICIES: Mapping[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority, "lon
 
 
 def make_policy(name: str) -> Policy:
-    """Raises ConfigError for a name that is not in `POLICIES`."""
+    """Return a new policy.
+
+    Raises:
+        ConfigError: the name is not in `POLICIES`.
+    """
     if name not in POLICIES:
         raise ConfigError(f"--scheduling-policy {name!r} is not known; choose one of: {', '.join(POLICIES)}.")
     return POLICIES[name]()
@@ -104,16 +110,17 @@ def make_policy(name: str) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Limits one step's prompt tokens, so that prompts which can wait are computed beside decodes, not ahead of them.
+    """Limits one step's prompt tokens, so that prompts that can wait are computed beside decodes, not ahead of them.
 
-    The products of a step of few tokens take as long as reading the weights does, so up to a certain number further
+    The matrix products of a step of few tokens take as long as reading the weights, so up to a certain number further
     tokens cost little. Where the answers' lengths are known (`max_tokens`), prompts of shorter answers are spread over
     the steps that the longest answer needs anyway; starting the longest job first ends soonest (Graham 1969, "Bounds on
     Multiprocessing Timing Anomalies"). Prompt chunks beside decodes: Sarathi-Serve, arXiv:2403.02310.
 
     Attributes:
-        tokens: up to so many in the step, with what decodes, any prompt is welcome.
-        steps: which the longest answer still takes at most. Beyond `tokens` only prompts of answers as long are.
+        tokens: any prompt may join a step up to this many tokens, decodes included.
+        steps: the most steps that the longest answer still takes. Beyond `tokens`, only prompts of answers at least
+            this long may join.
     """
 
     tokens: int
@@ -121,23 +128,23 @@ class Pace:
 
     @classmethod
     def of(cls, tokens: int, alive: Iterable[Request]) -> Pace:
-        """The pace of the next step, given who runs and who is next in line."""
+        """Return the pace of the next step, given the running requests and the first waiting one."""
         return cls(tokens, max((_steps_of(request) for request in alive), default=0))
 
     def allowed(self, request: Request, taken: int, budget: int) -> int:
-        """The tokens of a prompt that may join `taken` others, where `budget` are left to the step."""
+        """Return how many prompt tokens may join `taken` others when the step has `budget` left."""
         return budget if _steps_of(request) >= self.steps else max(0, min(budget, self.tokens - taken))
 
 
 def _steps_of(request: Request) -> int:
-    """The tokens that its answer still lacks, if it becomes as long as it may."""
+    """Return the most tokens that its answer still lacks."""
     return request.max_tokens - request.num_output - request.pending
 
 
 def victim_of(
     needy: Request, running: Sequence[Request], planned: Collection[Request], policy: Policy
 ) -> Request | None:
-    """An idle request ranked after `needy`, so that the first in line always gets on; None if there is none yet."""
+    """Return an idle request that ranks after `needy`, or None. So the first in line always progresses."""
     rank = policy.rank(needy)
     idle = [r for r in running if not r.inflight and r.finish is None and r not in planned and policy.rank(r) > rank]
     return max(idle, key=policy.victim_rank, default=None)
@@ -146,7 +153,7 @@ def victim_of(
 def displaced_by(
     first: Request, running: Sequence[Request], shortage: int, policy: Policy, cache: KVCache
 ) -> list[Request]:
-    """Whose places a waiting request may take to get a slot and `shortage` blocks; [] if all of them would not do."""
+    """Return the requests to preempt so that `first` gets a slot and `shortage` blocks; [] if all are not enough."""
     possible = [r for r in running if r.finish is None and policy.displaces(first, r)]
     if sum(sum(1 for _ in r.table.held) for r in possible) < shortage:
         return []

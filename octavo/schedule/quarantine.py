@@ -1,4 +1,4 @@
-"""`Quarantine`: after a failed step its requests run one by one, so that only the one at fault ends with an error."""
+"""`Quarantine`: after a failed step, run its requests one by one, so that only the one at fault ends with an error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from octavo.core.output import FinishReason
 from octavo.schedule.request import Request
 
 MAX_UNEXPLAINED = 3
-"""So often may a request be in a failed step for which nobody was found guilty. Then it ends with the error, for what
-fails only together would fail for ever."""
+"""Failed steps without a culprit that a request may be part of. After these it ends with the error, since requests that
+fail only together would fail forever."""
 
 
 class Quarantine:
-    """The requests under suspicion, in the order of their turns, and how many steps each must still get through alone.
+    """Suspected requests in the order of their turns, each with the number of steps that it must still pass alone.
 
-    As many as it had in flight when a step failed: by then whatever was wrong with it has come up again.
+    That number is the steps it had in flight when a step failed: repeating them reproduces any failure of its own.
     """
 
     def __init__(self) -> None:
@@ -27,35 +27,35 @@ class Quarantine:
 
     @property
     def current(self) -> Request | None:
-        """Whose turn it is; None if nobody is under suspicion. Those that have ended are forgotten here."""
+        """The suspect whose turn it is; None without suspects. Drops suspects that have ended."""
         while self._suspects:
             first = next(iter(self._suspects))
             if first.finish is None:
                 return first
             if first.finish is FinishReason.ABORT:
-                self.convicted()  # it may have been the one, and nobody will know
+                self.convicted()  # it may have been at fault, which can't be found out any more
             del self._suspects[first]
         return None
 
     def enter(self, inflight: Mapping[Request, int]) -> list[Request]:
-        """Suspect these, each with its steps in flight; returns those that are out of chances and must end."""
+        """Add suspects, each with its steps in flight; return those that must end (see `MAX_UNEXPLAINED`)."""
         self._unexplained = {r: self._unexplained.get(r, 0) + 1 for r in inflight}
         ended = [r for r, rounds in self._unexplained.items() if rounds > MAX_UNEXPLAINED]
         self._suspects |= {r: steps for r, steps in inflight.items() if r not in ended}
         return ended
 
     def passed(self, request: Request) -> None:
-        """The request got a token; alone, if it is under suspicion."""
+        """Count a passed step of a request; a suspect ran it alone."""
         if request in self._suspects:
             self._suspects[request] -= 1
             if not self._suspects[request]:
                 del self._suspects[request]
 
     def convicted(self) -> None:
-        """Somebody failed alone, which explains the failures so far."""
+        """Forget unexplained failures: a request failed alone, which explains them."""
         self._unexplained = {}
 
     def postpone(self) -> None:
-        """It can't run now: the others go first."""
+        """Move the current suspect, which can't run now, behind the others."""
         first = next(iter(self._suspects))
         self._suspects[first] = self._suspects.pop(first)

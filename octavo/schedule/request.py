@@ -1,4 +1,4 @@
-"""`Request`: one sequence as the scheduler keeps it."""
+"""`Request`: the scheduler's state of one sequence."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence in the scheduler: a `GenerateRequest` has `n` of them. Only the scheduler changes it.
+    """One of the sequences of a `GenerateRequest` (its choices, or beams). Only the scheduler changes it.
 
-    The counters are upper bounds: the device may have rejected drafts that the CPU still counts, and tokens that
-    are being sampled (`pending`) have no value here yet.
+    The counters are upper bounds: the device may have rejected drafts that the host still counts, and tokens that are
+    being sampled (`pending`) have no value here yet.
     """
 
     spec: GenerateRequest
@@ -30,19 +30,19 @@ class Request:
     tokens: list[int]
     """Prompt and output, as far as known."""
     max_tokens: int
-    """Tokens to sample at most; 0 for a request that ends with its prompt."""
+    """Most tokens to sample; 0 for a request that ends with its prompt."""
     stop_ids: frozenset[int]
-    """Tokens that end it: the model's end-of-sequence ones, unless ignored, and its own."""
+    """Tokens that end it: the model's end-of-sequence tokens, unless ignored, and the request's own."""
     seed: int
     table: BlockTable
     siblings: Siblings
-    """All sequences of the request, this one among them."""
+    """All sequences of the request, this one included."""
     num_computed: int = 0
-    """Positions whose KV is written once every launched step has run."""
+    """Positions whose KV is written once all launched steps have run."""
     pending: int = 0
     """Upper bound on tokens that launched steps will append."""
     num_drafts: int = 0
-    """Draft tokens that wait on the device after the last known or pending token."""
+    """Draft tokens held by the device after the last known or pending token."""
     inflight: int = 0
     """Launched steps that hold a row of this request."""
     slot: int = -1
@@ -77,12 +77,12 @@ class Request:
 
     @property
     def keys(self) -> Sequence[int | bytes]:
-        """What tells its tokens from others in the KV cache."""
+        """What identifies its tokens in the KV cache."""
         return [*self.spec.keys, *self.tokens[self.num_prompt :]] if self.spec.keys else self.tokens
 
     @property
     def reads_cache(self) -> bool:
-        """Whether KV that others computed is of use to it."""
+        """Whether it may use KV that other requests computed."""
         return self.spec.reads_cache and self.params.prompt_logprobs is None
 
     @property
@@ -92,7 +92,7 @@ class Request:
 
     @property
     def certain_to_finish(self) -> bool:
-        """Whether the steps already launched do all that it asks for, so that running ahead would be waste."""
+        """Whether the launched steps complete it, so that no further step is needed."""
         if not self.max_tokens:
             return not self.uncomputed
         return self.num_output + self.pending >= self.max_tokens

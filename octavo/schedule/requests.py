@@ -1,4 +1,4 @@
-"""`Requests`: who waits and who runs, and the slots and KV blocks that the running ones hold."""
+"""`Requests`: the waiting and the running requests, and the slots and KV blocks that the running ones hold."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from octavo.schedule.request import Request
 
 
 class Requests:
-    """Every request that has not been forgotten.
+    """All requests that have not been released.
 
     Attributes:
-        waiting: those without a slot, in the policy's order.
-        running: those with a slot, in the order of rank.
-        kv: finds, grows and registers their KV blocks.
+        waiting: requests without a slot, by rank.
+        running: requests with a slot, by rank.
+        kv: finds, reserves and registers their KV blocks.
     """
 
     def __init__(self, cache: KVCache, policy: Policy, limits: Limits, hooks: Sequence[EngineHook]) -> None:
@@ -40,7 +40,7 @@ class Requests:
         return request_id in self._alive
 
     def __len__(self) -> int:
-        """Requests that are alive; the choices of one count once."""
+        """Return the number of live requests; the choices of a request count once."""
         return len(self._alive)
 
     @property
@@ -48,29 +48,29 @@ class Requests:
         return len(self._free_slots)
 
     def choices(self, request_id: str | None, index: int | None) -> Iterator[Request]:
-        """The choices of a request (None: of every one), or the one with this index; none of an unknown id."""
+        """Return the choices of a request (None: of all), or the one with this index; empty for an unknown id."""
         found = list(self._alive.values()) if request_id is None else [self._alive.get(request_id, [])]
         return (choice for one in found for choice in one if index is None or choice.index == index)
 
     def add(self, choices: list[Request]) -> None:
-        """A request has come: its choices wait."""
+        """Queue the choices of a new request."""
         self._alive[choices[0].id] = choices
         for choice in choices:
             self.waiting.push(choice)
 
     def start(self, request: Request) -> None:
-        """Give a request that was taken from the queue a slot and let it run."""
+        """Give a slot to a request that was taken from the queue."""
         request.slot = self._free_slots.pop()
         bisect.insort(self.running, request, key=self._policy.rank)
 
     def preempt(self, request: Request) -> None:
-        """Take slot and blocks back. Its full blocks stay findable, so a resume is often a prefix hit."""
+        """Release slot and blocks and queue the request again. Its full blocks stay cached for the resume."""
         self._give_back(request)
         _begin_anew(request)
         self.waiting.push(request)
 
     def end(self, request: Request) -> None:
-        """A request has ended. Its slot and blocks go now if no launched step holds them, else with `release`."""
+        """End a request. Release its slot and blocks now if no launched step holds them, else `release` does later."""
         if request.slot < 0:
             self.waiting.discard()
             self._forget(request)
@@ -78,18 +78,18 @@ class Requests:
             self.release(request)
 
     def release(self, request: Request) -> None:
-        """Take slot and blocks of a request that has ended, and forget it."""
+        """Release slot and blocks of a request that has ended, and forget it."""
         self._give_back(request)
         self._forget(request)
 
     def rebuild(self, lost: Collection[Request] = ()) -> None:
-        """Write all books anew from the requests themselves: a failure may have left them half written.
+        """Rebuild queue, slots and block counts from the requests, since a failure may have left them inconsistent.
 
-        Who has a slot keeps it and what its table lists, unless it has ended and no launched step holds it. The others
-        hold nothing, and wait or are forgotten. Nobody finds what was computed so far.
+        A request with a slot keeps it and the blocks of its table, unless it has ended and no launched step holds it.
+        All others hold nothing, and wait or are forgotten. All cached contents are forgotten.
 
         Args:
-            lost: of those with a slot, the ones whose launched steps are lost. They wait again.
+            lost: requests with a slot whose launched steps are lost. They wait again.
         """
         for request in lost:
             request.inflight = 0
@@ -111,7 +111,7 @@ class Requests:
             self._forget(request)
 
     def take_freed(self) -> list[int]:
-        """The slots given back since the last call."""
+        """Return the slots released since the last call."""
         freed, self._freed = self._freed, []
         return freed
 
@@ -124,7 +124,7 @@ class Requests:
         self.running.remove(request)
         self._free_slots.append(request.slot)
         self._freed.append(request.slot)
-        request.siblings.take_moved(request)  # if it comes back, its slot is filled anyway
+        request.siblings.take_moved(request)  # admission fills its next slot anyway
         request.slot = -1
 
     def _forget(self, request: Request) -> None:
@@ -134,14 +134,14 @@ class Requests:
 
 
 def _begin_anew(request: Request) -> None:
-    """Nothing of its tokens is computed any more."""
+    """Reset its counters: none of its tokens is computed any more."""
     request.num_lost = request.num_computed
     request.num_preemptions += 1
     request.num_computed = request.pending = request.num_drafts = 0
 
 
 class WaitingQueue:
-    """A heap by `policy.rank`, which is unique. Requests that end while they wait are dropped when they surface."""
+    """A heap by `policy.rank`, which is unique. Requests that end while they wait are dropped at the top."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -156,7 +156,7 @@ class WaitingQueue:
         self._size += 1
 
     def peek(self) -> Request | None:
-        """The first that has not ended, or None."""
+        """Return the first request that has not ended, or None."""
         while self._heap and self._heap[0][1].finish is not None:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
@@ -167,17 +167,17 @@ class WaitingQueue:
         self._size -= 1
 
     def remove(self, request: Request) -> None:
-        """Remove a request from wherever it stands."""
+        """Remove a request from any position."""
         self._heap = [entry for entry in self._heap if entry[1] is not request]
         heapq.heapify(self._heap)
         self._size -= 1
 
     def refill(self, requests: Iterable[Request]) -> None:
-        """Exactly these wait from now on."""
+        """Replace the contents by these requests."""
         self._heap = [(self._policy.rank(request), request) for request in requests]
         heapq.heapify(self._heap)
         self._size = len(self._heap)
 
     def discard(self) -> None:
-        """Count out a request that has just ended while it waited."""
+        """Reduce the size by a request that has just ended while it waited."""
         self._size -= 1

@@ -1,7 +1,7 @@
-"""`Scheduler`: decides each step from bounds (`plan`) and takes in what it produced (`commit`).
+"""`Scheduler`: plan each step from bounds (`plan`) and process its output (`commit`).
 
-Which requests a step computes is `Planner`'s to say, who holds what `Requests`'s to know. Here requests come, get their
-tokens, and end.
+`Planner` chooses what a step computes, and `Requests` keeps queue, slots and blocks. This module adds requests, appends
+their tokens, and ends them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Owns every `Request`; nobody else changes one. `seed` starts the seeds of requests that bring none."""
+    """Owns every `Request`; no other part changes one. `seed` seeds the requests that set none."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Scheduler:
         self._requests = Requests(cache, policy, limits, hooks)
         self._planner = Planner(self._requests, cache, limits, policy, hooks, self._quarantine, self.counters)
         self._launched: dict[int, tuple[list[Request], Steady | None]] = {}
-        """Plan -> the requests behind its rows, and the `Steady` that repeated it, if one did."""
+        """Plan id -> the requests behind its rows, and the `Steady` that made it, if any."""
         self._planning = False
         self._news: list[TokenDelta] = []
-        """What is still to be told: kept here, so that no failure swallows it."""
+        """Deltas not handed over yet; kept here, so that no failure loses them."""
         self._steady: Steady | None = None
         self._repeats = not limits.num_drafts and all(hook.opt_in for hook in hooks)
 
-    # Requests come and go
+    # Adding and ending requests
 
     def add(self, spec: GenerateRequest) -> None:
         """Queue a request.
@@ -82,17 +82,17 @@ class Scheduler:
         self._requests.add(choices)
 
     def abort(self, request_id: str | None, index: int | None = None) -> list[TokenDelta]:
-        """End a request (None: every one), or one choice of it, that has not ended yet; unknown ids are ignored."""
+        """End a request (None: all), or one choice of it; ended requests and unknown ids are ignored."""
         for request in list(self._requests.choices(request_id, index)):
             self._end(request, FinishReason.ABORT)
         return self._take_news()
 
     def recover(self, error: str) -> list[TokenDelta]:
-        """A step failed, and whatever was in flight with it is lost. Distrust what the prefix tree says.
+        """Recover from a failed step: all launched steps are lost, and all cached contents are dropped.
 
-        If only one request can be at fault, it ends with the error. Else all that can are recomputed from their tokens,
-        one request and one step at a time, before anything else runs; see `Quarantine`. Who was not in flight stands
-        where it stood, unless the failure was in planning, which may have changed anybody's blocks.
+        If only one request can be at fault, it ends with the error. Otherwise all suspects are recomputed from their
+        tokens, one request and one step at a time, before anything else runs; see `Quarantine`. Requests that were not
+        in flight keep their state, unless planning failed, which may have changed any request's blocks.
         """
         self._launched.clear()
         self.cache.lost()
@@ -108,33 +108,33 @@ class Scheduler:
         return self._take_news()
 
     def _guilty(self) -> list[Request]:
-        """Who ends now that a step has failed; others may come under suspicion."""
+        """Return the requests that end because a step failed; others may become suspects."""
         requests, at = self._requests, self._planner.at if self._planning else None
         held = {r: r.inflight for r in requests.running if r.inflight}
         alive = {r: steps for r, steps in held.items() if r.finish is None}
         if at is None and sum(held.values()) > 1:
             return self._quarantine.enter(alive)
-        if at is None and self._planning and not held:  # somebody must end, or this might go on for ever
+        if at is None and self._planning and not held:  # end one request, or planning might fail forever
             at = self._quarantine.current or requests.waiting.peek() or next(iter(requests.running), None)
         self._quarantine.convicted()
         return list(alive) if at is None else [at]
 
     def park(self) -> None:
-        """Take slots and blocks back from all that run, and forget cached contents. Nothing may be in flight."""
+        """Preempt all running requests and drop cached contents. Nothing may be in flight."""
         for request in list(self._requests.running):
             self._planner.preempt(request)
         self._steady = None
         self.cache.reset()
 
     def fail_head(self, error: str) -> list[TokenDelta]:
-        """End the waiting request that is next in line."""
+        """End the first waiting request with an error."""
         request = self._requests.waiting.peek()
         if request is not None:
             self._end(request, FinishReason.ERROR, error=error)
         return self._take_news()
 
     def take_refused(self) -> list[TokenDelta]:
-        """End the requests that a feature refused, or failed on, while the last step was planned."""
+        """End the requests that a feature refused or failed on while the last step was planned."""
         for request, error in self._planner.refused:
             refused = (error.param or "") if isinstance(error, InvalidRequestError) else None
             text = error.message if isinstance(error, InvalidRequestError) else str(error)
@@ -148,14 +148,14 @@ class Scheduler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether somebody waits although nothing runs and no feature asked for the wait. Never true, by design."""
+        """Whether a request waits although nothing runs and no feature delays it. Never true, by design."""
         waits = bool(self._requests.waiting) and not self._planner.num_deferred
         return waits and not self._requests.running and not self._quarantine
 
     # Plan
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step from what is known now; None if nothing can be computed."""
+        """Plan the next step; None if nothing can be computed."""
         self._planning = True
         rows, draft = self._repeat() or self._decide()
         plan = self._freeze(rows, draft) if rows else None
@@ -173,7 +173,7 @@ class Scheduler:
         return plan
 
     def _repeat(self) -> tuple[list[Request], PlanDraft] | None:
-        """The last step once more, where nothing else can follow."""
+        """Repeat the last step, if nothing else can follow it; else None."""
         steady = self._steady
         if steady is None or self._requests.waiting or len(self._launched) >= self.limits.max_ahead:
             return None
@@ -185,7 +185,7 @@ class Scheduler:
         return steady.rows, draft
 
     def _decide(self) -> tuple[list[Request], PlanDraft]:
-        """A step from scratch."""
+        """Plan a step from scratch."""
         self._steady = None
         step = self._planner.decide(in_flight=bool(self._launched))
         if step.rows:
@@ -198,7 +198,7 @@ class Scheduler:
         return step.rows, step.draft
 
     def payload(self, plan: StepPlan) -> dict[str, Any]:
-        """What the features' worker halves need to sample the plan; called after its forward pass was launched."""
+        """Return the features' payloads for sampling the plan; called after its forward pass was launched."""
         rows, steady = self._launched[plan.id]
         hooks = self._hooks if steady is None else steady.hooks
         asked = ((hook.name, hook.before_sample(plan, rows)) for hook in hooks)
@@ -212,9 +212,9 @@ class Scheduler:
     # Commit
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
-        """Take in a step's tokens; the news for their requests, some of which end here.
+        """Process a step's output; return the deltas of its requests, some of which end here.
 
-        The step has run: a row that can't be taken in is its own request's failure, and touches nobody else.
+        The step has run, so a row that can't be processed fails its own request only.
         """
         self.counters.idle(output.idle_s)
         rows, steady = self._launched.pop(plan.id)
@@ -242,19 +242,19 @@ class Scheduler:
             self._requests.release(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """What a step brought for a request could not be taken in, which ends here, if it has not ended by now."""
-        log.error("a row of request %s could not be taken in; it ends here", request.id, exc_info=error)
+        """End a request whose row could not be processed, if it has not ended by now."""
+        log.error("failed to process the output of request %s; the request ends", request.id, exc_info=error)
         try:
             self._end(request, FinishReason.ERROR, error=internal_error(error))
         finally:
-            self._requests.rebuild()  # for it may have failed while it was given its end
+            self._requests.rebuild()  # since ending it may have failed halfway
 
     def _take_news(self) -> list[TokenDelta]:
         news, self._news = self._news, []
         return news
 
     def _take(self, request: Request, num_drafts: int, output: StepOutput, row: int) -> None:
-        """What a row sampled, after which its bounds are the truth again: drafts that were rejected don't count."""
+        """Process what a row sampled, and correct its bounds by the drafts that were rejected."""
         sampled = output.tokens[row]
         self._quarantine.passed(request)
         request.pending -= 1 + num_drafts
@@ -272,7 +272,7 @@ class Scheduler:
             self.counters.stats.generation_tokens += request.num_output - before
 
     def _report(self, request: Request, found: TokenLogprobs) -> None:
-        """Take a sequence's part of a round in lockstep; after the last round all of its siblings end."""
+        """Process a sequence's part of a round in lockstep; after the last round all siblings end."""
         for one, ending in request.siblings.report(request, found, self.cache):
             one.first_token = time.monotonic()
             self._finish(one, ending.reason, Last(ending.tokens, found=ending.found))
@@ -282,13 +282,13 @@ class Scheduler:
     def _end(
         self, request: Request, reason: FinishReason, *, error: str | None = None, refused: str | None = None
     ) -> None:
-        """End a request before its time, if it has not ended, with the siblings that would wait for it."""
+        """End a request early, if it has not ended, with the siblings in lockstep with it."""
         for one in request.siblings.ending_with(request):
             if one.finish is None:
                 self._finish(one, reason, Last(error=error, refused=refused))
 
     def _answer(self, request: Request, output: StepOutput, row: int) -> None:
-        """End a request that ends with its prompt, with what the features found in it."""
+        """End a request whose prompt is computed and that samples nothing, with the features' results."""
         self._quarantine.passed(request)
         error, found = output.errors.get(row), output.found.get(row)
         if error is not None:
@@ -311,7 +311,7 @@ class Scheduler:
             self._news.append(TokenDelta(request.id, request.index, tokens, kept, request.num_cached, times=times))
 
     def _finish(self, request: Request, reason: FinishReason, last: Last) -> None:
-        """The one place where a request ends: with its last news, unless its index is beyond `n`."""
+        """End a request; emit its last delta unless its index is beyond `n`. No other place ends one."""
         if request.spec.options and (found := results(self._hooks, request)):
             last = replace(last, found=found | (last.found or {}))
         news = last_news(request, reason, self._eos, last)
@@ -321,19 +321,19 @@ class Scheduler:
         self._steady = None
         self._requests.end(request)
 
-    # Counting
+    # Statistics
 
     def stats(self) -> EngineStats:
-        """The counters, with the gauges brought up to date."""
+        """Return the counters with current gauges."""
         running, waiting = self._requests.running, len(self._requests.waiting)
         unfilled = self.counters.unfilled(running) if self._steady is None else self._steady.unfilled
         return self.counters.snapshot(len(running), waiting, self._planner.num_deferred, unfilled)
 
     def check_idle(self) -> None:
-        """Raise AssertionError if anything is held although no request is alive."""
+        """Raise AssertionError if blocks are held although no request is alive."""
         self.cache.check_empty(len(self._requests))
 
     def forget_past(self) -> None:
-        """Drop cached contents and counters; nothing may be running."""
+        """Drop cached contents and counters. Nothing may be running."""
         self.cache.reset()
         self.counters.forget()

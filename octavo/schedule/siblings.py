@@ -1,8 +1,8 @@
-"""`Siblings`: the sequences of one request. They begin with one prompt, whose KV blocks they share.
+"""`Siblings`: the sequences of one request. They share the KV blocks of their prompt.
 
-With `n > 1` they are independent choices. Under a `Lockstep`, a feature's rule, they take their steps in rounds: all
-report their step before any takes the next, they may continue each other's tokens, and they end together. When
-sequences part, their KV blocks are shared and copied on write.
+With `n > 1` they are independent choices. Under a feature's `Lockstep` rule they proceed in rounds: all report a step
+before any takes the next, they may continue each other's tokens, and they end together. KV blocks of forked sequences
+are shared and copied on write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Siblings:
     """The sequences of one request, in the order of their index.
 
     Attributes:
-        lockstep: the rule by which they take their steps together; None for independent choices.
+        lockstep: the rule that keeps them in rounds; None for independent choices.
     """
 
     __slots__ = ("_members", "_moved", "_params", "_reports", "lockstep")
@@ -39,37 +39,41 @@ class Siblings:
 
     @property
     def params(self) -> SamplingParams:
-        """How the worker samples each of them."""
+        """Sampling parameters of each sequence."""
         return self._params
 
     def join(self, request: Request) -> None:
         self._members.append(request)
 
     def holds(self, request: Request) -> bool:
-        """Whether a sequence gets no row now, because it has done its part of the round or is about to."""
+        """Return whether a sequence must wait, because its step of the round is in flight or reported."""
         return self.lockstep is not None and (request.inflight > 0 or request.index in self._reports)
 
     def leader_of(self, request: Request) -> Request | None:
-        """The sequence whose prompt blocks a new one shares; None if there is none to wait for.
+        """Return the sequence whose prompt blocks a new one shares; None if it need not wait for one.
 
-        A leader that did its part of the round and lost its blocks has left them to the prefix tree.
+        A leader that was preempted after its part of the round has left its blocks to the prefix tree.
         """
         leader = self._members[0]
         return None if leader is request or (leader.slot < 0 and self.holds(leader)) else leader
 
     def take_moved(self, request: Request) -> bool:
-        """Whether the slot no longer holds the sequence's tokens and blocks and must be filled anew; true once."""
+        """Return, once, whether the worker's slot no longer matches the sequence and must be filled again."""
         if request not in self._moved:
             return False
         self._moved.remove(request)
         return True
 
     def ending_with(self, request: Request) -> list[Request]:
-        """The sequences that end when this one ends before its time: in lockstep the others would wait for ever."""
+        """Return the sequences that end when this one ends early; in lockstep the others would wait forever."""
         return [request] if self.lockstep is None else [one for one in self._members if one.finish is None]
 
     def report(self, request: Request, found: TokenLogprobs, cache: KVCache) -> list[tuple[Request, Ending]]:
-        """Take a sequence's part of a round; with the last part, all move on. At the end, how each sequence ends."""
+        """Take a sequence's part of a round; the last part starts the next round.
+
+        Returns:
+            How each sequence ends, if this was the last round; else [].
+        """
         assert self.lockstep is not None
         self._reports[request.index] = found
         if len(self._reports) < len(self._members):
@@ -81,10 +85,12 @@ class Siblings:
         return [(one, endings[min(one.index, len(endings) - 1)]) for one in self._members]
 
     def _advance(self, lockstep: Lockstep, cache: KVCache) -> bool:
-        """Begin the next round: each sequence takes over the tokens and shares the blocks of the one it continues.
+        """Start the next round: each sequence takes over the tokens and shares the blocks of the one it continues.
 
-        Returns False if there is no next round. A sequence that lost its blocks to a preemption has none to share: the
-        one that continues it computes its tokens again.
+        A preempted sequence has no blocks to share; the one that continues it recomputes its tokens.
+
+        Returns:
+            False if there is no next round.
         """
         members = self._members
         outputs = [one.tokens[one.num_prompt :] for one in members]
@@ -113,7 +119,7 @@ def make_siblings(
     order: int,
     lockstep: Lockstep | None = None,
 ) -> list[Request]:
-    """The sequences of a new request. `order` is the first one's arrival number."""
+    """Create the sequences of a new request. `order` is the arrival number of the first."""
     own_stops = frozenset(spec.params.stop_token_ids or ())
     stop_ids = own_stops if spec.params.ignore_eos else own_stops | eos
     if lockstep is not None:
@@ -137,13 +143,13 @@ def make_siblings(
 
 
 def yielding(running: Sequence[Request], ranks_after: Callable[[Request], bool]) -> Request | None:
-    """The sequence in lockstep that gives up its slot and blocks when nothing can run.
+    """Return the sequence in lockstep to preempt when nothing can run; None without one.
 
-    The last that ranks after those who need room, else one that has done its part of the round, which is not needed
-    before the next.
+    That is the last one that ranks after the requests in need, else one that has reported its step of the round.
 
     Args:
-        running: in the order of rank.
+        running: running requests, by rank.
+        ranks_after: whether a request ranks after those in need.
     """
     idle = [one for one in running if one.siblings.lockstep is not None and not one.inflight]
     candidates = [one for one in idle if ranks_after(one)] or [one for one in idle if one.siblings.holds(one)]

@@ -1,9 +1,8 @@
-"""`Steady`: a step that computes one token of every running request, repeated for as long as nothing else can happen.
+"""`Steady`: repeat a step that decodes one token of every running request, for as long as nothing else can happen.
 
-Most steps are such steps. What the scheduler would find out anew about each request is then known: nobody waits, no
-request is about to reach its limit, and a request needs a KV block only when it crosses into the next: the one that it
-has just written into is its own, for who shares it takes a copy with his first row. Only of requests with options for
-features the features are asked every time.
+Most steps are such steps, and the scheduler need not examine each request again: none waits, none is about to reach its
+limit, and a request needs a KV block only when it fills one. The block being written is never shared: a sharer copies
+it on its first write. Features are called only for requests with options for them.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ Fail = Callable[[Request, Exception], None]
 
 
 class Steady:
-    """The next steps of some requests, each of which has just been given one token to compute.
+    """Successive decode steps of the same requests.
 
     Attributes:
         rows: the requests, in the order of the batch.
-        hooks: the features to which these steps may mean something.
+        hooks: the features to call for these steps.
         unfilled: token slots in their blocks that hold no token.
     """
 
@@ -54,8 +53,8 @@ class Steady:
         self._count = 0
         self._told = [(r, r.spec.id, r.index, r.stop_ids, r.num_cached, _first_check(r)) for r in self.rows]
         self._borders: dict[int, list[tuple[Request, bool]]] = {}
-        """Step number modulo the block size -> the requests that begin a block (True), or fill one or come to know the
-        tokens of a full one (False), with which others can find it."""
+        """Step number modulo the block size -> requests that start a block (True), or whose full block can be
+        registered (False), because it is written or its last tokens are known."""
         for request in self.rows:
             fills = -request.num_computed
             for lag in range(max(2, max_ahead)):
@@ -72,7 +71,7 @@ class Steady:
         max_ahead: int,
         hooks: Sequence[EngineHook],
     ) -> Steady | None:
-        """What follows a step, if it has all the `running` requests, in their order, with one token that is sampled."""
+        """Return the steps that repeat `step`, if it decodes one token of each running request in order; else None."""
         rows, draft = step.rows, step.draft
         if rows != running or draft.num_tokens != [1] * len(rows) or not all(draft.samples) or any(draft.num_drafts):
             return None
@@ -81,7 +80,7 @@ class Steady:
         return cls(step, unfilled, cache, kv, max_ahead, hooks)
 
     def next(self) -> PlanDraft | None:
-        """The next step, which is hereby launched; None if the scheduler has to look at each request again."""
+        """Return the next step and count it as launched; None if the scheduler must plan from scratch."""
         borders = self._borders.get((self._count + 1) % self._cache.block_size, ())
         grown = sum(begins for _, begins in borders)
         if self._left <= 0 or grown * len(self._cache.groups) > self._cache.num_free or not self._admitted():
@@ -107,7 +106,7 @@ class Steady:
         return draft
 
     def _admitted(self) -> bool:
-        """Whether no feature holds a request up; why not, the scheduler finds out."""
+        """Return whether no feature delays a request; if one does or fails, the scheduler handles it."""
         try:
             return all(hook.admit(request, 1) for request, hooks in self._asked for hook in hooks)
         except Exception:
@@ -116,20 +115,20 @@ class Steady:
     def _grow(self, request: Request, draft: PlanDraft) -> None:
         growth = self._cache.grow(request.table, request.num_computed - 1, request.num_computed)
         if growth is None:
-            raise AssertionError(f"no KV block for request {request.id}, although there was one")
+            raise AssertionError(f"no KV block for request {request.id}, although one was free")
         draft.copies.extend(growth.copies)
         draft.block_writes.extend((request.slot, *write) for write in growth.writes)
 
     def take(self, tokens: list[list[int]], news: list[TokenDelta], append: Append, fail: Fail) -> None:
-        """Append the one token that each of the rows brought.
+        """Append the token of each row.
 
         Args:
-            news: gets those of each row as soon as it is taken in.
-            append: takes in a token that ends its row, or may do so, or of which features are to be told, and tells
-                of it.
-            fail: takes a request whose token could not be taken in, and why.
+            tokens: one list of one token per row.
+            news: receives the delta of each row as soon as the row is processed.
+            append: processes a token that may end its row, or that features must see, and emits its delta.
+            fail: ends a request whose token could not be processed, with the error.
         """
-        may_be_full = self._left <= 0  # until then no row can have reached its limit
+        may_be_full = self._left <= 0  # before that no row can have reached its limit
         for (request, name, index, stop_ids, num_cached, check), sampled in zip(self._told, tokens, strict=True):
             request.inflight -= 1
             request.pending -= 1
@@ -146,6 +145,6 @@ class Steady:
 
 
 def _first_check(request: Request) -> int | None:
-    """Tokens of output from which on a repetition may end it; None if it never does."""
+    """Return the output length from which a repetition may end the request; None without such a rule."""
     rule = request.params.repetition_detection
     return None if rule is None else rule.least

@@ -1,4 +1,4 @@
-"""`StepBuilder`: collects the rows of the next plan, and what the scheduler notes while it does."""
+"""`StepBuilder`: the rows of the next plan and the scheduler's notes while it adds them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from octavo.schedule.request import Request
 
 
 class Admission(enum.Enum):
-    """What became of an attempt to admit a request."""
+    """Result of an attempt to admit a request."""
 
     DONE = enum.auto()
-    WAIT = enum.auto()  # others may pass
-    FULL = enum.auto()  # nobody may
+    WAIT = enum.auto()  # this request must wait; others may pass it
+    FULL = enum.auto()  # no room; no other request may pass it
 
 
 @dataclass(slots=True)
 class StepBuilder:
-    """The layout so far, the requests behind its rows, and what the rows left."""
+    """The layout so far, the requests behind its rows, and the remaining budget in tokens."""
 
     budget: int
     draft: PlanDraft = field(default_factory=PlanDraft)
     rows: list[Request] = field(default_factory=list)
     prompts: set[Request] = field(default_factory=set)
-    """Requests whose prompt this step computes, in whole or in part, or finds where this step may have yet to write it:
-    those that it admits. Nobody can copy a block of theirs, for copies come before all that the step writes."""
+    """Requests whose prompt blocks this step may still have to write: it computes part of the prompt, or admits the
+    request. Their blocks can't be copied, since copies come before all writes of the step."""
     num_prompt_tokens: int = 0
-    """Tokens of prompts among those of the step."""
+    """Prompt tokens of the step."""
     starved: Rank | None = None
-    """The best rank that found no room: whatever becomes free is for it, so nothing ranked after it gets a row."""
+    """The best rank that got no blocks. Free blocks are kept for it: no request that ranks after it gets a row."""
     yielding: set[Request] = field(default_factory=set)
-    """Get no row, so that they have nothing in flight soon and can be preempted."""
+    """Requests that get no row, so that they soon have nothing in flight and can be preempted."""
     pace: Pace | None = None
-    """Holds prompts up, if it is there."""
+    """Limits the prompt tokens of the step; None for no limit."""
     deferred: list[Request] = field(default_factory=list)
     """Taken from the queue, and to go back to it: they wait for something else than room."""
 
@@ -56,7 +56,7 @@ class StepBuilder:
             self.num_prompt_tokens += min(num_tokens, request.num_prompt - request.num_computed)
 
     def add_new(self, request: Request, num_computed: int) -> None:
-        """Tell the worker of a request that took a slot or fills it anew, with the KV of so many positions there."""
+        """Add the `NewRow` of a request that fills a slot; the KV of its first `num_computed` positions is computed."""
         self.prompts.add(request)
         row = NewRow(
             slot=request.slot,

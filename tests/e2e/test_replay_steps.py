@@ -113,7 +113,7 @@ def test_the_first_difference_is_named(record: Path, tmp_path: Path) -> None:
 def test_a_record_ends_at_its_limit_and_the_server_goes_on(model: Path, tmp_path: Path) -> None:
     path = recorded(model, tmp_path, "--record-steps-limit", "8K")
     assert 4096 < path.stat().st_size <= 8192
-    assert "it is as long as it may be (--record-steps-limit)" in (tmp_path / "log").read_text()
+    assert "the file has reached its limit (--record-steps-limit)" in (tmp_path / "log").read_text()
     code, said = replayed(path)
     assert (code, "all as recorded" in said) == (0, True), said
 

@@ -198,7 +198,7 @@ def test_tensors_that_are_sent_piece_by_piece(models: dict[str, Path], tmp_path:
         assert tokens(llm) == fresh(models["second"])
         assert llm.stats().weight_version == "sent"
         llm.sleep(2)
-        with pytest.raises(EngineStateError, match="without its weights"):
+        with pytest.raises(EngineStateError, match="holds no weights"):
             llm.update_weights_from_disk(str(models["second"]))
         llm.wake_up()
         assert (tokens(llm), llm.stats().weight_version) == (before, "default")  # tensors are on no disk

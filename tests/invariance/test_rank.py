@@ -101,7 +101,7 @@ def test_a_killed_rank_is_a_lost_device(caplog: pytest.LogCaptureFixture) -> Non
     for call in (lambda: loop.add(requests()[0]), loop.step, loop.idle):
         with pytest.raises(DeviceLostError):
             call()
-    assert "the engine stops. The device was lost: rank 0" in caplog.text
+    assert "the engine stops: The device was lost: rank 0" in caplog.text
     assert process_of(loop)._process.poll() == -signal.SIGKILL
     loop.close()
 

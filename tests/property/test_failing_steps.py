@@ -35,7 +35,7 @@ def test_an_ending_that_can_not_be_worked_out_ends_that_request_alone(at, depth,
     assert ends["a", 0].num_preemptions == ends["b", 0].num_preemptions == 0
     assert engine.outputs("a") == {0: toy_generate([1] * 5, 8, stop_ids=())}
     assert engine.outputs("b") == {0: toy_generate([3] * 5, 8, stop_ids=())}
-    assert "a row of request guilty could not be taken in" in caplog.text
+    assert "failed to process the output of request guilty" in caplog.text
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -104,7 +104,7 @@ def test_a_feature_that_can_not_forget_harms_nobody(caplog):
     ends = engine.run().ends()
     assert {end.finish for end in ends.values()} == {FinishReason.LENGTH}
     assert sorted(after.forgotten) == ["a", "b", "guilty"]
-    assert "failed to forget request guilty" in caplog.text
+    assert "failed to release request guilty" in caplog.text
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -88,7 +88,7 @@ def test_an_idle_core_gives_signs_of_life_and_one_that_gives_none_is_ill(short_p
     async def main():
         async with client_of(short_path, stall_after_s=0.02) as (client, _):
             client._heard_at -= 100
-            assert "has given no sign of life for 100 s" in client.health().reason
+            assert "has sent no heartbeat for 100 s" in client.health().reason
             assert not client.health().final
             await until(lambda: client.health().ok)
 
@@ -128,7 +128,7 @@ def test_a_core_whose_socket_was_removed_is_not_waited_for(short_path):
     async def main():
         async with client_of(short_path) as (_, process):
             os.unlink(process.address)
-            with pytest.raises(EngineDeadError, match=r"core\.sock can't be reached .*start the server anew"):
+            with pytest.raises(EngineDeadError, match=r"core\.sock can't be reached .*restart the server"):
                 await CoreClient.start(CoreElsewhere(process.address, os.getpid()))
 
     run(main())

@@ -96,7 +96,7 @@ def test_a_forgotten_profile_ends_itself(tmp_path, caplog):
     loop.start_profile()
     with caplog.at_level(logging.WARNING):
         run(loop, "a", length=9)
-    assert "ends itself after 3 steps" in caplog.text
+    assert "the profile ends after 3 steps" in caplog.text
     (path,) = tmp_path.iterdir()
     assert len([one for one in events(str(path)) if one["name"] == "step"]) == 3
     assert loop.stop_profile() == ""
@@ -117,7 +117,7 @@ def test_a_trace_that_can_not_be_written_harms_no_request(tmp_path, caplog):
     loop.start_profile()
     tmp_path.rmdir()
     run(loop, "a")
-    assert "could not be written" in caplog.text
+    assert "failed to write the profile" in caplog.text
     assert "step" not in vars(loop)
 
 

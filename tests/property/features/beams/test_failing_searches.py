@@ -93,7 +93,7 @@ def test_a_search_whose_arithmetic_fails_ends_whole_and_keeps_nobody_waiting(dep
     for index in (0, 1):
         assert ends["search", index].error == "Internal error: OverflowError: a power beyond all floats"
     assert engine.outputs("other") == {0: toy_generate(PROMPTS["other"], 8, stop_ids=())}
-    assert "a row of request search could not be taken in" in caplog.text
+    assert "failed to process the output of request search" in caplog.text
 
 
 @pytest.mark.parametrize("depth", [0, 1])
