@@ -13,12 +13,12 @@ from octavo.nn.attention.layer import PagedAttention
 
 
 class Blocks:
-    """`[layers of a group, blocks, ...]`, of which each layer's `cache` is a view.
+    """One tensor [layers of a group, blocks, ...]; each layer's `cache` is a view of it.
 
     Layer i of every group has the same view: a block belongs to one group at a time.
 
     Attributes:
-        size: tokens of a block.
+        size: tokens per block.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Blocks:
 
     @classmethod
     def none(cls, link: Link) -> Blocks:
-        """The cache of a model that keeps nothing."""
+        """Return the empty cache of a model without KV."""
         return cls((), (), (0,), 1, torch.float32, link)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -1,4 +1,5 @@
-"""`compute`: a laid-out step to hidden states. Eager, recorded, warm-up, calibration and encoder steps all run it."""
+"""`compute`: turn a laid-out step into hidden states. Eager, recorded, warm-up, calibration and encoder steps use
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def compute(
     hooks.bind(step)
     fed = payload is not None and hooks.feed(payload)
     if fed:
-        step.input_ids.clamp_(min=0)  # -1 stands where an embedding was given in place of a token
+        step.input_ids.clamp_(min=0)  # -1 marks positions whose embedding is given in place of a token
     x = model.embed(step)
     if fed and payload is not None:
         hooks.embed(x, payload)

@@ -23,14 +23,14 @@ Findings = Callable[[], tuple[Mapping[int, bytes], Mapping[int, str]]]
 """Wait for a feature's results: row -> encoded bytes, and row -> error."""
 
 Variant = tuple[Hashable, ...]
-"""The variants of all hooks that have some, in their order; `ORDINARY` if each of them is None."""
+"""One value per hook that overrides `variant`, in their order; `ORDINARY` if all are None."""
 
 ORDINARY: Variant = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a model runs, for features that bring layers or weights of their own.
+    """Context of a loaded model, for features that add layers or weights.
 
     Attributes:
         build: how the model's layers are made: dtype, device, scheme, attention backend.
@@ -44,11 +44,12 @@ class Site:
 
 
 class WorkerHook:
-    """The worker half of a feature. It keeps its own state by slot and never sees the runner.
+    """The worker half of a feature. It keeps its own state per slot and never sees the runner.
 
-    `payload` is what the engine half put under `name` for this step, None if nothing. Overriding a method never turns
-    off recorded steps (CUDA graphs, native decoding). A single step is computed without them if its payload is for a
-    hook with `embed` or `after_forward`, or if its variant is not recorded; `apply` only takes the draw out of them.
+    `payload` is the engine half's entry under `name` for this step, or None. Overriding a method never disables
+    recorded steps (CUDA graphs, native decoding) for all steps. A single step is computed without a recording if it has
+    a payload for a hook with `embed` or `after_forward`, or if its variant is not recorded; a payload for a hook with
+    `apply` only makes its sampling unrecorded.
 
     Order of calls in a step: `add`, `lay_out`, `variant`, `select`, `embed`, `after_forward`, `allowed`, `apply`,
     `after_sample`.
@@ -57,8 +58,8 @@ class WorkerHook:
     name: str = ""
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
-        """The model is loaded: wrap its layers, load weights. Called again, with this model or another, when an engine
-        that slept wakes up."""
+        """Wrap the layers of the loaded model, load weights. Called again, with this model or another one, when a
+        sleeping engine wakes up."""
 
     def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
         """Allocate the memory that `lay_out` fills, once and at fixed addresses, so that recorded steps can read it.
@@ -69,7 +70,7 @@ class WorkerHook:
             max_rows, max_tokens: bounds of a step, padding included.
 
         Returns:
-            [max_tokens, ...] tensors named after optional fields of `StepInput`, which become these fields in every
+            Name of an optional field of `StepInput` -> [max_tokens, ...] tensor, which becomes this field of every
             step, cut to its tokens. Buffers for the hook's own layers need not be returned.
         """
         return {}
@@ -79,51 +80,53 @@ class WorkerHook:
         return ()
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:
-        """A request took this slot, with its options for this feature."""
+        """Start the state of a request that took this slot. `options`: its encoded options for this feature."""
 
     def lay_out(self, plan: StepPlan, payload: Any) -> None:
-        """Fill the buffers for the plan's rows and tokens, which lie in the batch in the plan's order.
+        """Fill the buffers for the plan's rows and tokens, which are in the plan's order.
 
-        Called for every step before it is computed or replayed; what the buffers hold for padding is never used.
+        Called for every step before it is computed or replayed. Results for padding are never used.
         """
 
     def variant(self, payload: Any) -> Hashable | None:
-        """Which form of the model computes this step; None is the model as it was loaded."""
+        """Return the variant of the model that computes this step; None for the model as loaded."""
         return None
 
     def select(self, variant: Hashable | None) -> None:
-        """Have the wrapped layers compute this variant from now on; called before they compute or are recorded."""
+        """Make the wrapped layers compute this variant from now on; called before they compute or are recorded."""
 
     def embed(self, x: Tensor, payload: Any) -> None:
-        """Overwrite embeddings in `x` [T, H], the input of the first layer. Only called with a payload."""
+        """Overwrite embeddings in `x` [T, H], the input of the first layer. Called only with a payload."""
 
     def after_forward(self, hidden: Tensor, payload: Any) -> Findings | None:
-        """Read `hidden` [T, H], the output of `Model.forward`. Only called with a payload.
+        """Read `hidden` [T, H], the output of `Model.forward`. Called only with a payload.
 
-        Returns results for the clients of requests that end with their prompt.
+        Returns:
+            The results of requests that end with their prompt; None for none.
         """
         return None
 
     def allowed(self, slots: Sequence[int], payload: Any) -> Allowed | None:
-        """Which tokens are possible in rows of logits; row i belongs to `slots[i]`. Only called with a payload.
+        """Return the allowed tokens of rows of logits; row i belongs to `slots[i]`. Called only with a payload.
 
-        Cheaper than changing logits: the samplers apply the masks themselves.
+        Cheaper than `apply`, since the samplers apply the masks themselves.
         """
         return None
 
     def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> Mapping[int, str]:
-        """Change rows of logits [S, vocab] in place; row i belongs to `slots[i]`. Only called with a payload.
+        """Change rows of logits [S, vocab] in place; row i belongs to `slots[i]`. Called only with a payload.
 
-        Returns row -> error, for requests that end here because they can't be sampled.
+        Returns:
+            Row -> error text, for requests that can't be sampled and end.
         """
         return {}
 
     def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
-        """The step's tokens have arrived."""
+        """Update state after the step's tokens have arrived."""
 
 
 class Hooks:
-    """The worker halves of all features, called in their order as if they were one."""
+    """The worker halves of all features, called in order as one hook."""
 
     def __init__(self, hooks: Sequence[WorkerHook] = ()) -> None:
         self._hooks = tuple(hooks)
@@ -137,18 +140,18 @@ class Hooks:
         self._inputs: dict[str, Tensor] = {}
 
     def attach(self, model: Model | EncoderModel, site: Site, max_rows: int, max_tokens: int) -> None:
-        """Attach all hooks and take their buffers."""
+        """Attach all hooks and collect their buffers."""
         optional = {field.name for field in fields(StepInput) if field.default is None}
         for hook in self._hooks:
             hook.attach(model, site)
         for hook in self._hooks:
             for name, buffer in hook.buffers(max_rows, max_tokens).items():
                 if name not in optional or name in self._inputs:
-                    raise AssertionError(f"feature {hook.name!r} can't provide {name!r}, an input unknown or taken")
+                    raise AssertionError(f"feature {hook.name!r} can't provide {name!r}: unknown or already provided")
                 self._inputs[name] = buffer
 
     def add(self, new: Sequence[NewRow]) -> None:
-        """These requests took their slots."""
+        """Start the state of requests that took slots."""
         for row in new:
             for hook in self._hooks:
                 hook.add(row.slot, row.options.get(hook.name))
@@ -158,17 +161,17 @@ class Hooks:
             hook.lay_out(plan, plan.payload.get(hook.name))
 
     def bind(self, step: StepInput) -> None:
-        """Put the hooks' buffers into a step's input."""
+        """Set the hooks' buffers as fields of a step's input."""
         for name, buffer in self._inputs.items():
             setattr(step, name, buffer[: step.num_tokens])
 
     def variants(self) -> list[Variant]:
-        """All variants to record, the ordinary one first."""
+        """Return all variants to record, the ordinary one first."""
         each = [(None, *hook.variants()) for hook in self._varying]
         return [_variant(values) for values in itertools.product(*each)]
 
     def variant(self, payload: Mapping[str, Any]) -> Variant:
-        """Which variant a step with this payload is."""
+        """Return the variant of a step with this payload."""
         if not self._varying:
             return ORDINARY
         return _variant(tuple(hook.variant(payload.get(hook.name)) for hook in self._varying))
@@ -183,19 +186,19 @@ class Hooks:
             hook.embed(x, payload[hook.name])
 
     def after_forward(self, hidden: Tensor, payload: Mapping[str, Any]) -> dict[str, Findings]:
-        """Name -> results, of the hooks that have a payload."""
+        """Return name -> results of the hooks with a payload."""
         found = {
             hook.name: hook.after_forward(hidden, payload[hook.name]) for hook in _concerned(self._reading, payload)
         }
         return {name: findings for name, findings in found.items() if findings is not None}
 
     def allowed(self, slots: Sequence[int], payload: Mapping[str, Any]) -> Allowed | None:
-        """What all hooks with a payload allow; None if none of them forbids anything."""
+        """Return the tokens that all hooks with a payload allow; None if all tokens are allowed."""
         parts = [hook.allowed(slots, payload[hook.name]) for hook in _concerned(self._allowing, payload)]
         return in_common([part for part in parts if part is not None])
 
     def apply(self, logits: Tensor, slots: Sequence[int], payload: Mapping[str, Any]) -> dict[int, str]:
-        """Have the hooks with a payload change the logits in place; row -> error."""
+        """Let the hooks with a payload change the logits in place; return row -> error text."""
         failed: dict[int, str] = {}
         for hook in _concerned(self._changing, payload):
             failed.update(hook.apply(logits, slots, payload[hook.name]))
@@ -206,20 +209,20 @@ class Hooks:
             hook.after_sample(plan, output)
 
     def feed(self, payload: Mapping[str, Any]) -> bool:
-        """Whether a hook has embeddings for a step with this payload."""
+        """Return whether a hook has embeddings for a step with this payload."""
         return bool(payload) and any(_concerned(self._embedding, payload))
 
     def read_hidden(self, payload: Mapping[str, Any]) -> bool:
-        """Whether a hook reads all hidden states of a step with this payload."""
+        """Return whether a hook reads all hidden states of a step with this payload."""
         return bool(payload) and any(_concerned(self._reading, payload))
 
     def change_logits(self, payload: Mapping[str, Any]) -> bool:
-        """Whether a hook changes the logits of a step with this payload, other than by masks."""
+        """Return whether a hook changes the logits of a step with this payload, other than by masks."""
         return bool(payload) and any(_concerned(self._changing, payload))
 
 
 def _with_own(hooks: Sequence[WorkerHook], method: str) -> list[WorkerHook]:
-    """The hooks that override a method."""
+    """Return the hooks that override a method."""
     return [hook for hook in hooks if getattr(type(hook), method) is not getattr(WorkerHook, method)]
 
 
@@ -232,7 +235,7 @@ def _variant(values: Variant) -> Variant:
 
 
 def gather(findings: Mapping[str, Findings]) -> tuple[dict[int, dict[str, bytes]], dict[int, str]]:
-    """Wait for all results: row -> feature -> bytes, and row -> error."""
+    """Wait for all results; return row -> feature name -> bytes, and row -> error text."""
     found: dict[int, dict[str, bytes]] = {}
     errors: dict[int, str] = {}
     for name, wait in findings.items():

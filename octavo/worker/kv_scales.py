@@ -1,4 +1,4 @@
-"""The scales of keys and values in FP8: from the checkpoint, or measured."""
+"""Set the scales of FP8 keys and values, from the checkpoint or by measuring."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ HEADROOM = 4.0
 def set_scales(
     model: Model, dtype: torch.dtype, attention: FusedBackend, block_size: int, stored: dict[str, Tensor]
 ) -> str:
-    """Give every layer, whose cache is bound, its scales. Returns a phrase that names their origin.
+    """Set the scales of every layer. The layers' caches must be bound.
 
     Args:
         dtype: of the model's activations.
-        stored: see `stored_scales`.
+        stored: the result of `stored_scales`.
+
+    Returns:
+        The scales' origin, for display.
     """
     layers = model.attention_layers
     missing = [layer for layer in layers if layer.path not in stored]
@@ -48,7 +51,7 @@ def set_scales(
 
 
 def stored_scales(layers: Iterable[PagedAttention], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Layer's path -> [2, 1 or num_kv_heads] float32, for the layers with both scales in the checkpoint.
+    """Return layer path -> [2, 1 or num_kv_heads] float32, for the layers with both scales in the checkpoint.
 
     Raises:
         ModelFileError: a scale is not a positive number, or their count is neither 1 nor the number of heads.
@@ -64,7 +67,7 @@ def stored_scales(layers: Iterable[PagedAttention], checkpoint: Checkpoint) -> d
 
 
 def _stored(layer: PagedAttention, kind: str, checkpoint: Checkpoint) -> Tensor | None:
-    """The scale under one of its two usual names; None if it is not stored."""
+    """Return the scale stored under one of its two usual names; None if there is none."""
     for name in (f"{layer.path}.{kind}_scale", f"{layer.path}.{kind}_proj.{kind}_scale"):
         if name not in checkpoint.names():
             continue
@@ -81,10 +84,10 @@ def _stored(layer: PagedAttention, kind: str, checkpoint: Checkpoint) -> Tensor 
 
 @torch.inference_mode()
 def measured_peaks(model: Model, dtype: torch.dtype, attention: FusedBackend, block_size: int) -> Iterator[Tensor]:
-    """Each layer's largest keys and values by head, [2, num_kv_heads], while the model reads random tokens.
+    """Yield each layer's largest absolute keys and values per head, [2, num_kv_heads], for random tokens.
 
-    FP8 numbers are equally precise over five decimal orders of magnitude, so a scale need not be exact: with room for
-    four times the peaks seen here, no typical value is cut off, and none that matters falls below the smallest number.
+    FP8 has the same relative precision over five decimal orders of magnitude, so a scale need not be exact: with
+    headroom for four times the measured peaks, no typical value is clipped and no significant one underflows.
     """
     count = min(_TOKENS, model.spec.max_position)
     blocks = -(-count // block_size)

@@ -1,7 +1,7 @@
-"""`NativeReplay`: steps of one token a row, from embedding to sampled token in a single native call.
+"""`NativeReplay`: steps of one token per row, from embedding to sampled token in a single native call.
 
-What a step does in Python costs more than its instructions: the weights have just gone through the processor's caches,
-so every object touched comes from memory. Here only what changes is touched.
+Python work costs more than its instructions here: the weights have just evicted the processor's caches, so every object
+is read from memory. Therefore only objects that change are touched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.worker.step import Step
 
 
 class NativeReplay:
-    """A `Replay` that draws: the kernels read slots and masks themselves."""
+    """A `Replay` that also samples: the kernels read slots and masks themselves."""
 
     draws = True
 
@@ -52,7 +52,7 @@ class NativeReplay:
         self._adoptions = 0
 
     def takes(self, plan: StepPlan, variant: Variant) -> bool:
-        """Return True if the plan is such a step, and lay it out, unless it repeats one that is laid out."""
+        """Return whether the plan is such a step; if so, lay it out, unless it repeats the step laid out last."""
         kept = plan.repeats and self._laid_out and self._adoptions == self._model.adoptions
         self._laid_out = kept and not variant and not plan.needs_feedback
         if variant or plan.needs_feedback:

@@ -1,4 +1,4 @@
-"""`Slots`, `Replay`, `Sampler`: the three parts of a runner that each kind of device brings in its own form."""
+"""`Slots`, `Replay`, `Sampler`: the three parts of a runner that each kind of device implements."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Layout(Generic[B]):
     """A plan laid out as a batch.
 
     Attributes:
-        input: what the model sees.
-        rows: the slots of the rows that get logits, in the form that the sampler takes.
-        batch: what `Slots.advance` needs.
+        input: the model's input.
+        rows: the slots of the rows that get logits, in the sampler's form.
+        batch: the rows, in the form of `Slots.advance`.
     """
 
     input: StepInput
@@ -41,52 +41,52 @@ class Slots(Protocol):
     num_slots: int
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in the plan's changes: requests that took a slot, then changed block tables."""
+        """Apply the plan's changes: requests that took a slot, then changed block tables."""
         ...
 
     def lay_out(self, plan: StepPlan) -> Layout[Any]:
-        """Lay the plan's rows out one after the other, each from the first position that its slot has not computed."""
+        """Lay out the plan's rows consecutively, each from the first position that its slot has not computed."""
         ...
 
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
-        """Rows that compute part of a prompt whose log-probabilities were asked for; call before `advance`."""
+        """Return the rows that compute part of a prompt with requested log-probabilities. Call before `advance`."""
         ...
 
     def advance(self, plan: StepPlan, layout: Layout[Any]) -> None:
-        """The plan's tokens are computed."""
+        """Count the plan's tokens as computed."""
         ...
 
 
 class Sampler(Protocol):
-    """Draws tokens and appends them to their slots."""
+    """Samples tokens and appends them to their slots."""
 
     def sample(self, logits: Tensor, step: Step, allowed: Allowed | None) -> Drawn:
-        """Draw a token for each row of logits [S, vocab], which may be changed.
+        """Sample a token for each row of logits.
 
         Args:
-            step: whose `rows` these are.
-            allowed: masks of possible tokens; None if all are.
+            logits: [S, vocab], of the step's `rows`; may be overwritten.
+            allowed: masks of allowed tokens; None if all are allowed.
         """
         ...
 
     def prompt(self, row: PromptRow, logits_of: Callable[[Tensor], Tensor]) -> Callable[[], list[TokenLogprobs]]:
-        """Compute the log-probabilities of a prompt's tokens; the result waits for them.
+        """Compute the log-probabilities of a prompt's tokens; return a function that waits for them.
 
         Args:
-            logits_of: hidden states [n, hidden_size] to logits [n, vocab].
+            logits_of: computes logits [n, vocab] from hidden states [n, hidden_size].
         """
         ...
 
     def watch(self, spans: Spans) -> None:
-        """Have a profile see what it does."""
+        """Record its work in a profile's spans."""
         ...
 
 
 class Replay(Protocol):
-    """Computes the steps that were recorded, or compiled, beforehand.
+    """Computes steps that were recorded or compiled beforehand.
 
     Attributes:
-        draws: tokens are drawn together with the forward pass, so masks must be known by then.
+        draws: the forward pass also samples, so masks must be known by then.
         count: steps replayed so far.
     """
 
@@ -94,32 +94,32 @@ class Replay(Protocol):
     count: int
 
     def takes(self, plan: StepPlan, variant: Variant) -> bool:
-        """Whether the plan is such a step; its changes were applied to the slots. If so, `forward` follows."""
+        """Return whether a recording can compute the plan, which was applied to the slots. `forward` then follows."""
         ...
 
     def forward(self, step: Step, allowed: Allowed | None) -> None:
-        """Compute the step that was just taken, up to its hidden states, or up to its tokens if the replay `draws`."""
+        """Compute the step just taken, up to its hidden states, or up to its tokens if the replay `draws`."""
         ...
 
     def sample(self, step: Step, allowed: Allowed | None) -> Drawn | None:
-        """Draw a step's tokens if there is a recording for it; called before the next step's `forward`."""
+        """Sample a step's tokens if a recording supports it, else return None. Call before the next `forward`."""
         ...
 
     def retract(self, step: Step) -> Tensor:
-        """Take back the tokens drawn by `forward`. Returns the logits [S, vocab] to draw from again."""
+        """Remove the tokens sampled by `forward`. Return the logits [S, vocab] to sample from again."""
         ...
 
     def watch(self, spans: Spans) -> None:
-        """Have a profile see what it does."""
+        """Record its work in a profile's spans."""
         ...
 
     def close(self) -> None:
-        """Drop what was recorded; the KV cache is gone."""
+        """Drop all recordings; the KV cache was freed."""
         ...
 
 
 class NoReplay:
-    """Nothing is recorded."""
+    """A `Replay` without recordings."""
 
     draws = False
     count = 0
@@ -137,14 +137,14 @@ class NoReplay:
         raise AssertionError("nothing is recorded")
 
     def watch(self, spans: Spans) -> None:
-        """There is nothing to see."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """There is nothing to drop."""
+        """Do nothing."""
 
 
 class NoSampler:
-    """For models without logits."""
+    """The `Sampler` of models without logits."""
 
     def sample(self, logits: Tensor, step: Step, allowed: Allowed | None) -> Drawn:
         raise AssertionError("the model has no logits")
@@ -153,4 +153,4 @@ class NoSampler:
         raise AssertionError("the model has no logits")
 
     def watch(self, spans: Spans) -> None:
-        """There is nothing to see."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""`LocalWorker`: the port of a worker in the engine's process. Steps go straight to its runner."""
+"""`LocalWorker`: the `WorkerPort` of a worker in the engine's process. Its executor is the runner itself."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from octavo.worker.worker import Worker
 
 
 class LocalWorker:
-    """A `WorkerPort` of the engine; see there.
+    """A `WorkerPort` over a worker in this process.
 
     Args:
-        make_runner: makes a runner over the worker's model, with an empty KV cache.
-        can_sleep: the engine was started for giving memory back.
+        make_runner: makes a runner for the worker's model, with an empty KV cache.
+        can_sleep: the engine was started in sleep mode.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LocalWorker:
         return self._runner
 
     def check(self) -> None:
-        """It lives as long as the engine."""
+        """Do nothing: the worker is in this process."""
 
     def loss(self, error: Exception) -> DeviceLostError | None:
         return self._worker.device.loss(error)
@@ -78,7 +78,9 @@ class LocalWorker:
 
     def _replaceable(self) -> WorkerWeights:
         if self._weights is None:
-            raise UnsupportedError("The weights of this model can't be replaced while it is served; start it anew.")
+            raise UnsupportedError(
+                "The weights of this model can't be replaced while it is served; restart the engine."
+            )
         return self._weights
 
     def sleep(self, level: int) -> None:
@@ -103,4 +105,4 @@ class LocalWorker:
             runner.close()
 
     def abandon(self) -> None:
-        """Its memory goes with this process."""
+        """Do nothing: the memory is freed at the end of this process."""

@@ -1,7 +1,7 @@
-"""`Runner`: a model behind the `Executor` protocol. It computes what the plan says and decides nothing.
+"""`Runner`: a model behind the `Executor` protocol. It computes plans and makes no decisions.
 
-No feature is named here: features come in through `WorkerHook`. What differs between devices is in `Slots`, `Replay`
-and `Sampler`; see `parts.py`.
+Features take part through `WorkerHook`. Differences between devices are in `Slots`, `Replay` and `Sampler`; see
+`parts.py`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from octavo.worker.step import Step
 
 
 class Prepares(Protocol):
-    """The part of an attention backend that works once a step."""
+    """The part of an attention backend that runs once per step."""
 
     def prepare(self, step: StepInput, block_size: int) -> Any:
-        """Returns what becomes `step.attn`."""
+        """Return the value of `step.attn`."""
         ...
 
 
 class Runner:
-    """One step after the other on one device.
+    """Runs steps one after another on one device.
 
     Attributes:
-        replay: what computes recorded steps; its `count` says how many there were.
+        replay: computes recorded steps, and counts them.
     """
 
     def __init__(
@@ -49,7 +49,10 @@ class Runner:
         replay: Replay,
         hooks: Hooks,
     ) -> None:
-        """`hooks` are attached to the model."""
+        """
+        Args:
+            hooks: already attached to the model.
+        """
         self._model = model
         self._attention = attention
         self._link = link
@@ -80,14 +83,14 @@ class Runner:
         return step
 
     def _follow(self, step: Step) -> None:
-        """Remember which step was under way when this one was launched, to find out how long the device was idle."""
+        """Remember the step that was running when this one was launched, to measure the device's idle time."""
         if step.began is not None:
             step.before = self._last if self._last is not None and not self._last.retired else None
             self._last = step
 
     def _takes_hidden(self, step: Step) -> bool:
-        """Whether the step needs more than a replay gives: all hidden states, embeddings from outside, or, where the
-        replay draws, changed logits."""
+        """Return whether the step needs more than a replay supports: all hidden states, given embeddings or, if the
+        replay samples, changed logits."""
         payload = step.plan.payload
         hooks = self._hooks
         if step.prompts or not payload:
@@ -102,7 +105,7 @@ class Runner:
 
     @torch.inference_mode()
     def _compute(self, step: Step) -> None:
-        """The step launched operation by operation."""
+        """Compute the step without a recording."""
         plan, payload = step.plan, step.plan.payload
         layout = self._slots.lay_out(plan)
         batch = layout.input
@@ -146,14 +149,14 @@ class Runner:
         step.drawn, step.failed = drawn, failed
 
     def watch(self, spans: Spans) -> None:
-        """Have a profile see what the host does for a step, and the kernels of a native program."""
+        """Record the host's work for a step, and the kernels of a native program, in a profile's spans."""
         watch_model(spans, self._model)
         spans.watch(Watched(self._slots, "apply", "slots"))
         self._sampler.watch(spans)
         self.replay.watch(spans)
 
     def close(self) -> None:
-        """Drop what was recorded and the KV cache; the model goes with the runner."""
+        """Free recordings and KV cache. The model is freed with the runner."""
         self._blocks.close()
         self.replay.close()
         self.replay = NoReplay()

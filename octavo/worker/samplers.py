@@ -1,4 +1,4 @@
-"""`TorchSampler` and `NativeSampler`: the forms of `Sampler` that draw in the host's memory."""
+"""`TorchSampler` and `NativeSampler`: the `Sampler`s for logits in host memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ from octavo.worker.step import PromptRow, Step
 
 
 class TorchSampler:
-    """A row's token depends on its request and its mask alone."""
+    """Samples with torch. A row's token depends only on its request and its mask, not on other rows."""
 
     def __init__(self, slots: HostSlots) -> None:
         self._slots = slots
         self._sampler = Sampler()
 
     def choose(self, logits: Tensor, slots: Sequence[int], allowed: Allowed | None = None) -> SampleResult:
-        """A token for each of the slots, from logits [S, vocab] of any floating dtype, which may be changed."""
+        """Choose a token for each of the S slots.
+
+        Args:
+            logits: [S, vocab], of any floating dtype; may be overwritten.
+        """
         if allowed is not None:
             forbid(logits, allowed)
         if self._slots.plain(slots):
@@ -55,10 +59,13 @@ class TorchSampler:
 
 
 class NativeSampler(TorchSampler):
-    """The same by the native kernels, apart from log-probabilities."""
+    """Samples with native kernels; computes log-probabilities with torch."""
 
     def __init__(self, slots: HostSlots, pool: Pool) -> None:
-        """`pool`: the kernels' threads."""
+        """
+        Args:
+            pool: the kernels' threads.
+        """
         super().__init__(slots)
         self._pool = pool
 

@@ -21,9 +21,9 @@ class WorkerSleep:
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def sleep(self, level: int) -> None:
-        """Give back what sleeps at this level; the KV cache went with the runner.
+        """Free the weights' memory as the level says; the KV cache is freed with the runner.
 
-        Weights on a host stay where they are at level 1.
+        At level 1, weights in host memory stay there.
         """
         worker = self._worker
         if level == 2:
@@ -34,7 +34,7 @@ class WorkerSleep:
         worker.device.give_back()
 
     def wake_up(self, part: Part) -> None:
-        """Take the memory of one part again; that of the KV cache is taken by the next runner."""
+        """Allocate the memory of one part again; the next runner allocates the KV cache."""
         if part is not Part.WEIGHTS:
             return
         if self._worker.model is None:
@@ -48,13 +48,13 @@ class WorkerSleep:
 
 
 def _storages(model: object) -> list[torch.UntypedStorage]:
-    """The device memory behind all tensors of a model, each storage once."""
+    """Return the device storages of all tensors of a model, without duplicates."""
     storages = (tensor.untyped_storage() for tensor in tensors_of(model) if tensor.device.type != "cpu")
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All tensors in modules, Octavo's own objects and collections that `value` refers to."""
+    """Yield all tensors that `value` refers to through modules, Octavo's objects and collections."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -72,7 +72,7 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def _put_away(storage: torch.UntypedStorage) -> Tensor:
-    """Copy to pinned host memory, from which transfers are fast, and free the device's."""
+    """Copy to pinned host memory, from which transfers are fast, and free the device memory."""
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
     copy.copy_(_bytes_of(storage))
     storage.resize_(0)

@@ -1,6 +1,6 @@
-"""`HostSlots`: the state of running requests in the host's memory.
+"""`HostSlots`: the state of running requests in host memory.
 
-In numpy, whose small operations take a fraction of torch's time: a step of one token must not wait for its bookkeeping.
+In numpy, whose small operations take a fraction of torch's time, since bookkeeping must not delay a step of one token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.worker.step import PromptRow
 Ints = NDArray[np.int64]
 
 Rows = tuple[Ints, Ints]
-"""Slots and numbers of tokens of a batch's rows, [R] each."""
+"""Slots and token counts of a batch's rows, [R] int64 each."""
 
 
 @dataclass(slots=True)
@@ -37,10 +37,10 @@ class HostSlots:
 
     Attributes:
         tokens: [slots, max_model_len] int32, all known tokens.
-        length: [slots], how many these are.
-        computed: [slots], positions whose keys and values are in the cache.
+        length: [slots] int64, number of known tokens.
+        computed: [slots] int64, positions whose keys and values are in the cache.
         block_tables: [groups, slots, blocks] int32.
-        sampling: [slots], parameters for the native kernels.
+        sampling: [slots] of `STRUCT`, parameters for the native kernels.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class HostSlots:
     def _group(
         self, group: int, rows: Ints, slot_of_token: Ints, positions: Ints, max_seq_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A group's block tables [R, blocks] of a batch, and each token's cell [T] in its cache."""
+        """Return a group's block tables [R, blocks] of a batch, and each token's cell [T] in its cache."""
         size, tables = self.block_size, self.block_tables[group]
         cells = tables[slot_of_token, positions // size] * np.int64(size) + positions % size
         return torch.from_numpy(tables[rows, : -(-max_seq_len // size)]), torch.from_numpy(cells)
@@ -145,15 +145,15 @@ class HostSlots:
         self.length[slots] -= 1
 
     def plain(self, slots: Sequence[int]) -> bool:
-        """Whether all these requests want the most likely token and nothing else."""
+        """Return whether all these requests sample greedily, without further parameters."""
         return all(params is not None and params.plain for params in self.params(slots))
 
     def params(self, slots: Sequence[int]) -> list[PreparedParams | None]:
-        """How these requests are sampled; None for an empty slot."""
+        """Return the sampling parameters of these slots; None for an empty slot."""
         return [None if (one := self._sampling[slot]) is None else one.params for slot in slots]
 
     def sample_rows(self, slots: Sequence[int]) -> list[SampleRow]:
-        """What the samplers know of these requests."""
+        """Return the samplers' input for these slots."""
         rows = []
         for slot, length in zip(slots, self.length[slots].tolist(), strict=True):
             sampling = self._sampling[slot]

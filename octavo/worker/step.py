@@ -1,4 +1,4 @@
-"""`Step`: a launched step, from its hidden states to the output that the scheduler takes in."""
+"""`Step`: a launched step, from its hidden states to its `StepOutput`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _Rows = tuple[list[list[int]], dict[int, str], dict[int, list[TokenLogprobs]]]
 
 @dataclass(slots=True)
 class PromptRow:
-    """A row that computes part of a prompt whose log-probabilities were asked for.
+    """A row that computes part of a prompt with requested log-probabilities.
 
     Attributes:
         row: its index in the plan.
-        start: the index in the batch of its first token.
+        start: index of its first token in the batch.
         count: alternatives to report; -1 for the whole vocabulary.
-        following: [n] int32, the prompt's token after each of the row's first n tokens.
-        hidden: [n, hidden_size], the states of these n tokens, once computed.
+        following: [n] int32, the prompt token after each of the row's first n tokens.
+        hidden: [n, hidden_size], hidden states of these n tokens; None until computed.
     """
 
     row: int
@@ -39,18 +39,20 @@ class PromptRow:
 
 @dataclass(slots=True)
 class Step:
-    """A step on its way. What few steps have is None in the others: a native step takes microseconds.
+    """A launched step. Rare fields are None by default, since a native step takes microseconds.
 
     Attributes:
-        hidden: [S, hidden_size], the states of the tokens that get logits; None if a replay drew their tokens, too.
-        rows: the S rows' slots, as `Slots.lay_out` gave them.
-        recorded: what the replay remembers of the step in order to draw its tokens; None if nothing.
-        drawn: the tokens, once drawn.
-        prompted: row -> waits for the log-probabilities of its prompt.
-        failed: index among the S rows -> error of a hook.
-        began: when the device began with it, where that is known.
-        before: the step that was under way when this one was launched.
-        retired: the result was read.
+        hidden: [S, hidden_size], hidden states of the tokens that get logits; None if a replay also sampled them.
+        rows: the slots of the S rows, as returned by `Slots.lay_out`.
+        recorded: the replay's key for sampling the step; None for none.
+        drawn: the sampled tokens; None until sampled.
+        prompts: rows with requested prompt log-probabilities that are not computed yet.
+        prompted: row -> function that waits for the log-probabilities of its prompt.
+        failed: index among the S rows -> error text of a hook.
+        findings: feature name -> function that waits for its results.
+        began: event of the step's start on the device; None on devices without events.
+        before: the step that was running when this one was launched.
+        retired: whether the result was read.
     """
 
     plan: StepPlan
@@ -68,7 +70,7 @@ class Step:
     retired: bool = False
 
     def result(self) -> StepOutput:
-        """Wait for the step's tokens and put them in the plan's order."""
+        """Wait for the step's tokens and return them in the plan's order."""
         plan = self.plan
         tokens, errors, logprobs = self._drawn(self.drawn) if self.drawn is not None else self._nothing()
         prompted = {row: wait() for row, wait in self.prompted.items()} if self.prompted else {}
@@ -101,7 +103,7 @@ class Step:
         return [[] for _ in self.plan.slots], {}, {}
 
     def _idle(self) -> float:
-        """Seconds for which the device was idle before this step, whose tokens have arrived."""
+        """Return the seconds for which the device was idle before this step; valid once its tokens have arrived."""
         before, self.before = self.before, None
         if before is None or before.drawn is None or self.drawn is None or self.began is None:
             return 0.0

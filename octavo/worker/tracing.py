@@ -11,7 +11,7 @@ from octavo.core.profiling import ProfileSettings
 
 
 class TorchTracer:
-    """A `Tracer`. It sees the thread that starts it, which must be the thread that computes and that stops it."""
+    """A `Tracer`. Start and stop it in the thread that computes, the only thread that it traces."""
 
     def __init__(self, device: torch.device, settings: ProfileSettings) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class TorchTracer:
             record_shapes=settings.record_shapes,
             profile_memory=settings.with_memory,
             with_flops=settings.with_flops,
-            acc_events=True,  # there is only one cycle, but otherwise torch 2.11 warns about lost ones
+            acc_events=True,  # without it, torch 2.11 warns about lost events of earlier cycles
         )
         self._profile.start()
 

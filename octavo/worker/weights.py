@@ -1,4 +1,4 @@
-"""`WorkerWeights`: other weights for a served model, read beside those in use and then put in their place."""
+"""`WorkerWeights`: replace the weights of a served model; new ones are read while the old ones are in use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FORMATS = get_args(LoadFormat)
 
 
 class WorkerWeights:
-    """Other weights for one worker. What is staged takes memory of its own on the host until it is in place."""
+    """Replaces the weights of one worker. Staged weights take additional host memory until they are in place."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -48,13 +48,13 @@ class WorkerWeights:
         return self._worker.weight_version
 
     def stage(self, path: str | None, load_format: str | None = None) -> Staged:
-        """Read the weights of a model on this machine; by default the files that were read last.
+        """Read the weights of a model on this machine, by default from the files that were read last.
 
-        Any thread may do it while the model computes. Nothing that is in use changes.
+        May be called from any thread while the model computes. Changes nothing that is in use.
 
         Raises:
-            InvalidRequestError: there is no such model, it is not of the served one's shape, or it can't be read.
-            EngineStateError: there is no memory for it.
+            InvalidRequestError: there is no such model, its shapes differ from the served one's, or it can't be read.
+            EngineStateError: there is not enough memory.
         """
         worker = self._worker
         form = load_format or ("auto" if path is not None else worker.load_format)
@@ -71,7 +71,7 @@ class WorkerWeights:
             raise InvalidRequestError(str(error), param="model_path", value=path) from error
 
     def _find(self, path: str, *, weights: bool) -> ModelFiles:
-        """A model with the settings' overrides. Nothing is downloaded."""
+        """Return the files of a local model, with the settings' overrides applied."""
         place = Path(path).expanduser()
         if not place.exists():
             raise InvalidRequestError(
@@ -80,34 +80,34 @@ class WorkerWeights:
         return with_overrides(resolve(str(place.absolute()), weights=weights), self._worker.config.config_overrides)
 
     def begin(self) -> None:
-        """Wait for tensors, to be sent by `receive`; those of an update that was not finished are dropped."""
+        """Start an update by `receive` or `take`; tensors of an unfinished update are dropped."""
         self._received = {}
 
     def receive(self, update_info: Mapping[str, Any]) -> None:
-        """Read some of the tensors: {"path": a safetensors file, or a folder with some}. They may be gone afterwards.
+        """Read tensors: {"path": a safetensors file, or a folder of such files}. The files may be deleted afterwards.
 
         Raises:
-            EngineStateError: nobody has begun.
-            InvalidRequestError: they can't be read from there.
+            EngineStateError: `begin` was not called.
+            InvalidRequestError: the files can't be read.
         """
         received = self._expected()
         for path in _tensor_files(update_info):
             try:
-                received |= load(path.read_bytes())  # not mapped: the file may be gone, or another, by the end
+                received |= load(path.read_bytes())  # not mapped: the file may change before the update is complete
             except (SafetensorError, OSError) as error:
                 raise InvalidRequestError(
                     f"The tensors can't be read: {error}", param="update_info.path", value=str(path)
                 ) from error
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """`receive` for tensors of this process; they must not change before they are staged."""
+        """Add tensors of this process by name; they must not change before they are staged."""
         self._expected().update(tensors)
 
     def stage_received(self) -> Staged:
-        """Make weights of all that was received since `begin`.
+        """Build weights from the tensors received since `begin`.
 
         Raises:
-            EngineStateError: nobody has begun.
+            EngineStateError: `begin` was not called.
             InvalidRequestError: the tensors are not those of the model. All must be sent again.
         """
         received = self._expected()
@@ -123,14 +123,14 @@ class WorkerWeights:
         return self._received
 
     def _read(self, checkpoint: Checkpoint, origin: tuple[ModelFiles, LoadFormat] | None = None) -> Staged:
-        """A model beside the served one, on the host."""
+        """Build a second model from a checkpoint, in host memory."""
         worker = self._worker
         loaded = worker.read(checkpoint, torch.device("cpu"))
         self._check_form(loaded)
         return Staged(self, loaded, origin)
 
     def _check_shape(self, config: Mapping[str, Any]) -> None:
-        """Raises InvalidRequestError unless the configuration is that of the served model, as far as weights go."""
+        """Raise InvalidRequestError unless the configuration has the architecture and shapes of the served model."""
         spec, own = self._worker.spec_of(config), self._worker.spec
         kind, own_kind = config.get("model_type"), self._worker.files.config.get("model_type")
         if kind != own_kind:
@@ -140,22 +140,22 @@ class WorkerWeights:
             if new != old:
                 raise InvalidRequestError(
                     f"The weights are of a model with {field.name} {new}, the served one has {old}. Only weights of "
-                    "the same architecture and shapes can take its place; start another server for these."
+                    "the same architecture and shapes can replace them; start another server for these."
                 )
 
     def _check_room(self, stored: int) -> None:
         room = host.available_memory()
         if stored > room:
             raise EngineStateError(
-                f"The files of the weights hold {stored / (1 << 30):.2f} GiB, but only {room / (1 << 30):.2f} GiB of "
-                "the host's memory are free, and they are read beside those in use. Free memory, or start anew."
+                f"The new weights need {stored / (1 << 30):.2f} GiB of host memory in addition to those in use, but "
+                f"only {room / (1 << 30):.2f} GiB are free. Free memory, or restart the server with them."
             )
 
     def _check_form(self, loaded: Loaded) -> None:
         new, old = self._worker.form_of(loaded.model), self._worker.weight_form
         if new != old:
             raise InvalidRequestError(
-                f"The weights would be kept as {new}, where the served ones are {old}: store them in the same format.",
+                f"The weights would be stored as {new}, but the served ones are {old}: save them in the same format.",
                 param="model_path",
             )
 
@@ -168,15 +168,15 @@ class WorkerWeights:
             worker.files, worker.load_format = staged.origin
             worker.files_version = worker.weight_version
         host.trim_memory()
-        log.info("the weights were replaced; they are now %s", worker.weight_version)
+        log.info("replaced the weights by version %s", worker.weight_version)
 
 
 @dataclasses.dataclass(slots=True)
 class Staged:
-    """Weights that are ready to take the place of those in use.
+    """Weights that are ready to replace those in use.
 
     Attributes:
-        origin: the files that they were read from, and how; None for tensors that are on no disk.
+        origin: their files and load format; None for received tensors.
     """
 
     weights: WorkerWeights
@@ -188,22 +188,23 @@ class Staged:
 
 
 def _tensor_files(update_info: Mapping[str, Any]) -> list[Path]:
-    """
+    """Return the safetensors files that an update names.
+
     Raises:
-        UnsupportedError: the tensors would come in another way.
-        InvalidRequestError: there is nothing of the kind.
+        UnsupportedError: the update uses another transport.
+        InvalidRequestError: there are no such files.
     """
     if "path" not in update_info:
         raise UnsupportedError(
-            "This engine takes weights from safetensors files alone, neither by NCCL nor by handles of another "
-            'process\'s memory: send {"path": FILE}. A file in /dev/shm never touches a disk.',
+            "This engine reads weights from safetensors files only, neither by NCCL nor by handles of another "
+            'process\'s memory: send {"path": FILE}. A file in /dev/shm stays in memory.',
             param="update_info",
         )
     path = Path(str(update_info["path"])).expanduser()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
         raise InvalidRequestError(
-            "update_info.path must be a safetensors file on the engine's machine, or a folder with some.",
+            "update_info.path must be a safetensors file on the engine's machine, or a folder with such files.",
             param="update_info.path",
             value=str(update_info["path"]),
         )

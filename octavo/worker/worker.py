@@ -1,4 +1,4 @@
-"""`Worker`: one device's share of the engine, from model files to a `Runner` that is ready."""
+"""`Worker`: the model on one device, from its files to a `Runner`."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ class Loaded:
     """A model with weights.
 
     Attributes:
-        source: the layers that it was made of.
-        scales: those of an FP8 cache, where the checkpoint has them.
+        source: the layers that it was compiled from.
+        report: of the loader.
+        scales: scales of an FP8 KV cache that the checkpoint has, by layer path.
     """
 
     model: Model
@@ -74,7 +75,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bounds of what a runner holds: requests at once, tokens of one, tokens of a step."""
+    """Limits of a runner: requests at once, tokens of a request, tokens of a step."""
 
     num_slots: int
     max_model_len: int
@@ -82,11 +83,11 @@ class Room:
 
 
 class Worker:
-    """Built in the order in which memory is taken: nothing, weights, KV cache and slots. Sizes in bytes.
+    """Built in steps: settings first, then the weights, then KV cache and slots. Sizes in bytes.
 
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
-        ModelFileError: the weights are not what the configuration says.
+        ModelFileError: the weights don't match the configuration.
     """
 
     def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles, cache: CacheConfig) -> None:
@@ -126,12 +127,12 @@ class Worker:
         self.files_version = self.weight_version = "default"
 
     def spec_of(self, config: Config) -> DecoderSpec:
-        """What a checkpoint's configuration means under the worker's settings. Raises as `registry.spec_of`."""
+        """Return the spec of a checkpoint's configuration under the worker's settings. Raises as `registry.spec_of`."""
         stated = spec_of(config)
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def prepare_kernels(self) -> None:
-        """Choose what computes; on a CPU this compiles the kernels if this machine never did."""
+        """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache."""
         device, isa = self.device.torch_device, self._settings.cpu_isa
         libraries: Sequence[str] = ()
         if device.type == "cpu":
@@ -164,7 +165,7 @@ class Worker:
         )
         if isinstance(self.model, NativeDecoder):
             self.weight_bytes = self.model.nbytes
-            # What is left to torch is small, and its threads would fight the program's for the cores.
+            # torch does only small operations then, and its threads would compete with the program's for the cores.
             torch.set_num_threads(1)
         if self.config.activation_dtype != "int16" and not self._multiplies_integers:
             raise ConfigError(
@@ -178,10 +179,11 @@ class Worker:
         device: torch.device,
         before: Callable[[CausalLM], None] = lambda model: None,
     ) -> Loaded:
-        """A model like the worker's with a checkpoint's weights, beside it. Any thread may call it.
+        """Build another model of the worker's spec with a checkpoint's weights. May be called from any thread.
 
         Args:
-            before: called with the model before it has weights.
+            device: device of the weights.
+            before: called with the model before its weights are loaded.
         """
         model = build_model(
             self.spec,
@@ -203,10 +205,11 @@ class Worker:
         self._compile_ahead(model)
 
     def adopt(self, loaded: Loaded, *, rescale: bool) -> None:
-        """Give the model other weights, of its own make. Nothing is being computed.
+        """Replace the model's weights. No step may be running.
 
         Args:
-            rescale: an FP8 cache, in which nothing is kept, gets the scales of these weights.
+            loaded: the result of `read`.
+            rescale: set the FP8 scales of these weights; the KV cache must hold nothing that is still needed.
         """
         model = self.model
         assert model is not None, "the weights are asleep"
@@ -220,7 +223,7 @@ class Worker:
             self._set_scales(model)
             for layer, scales in zip(model.attention_layers, kept, strict=True):
                 if scales is not None and layer.scales is not None:
-                    layer.scales = scales.copy_(layer.scales)  # where recorded graphs read them
+                    layer.scales = scales.copy_(layer.scales)  # keep the address that recorded graphs read
 
     def _set_scales(self, model: Model) -> None:
         assert isinstance(self.attention, FusedBackend)
@@ -229,7 +232,7 @@ class Worker:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of weights that each step reads: all, but for an embedding table that only serves for looking up."""
+        """Bytes of weights that each step reads: all but an embedding table that is not also the output head."""
         table = 0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size
         whole = self.step_parameters + table
         return self.weight_bytes * self.step_parameters // whole if whole else 0
@@ -244,27 +247,28 @@ class Worker:
         return isinstance(self.attention, NativeAttention) and reason_against(self.spec) is None
 
     def _scheme(self) -> type[Unquantized]:
-        """How linear layers keep their weights. Quantized ones stay so where that is fast and no dtype is asked for."""
+        """Return the quantization scheme of linear layers. Quantized weights are kept where that is fast and no dtype
+        is set."""
         if self._takes_native:
             return BlockQuantized if self.config.dtype == "auto" else Unquantized
         if self.device.resident:
-            from octavo.nn.quant.gpu import OnGpu  # a machine without a GPU need not have triton
+            from octavo.nn.quant.gpu import OnGpu  # needs triton, which machines without a GPU may lack
 
             return OnGpu
         return OneDNN if packing_works(self.dtype) else Unquantized
 
     @property
     def weight_form(self) -> str:
-        """The form in which the weights are kept, in words."""
+        """Storage format of the weights, for display."""
         return self.form_of(self.model)
 
     def form_of(self, model: Model | None) -> str:
-        """The same of any model like it."""
+        """Return the storage format of a model of the worker's spec, for display."""
         return model.weight_form if isinstance(model, NativeDecoder) else str(self.dtype).removeprefix("torch.")
 
     @property
     def kernels(self) -> str:
-        """What computes, in words."""
+        """Names of the kernels, for display."""
         if not isinstance(self.attention, NativeAttention):
             return self.attention.name
         form = f"{self.attention.name}, {self.attention.pool.level}"
@@ -272,29 +276,29 @@ class Worker:
 
     @property
     def advice(self) -> str:
-        """Which setting would suit this machine, in words; mostly none."""
+        """A setting that would suit this machine, for display; usually empty."""
         if not isinstance(self.attention, NativeAttention) or not self._multiplies_integers:
             return ""
         return activation_advice(self.attention.pool.level, self.config.activation_dtype)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Which layers share a block table. Recorded and native steps read one table for all layers."""
+        """Groups of layers that share a block table. Recorded and native steps read one table for all layers."""
         return groups_of(self.spec.windows, several=not self.device.resident and not self._takes_native)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers of one cache group, with their scales."""
+        """Bytes of keys and values of one token over all layers of one cache group, with their scales."""
         block = self.attention.cache_shape(self._layer, 1, self._block_size)
         layers = max(len(group.layers) for group in self.cache_groups)
         return layers * math.prod(block) * self.kv_dtype.itemsize // self._block_size
 
     def kv_budget(self, num_seqs: int, step_tokens: int) -> int:
-        """Bytes for the KV cache beside the weights and what the largest step needs."""
+        """Return the bytes left for the KV cache after the weights and the workspace of the largest step."""
         return self.device.kv_budget(self._utilization, self.weight_bytes, self._workspace_bytes(num_seqs, step_tokens))
 
     def check_cache(self, size: int, num_seqs: int, step_tokens: int) -> None:
-        """Raise ConfigError if a KV cache of `size` bytes does not fit beside what the largest step needs."""
+        """Raise ConfigError if a KV cache of `size` bytes and the workspace of the largest step do not fit."""
         self.device.check_cache(size, self._workspace_bytes(num_seqs, step_tokens))
 
     def make_runner(
@@ -306,8 +310,8 @@ class Worker:
         max_step_tokens: int,
         hooks: Sequence[WorkerHook] = (),
     ) -> Runner:
-        """Allocate KV cache and slots; on a GPU also record and run, once, the steps to come, so that all memory is
-        taken."""
+        """Allocate KV cache and slots; on a GPU also record graphs and run a warm-up, so that all memory is
+        allocated."""
         model, device = self.model, self.device
         if model is None:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
@@ -322,13 +326,13 @@ class Worker:
             together.attach(model, self._site(), num_slots, max_step_tokens)
             host = self._host_parts(model, room)
             return Runner(model, self.attention, device, blocks, *host, together)
-        from octavo.worker.resident.warm_up import most_rows  # a machine without a GPU need not have triton
+        from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
 
         together.attach(model, self._site(), most_rows(num_slots, max_step_tokens), max_step_tokens)
         return self._make_resident(model, blocks, room, together)
 
     def _host_parts(self, model: Model, room: Room) -> tuple[HostSlots, Sampler, Replay]:
-        """The parts of a runner in the host's memory: native where there are kernels."""
+        """Return the parts of a runner in host memory: native ones if there are kernels, else torch."""
         mode = self.config.logprobs_mode
         size, vocab_size, groups = self._block_size, self.spec.vocab_size, len(self.cache_groups)
         slots = HostSlots(room.num_slots, room.max_model_len, size, vocab_size, mode, groups)
@@ -338,7 +342,7 @@ class Worker:
         return slots, sampler, replay
 
     def _site(self) -> Site:
-        """Where hooks find the model."""
+        """Return the context of the model for hooks."""
         device = self.device.torch_device
         build = Build(self.dtype, device, self.attention, everywhere(self._scheme(), self.dtype, device))
         return Site(build, self._open, self.device)
@@ -347,7 +351,7 @@ class Worker:
         return open_checkpoint(self.files, self.load_format, self.config.seed, self.device.torch_device.type)
 
     def _compile_ahead(self, model: CausalLM) -> None:
-        """Compile the kernels of steps while the weights are loaded."""
+        """Start to compile the kernels of steps while the weights are loaded."""
         device = self.device.torch_device
         if self.device.resident and device.type == "cuda":
             from octavo.worker.resident.ahead import compile_ahead
@@ -364,7 +368,7 @@ class Worker:
             )
 
     def _make_resident(self, model: Model, blocks: Blocks, room: Room, hooks: Hooks) -> Runner:
-        """A runner whose slots live on the device; `hooks` are attached."""
+        """Build a runner with slots on the device. `hooks` are attached."""
         from octavo.models.products import choose_products
         from octavo.sampling.resident import ResidentSampler
         from octavo.worker.resident.batches import sizes, token_counts
@@ -375,7 +379,7 @@ class Worker:
 
         attention, device = self.attention, self.device
         if not attention.follows_table_rows:
-            raise AssertionError(f"attention by {attention.name} would read other rows' blocks")
+            raise AssertionError(f"attention backend {attention.name} does not support `table_rows`")
         mode, vocab_size = self.config.logprobs_mode, self.spec.vocab_size
         slots = DeviceSlots(room.num_slots, room.max_model_len, self._block_size, vocab_size, device.torch_device, mode)
         sampler = ResidentSampler(slots.table, vocab_size)
@@ -397,10 +401,10 @@ class Worker:
         if self._ahead is not None:
             began = time.perf_counter()
             count = self._ahead.wait()
-            log.info("%d kernels compiled or loaded; waited %.1f s", count, time.perf_counter() - began)
+            log.info("compiled or loaded %d kernels; waited %.1f s", count, time.perf_counter() - began)
 
     def _workspace_bytes(self, num_seqs: int, step_tokens: int) -> int:
-        """Activations of the largest step: residual stream and widest layer; logits, a copy and counts; slots."""
+        """Return the bytes of the largest step: residual stream and widest layer; logits, a copy and counts; slots."""
         spec = self.spec
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         token = (6 * spec.hidden_size + max(heads, 3 * spec.intermediate_size)) * self.dtype.itemsize

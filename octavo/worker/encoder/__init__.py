@@ -1,1 +1,1 @@
-"""Running encoders: every request is one row of one step, and nothing is kept between steps."""
+"""Encoders: every request is one row of one step, and nothing is kept between steps."""

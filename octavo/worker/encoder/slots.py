@@ -1,4 +1,4 @@
-"""`PromptSlots`: the form of `Slots` for models that keep nothing between steps. A prompt comes with its only step."""
+"""`PromptSlots`: the `Slots` of models that keep nothing between steps. Each prompt is computed in one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.worker.step import PromptRow
 
 
 class PromptSlots:
-    """The prompts of the step that is being computed."""
+    """The prompts of the current step."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -29,7 +29,7 @@ class PromptSlots:
     def lay_out(self, plan: StepPlan) -> Layout[None]:
         prompts = [self._prompts.get(slot, []) for slot in plan.slots]
         if any(len(tokens) != count for tokens, count in zip(prompts, plan.num_tokens, strict=True)):
-            raise AssertionError("an encoder was given a part of a prompt")
+            raise AssertionError("the plan has only a part of a prompt, but an encoder needs whole prompts")
         counts = np.asarray(plan.num_tokens, dtype=np.int64)
         ends = counts.cumsum()
         positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
@@ -54,13 +54,13 @@ class PromptSlots:
         return []
 
     def advance(self, plan: StepPlan, layout: Layout[Any]) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
 class WholePrompts:
-    """What an encoder's attention prepares for a step."""
+    """The per-step part of an encoder's attention."""
 
     def prepare(self, step: StepInput, block_size: int) -> list[Group]:
-        """Sequences of one length, which are computed together."""
+        """Return groups of sequences of equal length, which are computed together."""
         assert step.query_lens is not None
         return groups_of(step.query_lens, step.device)

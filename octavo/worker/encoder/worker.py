@@ -1,4 +1,4 @@
-"""`EncoderWorker`: one device's share of an engine that serves an encoder."""
+"""`EncoderWorker`: an encoder on one device, from its files to a `Runner`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from octavo.worker.runner import Runner
 
 
 class EncoderWorker:
-    """Built in the order in which memory is taken. Sizes in bytes.
+    """Built in steps: settings first, then the weights, then the runner. Sizes in bytes.
 
     Raises:
         ConfigError: device or dtype can't be used here, or the model needs something that Octavo lacks.
-        ModelFileError: the weights differ from what the configuration says.
+        ModelFileError: the weights don't match the configuration.
     """
 
     def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles) -> None:
         self.device: Device = select_device(device.device)
         self.device.setup(device.threads, device.cpu_bind)
         self.spec = encoder_spec(files.config)
-        # Configurations without a dtype are of float32 models.
+        # A configuration without a dtype means float32.
         stored = files.config.get("dtype") or files.config.get("torch_dtype") or "float32"
         self.dtype = self.device.pick_dtype(config.dtype, stored)
         self._config = config
@@ -47,7 +47,7 @@ class EncoderWorker:
 
     @property
     def weight_form(self) -> str:
-        """A phrase that names the form of the weights."""
+        """Storage format of the weights, for display."""
         return str(self.dtype).removeprefix("torch.")
 
     def load(self) -> None:
@@ -72,7 +72,7 @@ class EncoderWorker:
         return OneDNN if packs else Unquantized
 
     def make_runner(self, hooks: Sequence[WorkerHook], *, num_slots: int, max_step_tokens: int) -> Runner:
-        """A runner without KV cache, replay and sampler: an encoder keeps nothing and draws no tokens."""
+        """Build a runner without KV cache, replay and sampler: an encoder keeps nothing and samples no tokens."""
         assert self.model is not None, "the weights must be loaded first"
         device = self.device.torch_device
         together = Hooks(hooks)

@@ -1,6 +1,6 @@
-"""The kernels of a model's steps, named by launching each once where launches are collected: see `device/ahead.py`.
+"""Compile the kernels of a model's steps ahead of use, by launching each once into a collector; see `device/ahead.py`.
 
-Kernels missing here are compiled at their first launch, so the list need not be complete, only long.
+Kernels missing here are compiled at their first launch, so the list need not be complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.sampling.state import PreparedParams
 from octavo.worker.resident.slots import DeviceSlots
 
 _SLOTS = 80
-"""Enough rows that no context is divided over several programs."""
+"""Enough rows that no context is split over several programs."""
 _LONG = 8192
 _PENALIZED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
 
@@ -42,11 +42,11 @@ def compile_ahead(
     block_size: int,
     max_model_len: int,
 ) -> Ahead:
-    """Begin to compile. Returns what to wait for."""
+    """Start to compile; return the handle to wait for."""
     if isinstance(attention, LibraryAttention):
         attention = attention.own  # launches the kernels that the library does not replace
     ahead = Ahead(target_of(device))
-    with ahead.collecting():  # the slowest first, so that nothing waits for them in the end
+    with ahead.collecting():  # the slowest first, so that they don't finish last
         slots = DeviceSlots(_SLOTS + 1, max_model_len, block_size, spec.vocab_size, device)
         long = min(max_model_len - 1, _LONG)
         few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))

@@ -1,7 +1,7 @@
-"""`Singles` and `Ragged`: batches at fixed addresses, into which a recorded step's rows are sent.
+"""`Singles` and `Ragged`: batches at fixed addresses, the inputs of recorded steps.
 
-A batch of one token a row is a list of slots. A batch with prompts has its whole layout in one array, sent in one
-transfer. The rest of either is padding: rows of slot `num_slots`, which have length 0 and write nothing.
+A batch of one token per row is a list of slots. A batch with prompts has its whole layout in one array, sent in one
+transfer. Both are padded by rows of slot `num_slots`, which have length 0 and write nothing.
 """
 
 from __future__ import annotations
@@ -25,39 +25,40 @@ from octavo.worker.resident.slots import Batch, DeviceSlots, empty_step
 
 MAX_ROWS = 1024
 MAX_TOKENS = 1024
-"""For longer steps with prompts, launching takes no longer than computing."""
+"""Longer steps with prompts are not recorded, since launching them takes no longer than computing them."""
 _MAX_PROMPTS = 16
-"""Prompts in a recorded step. A step of more is launched operation by operation."""
+"""Most prompts in a recorded step. Steps with more are launched operation by operation."""
 _SHARING = (8, 16, 32, 64, 128, 192, 256, 384, 512)
-"""Batch sizes with a recording for contexts that begin alike."""
+"""Batch sizes with a recording for contexts with common prefixes."""
 
 
 def sizes(max_rows: int) -> list[int]:
-    """Batch sizes of decoding to record, ascending; the largest is `max_rows` or 1,024."""
+    """Return the batch sizes of decoding to record, ascending; the largest is `max_rows` or 1,024."""
     top = min(max_rows, MAX_ROWS)
     wanted = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *range(576, MAX_ROWS + 1, 64)]
     return sorted({size for size in wanted if size < top} | {top})
 
 
 def token_counts(max_tokens: int) -> list[int]:
-    """Numbers of tokens to record, ascending, none above `max_tokens`; the smaller ones are batch sizes of decoding."""
+    """Return the token counts of steps with prompts to record, ascending, up to `max_tokens`. The smaller ones are
+    batch sizes of decoding, too."""
     wanted = [16, 32, *range(64, 513, 64), *range(640, MAX_TOKENS + 1, 128)]
     return [count for count in wanted if count <= max_tokens]
 
 
 def least(sorted_sizes: Sequence[int], wanted: int) -> int:
-    """The smallest of some sizes that holds `wanted`; 0 if none does."""
+    """Return the smallest of the sizes that is at least `wanted`; 0 if none is."""
     index = bisect.bisect_left(sorted_sizes, wanted)
     return sorted_sizes[index] if index < len(sorted_sizes) else 0
 
 
 class Singles:
-    """Batches of one token a row. Every recorded size uses the beginning of the buffers.
+    """Batches of one token per row. Every recorded size uses the beginning of the buffers.
 
     Attributes:
-        sizes: numbers of rows, ascending.
-        sharing: those that also have a recording for contexts that begin alike.
-        rows: [largest] int32, the slots.
+        sizes: recorded numbers of rows, ascending.
+        sharing: sizes that also have a recording for contexts with common prefixes.
+        rows: [largest size] int32, the slots.
     """
 
     def __init__(self, slots: DeviceSlots, attention: FusedBackend, max_rows: int, *, shares: bool) -> None:
@@ -77,7 +78,7 @@ class Singles:
         return Batch(self.rows[:size], self._starts[: size + 1], self._starts[:size])
 
     def step(self, size: int, *, shares: bool) -> StepInput:
-        """The input of a step that is recorded, for `batch(size)`."""
+        """Return the input of a recorded step, for `batch(size)`."""
         batch, slots = self.batch(size), self._slots
         return StepInput(
             **{name: buffer[:size] for name, buffer in self._buffers.items()},
@@ -97,11 +98,11 @@ class Singles:
         self.rows[:size].copy_(upload(rows, self._slots.device))
 
     def groups(self, slots: Sequence[int]) -> Groups | None:
-        """Which of these contexts begin alike; None if none do."""
+        """Return the groups of contexts with common prefixes; None if there are none."""
         return self._slots.shared(slots, self._most, self._unit)
 
     def send_groups(self, groups: Groups, size: int) -> None:
-        """Send what contexts have in common, padded up to a recorded size."""
+        """Send the groups of contexts with common prefixes, padded up to a recorded size."""
         shared = groups.padded(size, self._most, self._slots.block_size)
         self._shared[: len(shared)].copy_(upload(shared, self._slots.device))
 
@@ -116,11 +117,11 @@ class _Parts(Generic[A]):
     The batch's rows are followed by one row that holds all padding tokens, and by empty rows.
 
     Attributes:
-        slots: [T + 2], of the rows.
-        query_start: [T + 3].
+        slots: [T + 2], slots of the rows.
+        query_start: [T + 3], index of each row's first token.
         row_of_token: [T].
-        logit_rows: [T], tokens that get logits.
-        sample_slots: [T], the slots of these.
+        logit_rows: [T], indices of the tokens that get logits.
+        sample_slots: [T], slots of these tokens.
         single: [T], rows with one query.
         tiles: [2 n], tiles of the other rows.
     """
@@ -135,31 +136,31 @@ class _Parts(Generic[A]):
 
     @classmethod
     def of(cls, packed: A, tokens: int, tiles: int) -> _Parts[A]:
-        """Views of the beginning of `packed`; each part starts on a multiple of 16 bytes."""
+        """Return views of the beginning of `packed`; each part starts at a multiple of 16 bytes."""
         ends = _ends(tokens, tiles)
         return cls(*(packed[begin:end] for begin, end in ends))
 
     @staticmethod
     def room(tokens: int, tiles: int) -> int:
-        """The length of `packed`."""
+        """Return the length of `packed`."""
         return -(-_ends(tokens, tiles)[-1][1] // 4) * 4
 
 
 def _ends(tokens: int, tiles: int) -> list[tuple[int, int]]:
-    """Where the parts begin and end."""
+    """Return the (begin, end) indices of the parts."""
     lengths = (tokens + 2, tokens + 3, tokens, tokens, tokens, tokens, 2 * tiles)
     starts = itertools.accumulate((-(-length // 4) * 4 for length in lengths), initial=0)
     return [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
 
 
 class Ragged:
-    """Batches in which prompts take part, by their number of tokens.
+    """Batches with prompts, by their number of tokens.
 
-    A recording does not know which rows its tokens will belong to; it reads that from the layout. Attention is recorded
-    with as many programs as such a step can need, of which some find nothing to do.
+    A recording reads the rows of its tokens from the layout. Attention is recorded with as many programs as such a step
+    can need; the unneeded ones return at once.
 
     Attributes:
-        counts: numbers of tokens, ascending.
+        counts: recorded numbers of tokens, ascending.
     """
 
     def __init__(self, slots: DeviceSlots, attention: FusedBackend, max_tokens: int) -> None:
@@ -176,7 +177,7 @@ class Ragged:
         self._buffers = empty_step(largest + 2, largest, device)
 
     def bucket(self, plan: StepPlan) -> int:
-        """The recorded number of tokens for the plan; 0 if there is none."""
+        """Return the recorded number of tokens for the plan; 0 if no recording fits."""
         prompts = sum(count > 1 for count in plan.num_tokens)
         return least(self.counts, plan.total_tokens) if prompts <= _MAX_PROMPTS else 0
 
@@ -185,11 +186,11 @@ class Ragged:
         return Batch(parts.slots, parts.query_start, parts.row_of_token)
 
     def sample_slots(self, size: int) -> Tensor:
-        """[size] int32, the slots of the tokens that get logits, then padding."""
+        """Return the slots of the tokens that get logits, padded: [size] int32."""
         return self._parts[size].sample_slots
 
     def step(self, size: int) -> StepInput:
-        """The input of a step that is recorded, for `batch(size)`."""
+        """Return the input of a recorded step, for `batch(size)`."""
         parts, slots = self._parts[size], self._slots
         buffers = {name: buffer[:size] for name, buffer in self._buffers.items()}
         return StepInput(
@@ -204,12 +205,12 @@ class Ragged:
         )
 
     def foreseen(self, size: int) -> object:
-        """What becomes `step.attn`."""
+        """Return the value of `step.attn`."""
         parts = self._parts[size]
         return self._attention.foreseen(parts.tiles, parts.single, size)
 
     def send(self, plan: StepPlan | None, size: int) -> None:
-        """Send the plan's layout; None is a batch that is all padding."""
+        """Send the plan's layout; None sends a batch of padding only."""
         host = np.zeros(_Parts.room(size, self._tiles[size]), dtype=np.int32)
         into = _Parts.of(host, size, self._tiles[size])
         into.slots.fill(self._slots.num_slots)

@@ -1,12 +1,12 @@
-"""`GraphReplay`: steps recorded once for each shape and replayed, so that a step costs the host two launches.
+"""`GraphReplay`: record steps once per shape and replay them, so that a step costs the host two launches.
 
-Two graphs a batch size: layout and forward pass, which leaves hidden states in a fixed buffer; then head, draw and the
-appending of the tokens. Batches that need more than the plain draw replay the first alone. All inputs are read from the
-slots, so a decoding step whose rows did not change sends nothing.
+There are two graphs per batch size: layout and forward pass, which leaves hidden states in a fixed buffer; then output
+head, sampling and appending of the tokens. Batches that need more than plain sampling replay only the first. All inputs
+are read from the slots, so a decoding step with unchanged rows uploads nothing.
 
-Some batch sizes have a second forward pass, which reads once what contexts have in common. Steps with prompts have one
-for each number of tokens; launched operation by operation, they take the host about as long as the GPU takes for a
-thousand tokens. Their tokens are drawn by the graphs of decoding.
+Some batch sizes have a second forward pass, which reads common prefixes of contexts once. Steps with prompts have a
+forward pass per number of tokens: launched operation by operation, they take the host about as long as a thousand
+tokens take the GPU. The graphs of decoding sample their tokens.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from octavo.worker.step import Step
 log = logging.getLogger(__name__)
 
 _WORTH = 32 << 20
-"""Reading contexts once pays from this number of bytes a layer on: what two more launches take, at 4 TB/s."""
+"""Least bytes per layer saved for which reading common prefixes once pays: the cost of two more launches, at 4 TB/s."""
 _WORTH_OF_PADDING = 2 << 20
-"""And for each row of padding this many more, of a model of 8 billion parameters."""
+"""Additional bytes for each row of padding, measured with a model of 8 billion parameters."""
 
 
 class Key(NamedTuple):
-    """What a forward pass is recorded for.
+    """Key of a recorded forward pass.
 
     Attributes:
         rows: of the batch, padding included.
-        queries: tokens of each row; 0 where rows differ.
+        queries: tokens of each row; 0 if rows differ.
         tokens: of the batch, padding included.
-        shares: contexts that begin alike are read once.
-        variant: the hooks' form of the model.
+        shares: common prefixes of contexts are read once.
+        variant: the hooks' variant of the model.
     """
 
     rows: int
@@ -65,7 +65,7 @@ class Key(NamedTuple):
 
 
 class _Loaded(NamedTuple):
-    """The batch of single tokens that was sent last, and how it is computed."""
+    """The batch of single tokens that was sent last, and the key of its graph."""
 
     version: int
     slots: Sequence[int]
@@ -78,7 +78,7 @@ class _Loaded(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """What `takes` found out for `forward`: the recorded size, and whether it is of single tokens."""
+    """Result of `takes` for `forward`: the recorded size, the variant, and whether all rows have a single token."""
 
     size: int
     variant: Variant
@@ -86,7 +86,7 @@ class _Taken(NamedTuple):
 
 
 class GraphReplay:
-    """A `Replay` of graphs on fixed buffers. Nothing is taken before `capture`."""
+    """A `Replay` of graphs on fixed buffers. Takes no step before `capture`."""
 
     draws = False
 
@@ -123,13 +123,14 @@ class GraphReplay:
     ) -> None:
         """Record decoding and the shorter steps with prompts, in all variants.
 
-        The largest size comes first, so that the others find their memory in its pool. What is recorded must have been
-        compiled and loaded before. Of the sizes in `loaded` only the matrix products depend on the very size, and these
-        are loaded; so only the powers of two among them are run first.
+        The largest size is recorded first, so that the others reuse the memory of its pool. Kernels must be compiled
+        and loaded before they are recorded, so each size is run first, except those in `loaded` that are no powers of
+        two.
 
         Args:
-            max_rows, max_tokens: of a step.
-            shares: also record what reads once what contexts have in common.
+            max_rows, max_tokens: limits of a step.
+            loaded: sizes whose matrix products, the only kernels that depend on the exact size, are loaded.
+            shares: also record forward passes that read common prefixes once.
         """
         began = time.perf_counter()
         recorder.start()
@@ -199,7 +200,7 @@ class GraphReplay:
         self._hidden[:size].copy_(self._single(size, shares=shares))
 
     def _single(self, size: int, *, shares: bool = False) -> Tensor:
-        """A step of decoding: its hidden states [size, hidden_size]."""
+        """Compute a decoding step; return its hidden states [size, hidden_size]."""
         step = self._singles.step(size, shares=shares)
         return self._computed(self._singles.batch(size), step, lambda: self._attention.prepare(step, self._page))
 
@@ -207,7 +208,7 @@ class GraphReplay:
         self._ragged_hidden[:size].copy_(self._mixed(size))
 
     def _mixed(self, size: int) -> Tensor:
-        """A step with prompts: hidden states [size, hidden_size] of the tokens that get logits."""
+        """Compute a step with prompts; return hidden states [size, hidden_size] of the tokens that get logits."""
         return self._computed(self._ragged.batch(size), self._ragged.step(size), lambda: self._ragged.foreseen(size))
 
     def _computed(self, batch: Batch, step: StepInput, prepare: Callable[[], object]) -> Tensor:
@@ -230,7 +231,7 @@ class GraphReplay:
     # Replay
 
     def takes(self, plan: StepPlan, variant: Variant) -> bool:
-        """Whether a graph of the plan's size was recorded for the variant."""
+        """Return whether a graph of the plan's size was recorded for the variant."""
         if not self._samples or (self._singles.sizes[0], variant) not in self._samples:
             return False
         decodes = max(plan.num_tokens) == 1 and all(plan.samples)
@@ -240,7 +241,7 @@ class GraphReplay:
 
     @torch.inference_mode()
     def forward(self, step: Step, allowed: Allowed | None) -> None:
-        """Replay the step's forward pass, which leaves the hidden states where the graphs of the draw expect them."""
+        """Replay the step's forward pass, which leaves hidden states in the input buffer of the sampling graphs."""
         (size, variant, decodes), plan = self._taken, step.plan
         if decodes:
             key = self._load(plan, size, variant)
@@ -256,7 +257,7 @@ class GraphReplay:
         self.count += 1
 
     def _load(self, plan: StepPlan, size: int, variant: Variant) -> Key:
-        """Send the batch, unless the last one had the same rows; by which graph it is computed."""
+        """Send the batch, unless the last one had the same rows; return the key of its graph."""
         version = self._slots.tables.version
         if self._loaded is not None and self._loaded.is_for(version, plan, variant):
             return self._loaded.key
@@ -270,15 +271,15 @@ class GraphReplay:
         return key
 
     def _worth_sharing(self, slots: Sequence[int], padding: int) -> Groups | None:
-        """What these contexts have in common, if reading it once pays for `padding` more rows."""
+        """Return the groups of contexts with common prefixes, if reading these once pays for `padding` more rows."""
         groups = self._singles.groups(slots)
         worth = _WORTH + padding * _WORTH_OF_PADDING
         return groups if groups is not None and groups.saved * self._block_bytes >= worth else None
 
     def _adopt(self, step: Step, size: int, variant: Variant) -> None:
-        """Move a mixed batch's hidden states and slots to where the graphs of the draw expect them.
+        """Copy a mixed batch's hidden states and slots to the input buffers of the sampling graphs.
 
-        `size` is a batch size of decoding, or larger than all of them are.
+        `size` is a batch size of decoding, or larger than all of them.
         """
         count = sum(step.plan.samples)
         hidden, slots = self._ragged_hidden, self._ragged.sample_slots(size)
@@ -294,7 +295,7 @@ class GraphReplay:
 
     @torch.inference_mode()
     def sample(self, step: Step, allowed: Allowed | None) -> Drawn | None:
-        """The plain draw of the step just replayed; None if some row needs more, or none was recorded."""
+        """Sample the step just replayed; None if a row needs more than plain sampling, or no graph was recorded."""
         if step.recorded is None or step.rows is None or not self._slots.plain(step.plan):
             return None
         with self._sampler.allowing(allowed):
@@ -302,7 +303,7 @@ class GraphReplay:
         return Sampled(download(self._sampled[: len(step.rows)]), [])
 
     def retract(self, step: Step) -> Tensor:
-        raise AssertionError("tokens are not drawn with the forward pass")
+        raise AssertionError("the forward pass samples no tokens")
 
     def watch(self, spans: Spans) -> None:
         spans.watch(Watched(self, "forward", "replay layers"))
@@ -314,13 +315,14 @@ class GraphReplay:
 
 
 def _is_loaded(size: int, every: Sequence[int], loaded: Collection[int]) -> bool:
-    """Whether a size can be recorded without being run first."""
+    """Return whether a size can be recorded without running it first."""
     return size in loaded and size & (size - 1) != 0 and size != every[-1]
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Exempt all objects from the collection in each capture, which takes longer than the capture on a large heap."""
+    """Exempt all objects from the garbage collection in each capture; on a large heap it takes longer than the
+    capture."""
     gc.collect()
     gc.freeze()
     try:

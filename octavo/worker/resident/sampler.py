@@ -1,4 +1,4 @@
-"""`DeviceSampler`: the form of `Sampler` for rows whose tokens and parameters live on the device."""
+"""`DeviceSampler`: the `Sampler` for slots on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.worker.step import PromptRow, Step
 
 
 class DeviceSampler:
-    """Launches what draws and appends the tokens; nothing waits for them."""
+    """Launches the kernels that sample and append tokens, without waiting for them."""
 
     def __init__(self, slots: DeviceSlots, sampler: ResidentSampler) -> None:
         self._slots = slots

@@ -1,4 +1,4 @@
-"""Which rows of a batch have contexts that begin with the same blocks: what `SharedContexts` tells a step."""
+"""Group rows of a batch whose contexts begin with the same blocks, for `SharedContexts`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from octavo.core.plan import NewRow
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Rows in groups, each of which reads what its rows have in common once.
+    """Groups of rows; each group reads the common prefix of its rows once.
 
     Attributes:
-        groups: [G, 3] int32, as `SharedContexts` has them, but in blocks.
-        rows: [R] int32.
-        lens: [R] int32, in blocks.
+        groups: [G, 3] int32, as in `SharedContexts`, but lengths in blocks.
+        rows: [R] int32, the rows, group by group.
+        lens: [R] int32, length of each row's shared prefix, in blocks.
         saved: blocks that need not be read again.
     """
 
@@ -28,10 +28,15 @@ class Groups:
     saved: int
 
     def padded(self, size: int, most: int, page: int) -> np.ndarray:
-        """For a batch of `size` rows, of which those beyond this one's are strangers in groups of at most so many.
+        """Pack the groups for a batch of `size` rows; the padding rows are unshared, in groups of at most `most`.
+
+        Args:
+            size: rows of the batch, padding included.
+            most: most rows in a group.
+            page: tokens per block.
 
         Returns:
-            [shared_room(size, most)] int32, for `SharedContexts.of`: the numbers of blocks are of tokens there.
+            [shared_room(size, most)] int32, for `SharedContexts.of`, with lengths in tokens.
         """
         real = len(self.rows)
         padding = np.arange(real, size, most)
@@ -45,8 +50,10 @@ class Groups:
 
 
 def shared_room(size: int, most: int) -> int:
-    """Numbers that tell of `size` rows: three a group and two a row. Strangers stand `most` together, and all other
-    groups have two rows or more."""
+    """Return the buffer length for `size` rows: 3 integers per group and 2 per row.
+
+    Unshared rows are grouped by `most`; all other groups have at least two rows.
+    """
     return 3 * (size // 2 + -(-size // most)) + 2 * size
 
 
@@ -54,8 +61,7 @@ class BlockTables:
     """The host's copy of the slots' block tables.
 
     Attributes:
-        version: another one once contexts may begin with other blocks than before; blocks that are only appended leave
-            it as it is.
+        version: changes when the existing blocks of a context may have changed; appending blocks does not change it.
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
@@ -64,13 +70,13 @@ class BlockTables:
         self.version = 0
 
     def fill(self, row: NewRow) -> None:
-        """A request took a slot."""
+        """Set the table of a request that took a slot."""
         self._tables[row.slot, : len(row.blocks[0])] = row.blocks[0]
         self._ends[row.slot] = len(row.blocks[0])
         self.version += 1
 
     def write(self, writes: Sequence[tuple[int, int, int, int]]) -> None:
-        """Take in `StepPlan.block_writes`."""
+        """Apply `StepPlan.block_writes`."""
         slots, _, indices, blocks = np.asarray(writes, dtype=np.int64).T
         self._tables[slots, indices] = blocks
         if (indices < self._ends[slots]).any():
@@ -78,12 +84,12 @@ class BlockTables:
         np.maximum.at(self._ends, slots, indices + 1)
 
     def groups(self, slots: Sequence[int], whole_blocks: np.ndarray, most: int, unit: int) -> Groups | None:
-        """How rows with these slots are best grouped; None if no two begin alike.
+        """Return the best grouping of rows with these slots; None if no two contexts share a prefix.
 
         Args:
-            whole_blocks: [R], how many blocks each row's context has filled.
-            most: rows in a group.
-            unit: what a group shares is a multiple of so many blocks.
+            whole_blocks: [R], number of full blocks of each row's context.
+            most: most rows in a group.
+            unit: shared prefixes are multiples of this many blocks.
         """
         held = np.asarray(slots)
         candidates = held[whole_blocks >= unit]
@@ -94,10 +100,10 @@ class BlockTables:
 
 
 def grouped(tables: np.ndarray, whole_blocks: np.ndarray, most: int, unit: int) -> Groups | None:
-    """As `BlockTables.groups`, of tables [R, B].
+    """As `BlockTables.groups`, for tables [R, B].
 
-    In the order of their blocks, rows that begin alike are neighbours, and what a group shares is the least that two
-    neighbours do. Among all ways to cut that order in groups, the one is taken that leaves the fewest blocks to read.
+    Sorted by their blocks, rows with common prefixes are adjacent, and a group shares the shortest common prefix of
+    adjacent rows. Of all partitions of that order into groups, the one with the fewest blocks to read is chosen.
     """
     order = sorted(range(len(tables)), key=lambda row: tables[row, : whole_blocks[row]].astype(">i4").tobytes())
     common = _common(tables[order], whole_blocks[order]) // unit * unit
@@ -123,7 +129,7 @@ def grouped(tables: np.ndarray, whole_blocks: np.ndarray, most: int, unit: int) 
 
 
 def _common(tables: np.ndarray, whole_blocks: np.ndarray) -> np.ndarray:
-    """[R - 1], with how many equal blocks each row and the next one begin, both filled."""
+    """Return [R - 1]: the number of equal full blocks at the start of each row and the next one."""
     known = np.minimum(whole_blocks[:-1], whole_blocks[1:])
     differs = tables[:-1] != tables[1:]
     first = np.where(differs.any(axis=1), differs.argmax(axis=1), tables.shape[1])
@@ -131,8 +137,10 @@ def _common(tables: np.ndarray, whole_blocks: np.ndarray) -> np.ndarray:
 
 
 def _best_cuts(common: list[int], most: int) -> list[int]:
-    """Where groups begin, and the end. best[i] is what the first i rows save at most, from[i] where their last group
-    begins."""
+    """Return the indices where groups begin, and the end.
+
+    Dynamic programming: best[i] is the most blocks that the first i rows save, begins[i] where their last group begins.
+    """
     best, begins = [0], [0]
     for end in range(1, len(common) + 2):
         top, begin = best[end - 1], end - 1

@@ -1,4 +1,4 @@
-"""`DeviceSlots`: the state of running requests on the device, and what of it the host needs to launch steps."""
+"""`DeviceSlots`: the state of running requests on the device, and the host's mirror of the part that launches need."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Batch:
     """A step's rows on the device.
 
     Attributes:
-        slots: [R] int32; the number of slots itself stands for a row of padding.
+        slots: [R] int32; `num_slots` marks a row of padding.
         query_start: [R + 1] int32.
         row_of_token: [T] int32.
     """
@@ -52,12 +52,15 @@ class Batch:
 
 
 class DeviceSlots:
-    """Row s holds the request in slot s; nothing is ever read back.
+    """Row s holds the request in slot s; row `num_slots` is for padding. The host never reads them back.
 
-    tokens [slots, max_model_len] int32, length and computed [slots] int32, block_tables [slots, blocks] int32, params
-    [slots, NUM_PARAMS] int32. The host mirrors `computed` and the block tables, which follow from the plans alone.
+    The host mirrors `computed` and the block tables, which follow from the plans alone.
 
     Attributes:
+        tokens: [num_slots + 1, max_model_len] int32.
+        length, computed: [num_slots + 1] int32.
+        block_tables: [num_slots + 1, blocks] int32.
+        params: [num_slots + 1, NUM_PARAMS] int32.
         tables: the host's copy of `block_tables`.
     """
 
@@ -90,7 +93,7 @@ class DeviceSlots:
         self._held: list[_Held | None] = [None] * num_slots
         self._reporting: set[int] = set()
         self._plain_from = np.zeros(num_slots, dtype=np.int64)
-        """For each slot the number of known tokens from which on the draw alone decides, as `Row.plain`."""
+        """Per slot: the number of known tokens from which on it is sampled plainly; see `Row.plain`."""
         self._indices: tuple[Sequence[int], NDArray[np.int64]] = [], np.zeros(0, dtype=np.int64)
 
     @property
@@ -126,30 +129,34 @@ class DeviceSlots:
         return Layout(step, sample_slots, batch)
 
     def past(self, plan: StepPlan) -> NDArray[np.int64]:
-        """[R], the tokens of each of the plan's rows that were computed before it."""
+        """Return [R] int64: positions of each of the plan's rows that were computed before this plan."""
         return self._computed[self._rows(plan.slots)]
 
     def _rows(self, slots: Sequence[int]) -> NDArray[np.int64]:
-        """The slots as indices, made once for as long as they stay the same."""
+        """Return the slots as an index array, cached while they stay the same."""
         if self._indices[0] is not slots and self._indices[0] != slots:
             self._indices = slots, np.asarray(slots, dtype=np.int64)
         return self._indices[1]
 
     def shared(self, slots: Sequence[int], most: int, tokens: int) -> Groups | None:
-        """Which of these requests' contexts begin alike, in groups of at most `most` rows, by multiples of `tokens`;
-        None if none do."""
+        """Return the groups of contexts with common prefixes; None if there are none.
+
+        Args:
+            most: most rows in a group.
+            tokens: shared prefixes are multiples of this many tokens.
+        """
         page = self.block_size
         whole_blocks = self._computed[slots] // page
         return self.tables.groups(slots, whole_blocks, most, math.lcm(tokens, page) // page)
 
     def plain(self, plan: StepPlan) -> bool:
-        """Whether the draw alone decides the tokens of all rows that sample; called after `advance`."""
+        """Return whether all rows that sample are sampled plainly, without processors. Call after `advance`."""
         rows = self._rows(plan.slots)
         plain = self._computed[rows] >= self._plain_from[rows]
         return bool(plain.all()) or bool(plain[np.asarray(plan.samples)].all())
 
     def sample_rows(self, plan: StepPlan) -> list[Row]:
-        """The rows that sample, as the host knows them; called after `advance`."""
+        """Return the host's data of the rows that sample. Call after `advance`."""
         rows = []
         for slot, samples in zip(plan.slots, plan.samples, strict=True):
             if samples:
@@ -180,7 +187,7 @@ class DeviceSlots:
         self.mirror(plan)
 
     def mirror(self, plan: StepPlan) -> None:
-        """The plan was launched: note on the host what it computes."""
+        """Count the tokens of a launched plan in the host's mirror."""
         self._computed[self._rows(plan.slots)] += plan.num_tokens
 
     def write_step(self, batch: Batch, into: StepInput) -> None:
@@ -207,7 +214,7 @@ class DeviceSlots:
         )
 
     def count(self, batch: Batch) -> None:
-        """The batch's tokens are computed: count them on the device."""
+        """Count the batch's tokens as computed, on the device."""
         rows = batch.slots.shape[0]
         advance_kernel[(triton.cdiv(rows, _BLOCK),)](
             batch.slots, batch.query_start, self.computed, rows, self.num_slots, BLOCK=_BLOCK
@@ -254,7 +261,7 @@ class DeviceSlots:
         )
 
     def _note(self, slot: int, params: PreparedParams, num_prompt: int) -> None:
-        """Remember what decides how the slot's steps are launched."""
+        """Record how the slot's steps must be launched."""
         banned = len(params.banned_ids) > 0
         self._plain_from[slot] = (num_prompt + params.min_tokens if banned else 0) if params.drawn else _NEVER
         self._reporting.discard(slot)
@@ -263,10 +270,10 @@ class DeviceSlots:
 
 
 def make_batch(plan: StepPlan, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
-    """The plan's layout on the device, in one transfer.
+    """Send the plan's layout to the device, in one transfer.
 
     Returns:
-        the batch; which of its tokens get logits, [S] int32; and their slots, [S] int32.
+        The batch; the indices of the tokens that get logits, [S] int32; and their slots, [S] int32.
     """
     counts = np.asarray(plan.num_tokens, dtype=np.int32)
     slots = np.asarray(plan.slots, dtype=np.int32)
@@ -280,7 +287,7 @@ def make_batch(plan: StepPlan, device: torch.device) -> tuple[Batch, Tensor, Ten
 
 
 def empty_step(rows: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """The tensors that `write_step` fills."""
+    """Allocate the tensors that `write_step` fills, by name."""
     return {
         "input_ids": torch.empty(tokens, dtype=torch.int64, device=device),
         "positions": torch.empty(tokens, dtype=torch.int64, device=device),

@@ -1,4 +1,4 @@
-"""The kernels that keep the slots: filling them, laying a batch out from them, taking its tokens in."""
+"""Kernels of the slots: fill them, lay out a batch from them, and append its tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def fill_kernel(
     PARAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One new request's tokens, block table, counters and parameters, a piece of each.
+    """Write one BLOCK of a new request's tokens and block table; the first program also counters and parameters.
 
-    A header is: slot, length, computed, where its tokens begin in `packed`, where its blocks begin and how many; then
-    its parameters.
+    A header is: slot, length, computed, offsets of tokens and blocks in `packed`, number of blocks; then the
+        parameters.
     """
     header = headers + tl.program_id(0) * HEADER
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -46,7 +46,7 @@ def fill_kernel(
 
 @triton.jit(do_not_specialize=["count", "table_stride"])
 def extend_kernel(writes, tables, count, table_stride, BLOCK: tl.constexpr):
-    """`writes` holds (slot, index, block) triples."""
+    """Write block table entries. `writes`: (slot, index, block) triples."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = i < count
     slot = tl.load(writes + 3 * i, mask=valid, other=0).to(tl.int64)
@@ -75,7 +75,8 @@ def layout_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The batch's tokens and lengths; a row whose slot is `num_slots` is padding: length 0, and its KV goes nowhere."""
+    """Write the batch's tokens, positions, cells and lengths. Rows of slot `num_slots` are padding: length 0, cell
+    -1."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = t < num_tokens
     row = tl.load(row_of_token + t, mask=valid, other=0)
@@ -99,7 +100,7 @@ def layout_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def advance_kernel(slots, query_start, computed, num_rows, num_slots, BLOCK: tl.constexpr):
-    """What the batch has computed."""
+    """Add the batch's token counts to `computed`."""
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = r < num_rows
     slot = tl.load(slots + r, mask=valid, other=0)
@@ -110,7 +111,8 @@ def advance_kernel(slots, query_start, computed, num_rows, num_slots, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["count", "num_slots", "token_stride"])
 def append_kernel(slots, sampled, tokens, length, count, num_slots, token_stride, BLOCK: tl.constexpr):
-    """One sampled token for each slot; where none could be sampled (-1), token 0 keeps the row going until it ends."""
+    """Append one sampled token to each slot; token 0 if sampling failed (-1), so that the row stays valid until it
+    ends."""
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = s < count
     slot = tl.load(slots + s, mask=valid, other=0).to(tl.int64)

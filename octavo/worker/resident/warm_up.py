@@ -1,4 +1,4 @@
-"""Running a device's largest and oddest steps once, so that later ones compile nothing and allocate no memory."""
+"""Run the largest and most varied steps once, so that later ones compile nothing and allocate no memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from octavo.worker.runner import Runner
 
 
 def most_rows(num_slots: int, max_tokens: int) -> int:
-    """The most rows of a step, padding included: a recorded step of T tokens has T + 2."""
+    """Return the most rows of a step, padding included: a recorded step of T tokens has T + 2."""
     return max([num_slots, *(count + 2 for count in token_counts(max_tokens))])
 
 
 def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int) -> None:
-    """Run the steps before anything lives in slots or cache. `max_tokens` is the bound of a step."""
+    """Run the steps. Slots and KV cache must be empty. `max_tokens` is the limit of a step."""
     all_slots = slots.num_slots
     long = min(slots.max_model_len - 1, max_tokens)
     long_rows = min(max(1, max_tokens // long), all_slots)
@@ -29,7 +29,7 @@ def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int) -> None:
 
 
 def _trial(counts: list[int]) -> StepPlan:
-    """A step of `counts` tokens a row, all in block 0, that uses every way of sampling."""
+    """Build a step with `counts` tokens per row, all in block 0, that uses all sampling methods."""
     bans = {"bad_token_ids": [[2], [0, 3]], "allowed_token_ids": [0, 1, 2]}
     ways: list[dict[str, Any]] = [
         {"temperature": 0, "logprobs": 1, "prompt_logprobs": 1, "repetition_penalty": 1.1, "logit_bias": {0: 1.0}},
