@@ -1,7 +1,12 @@
 """`HttpConnection`: uvicorn's HTTP/1 connection, with checks before a request is complete.
 
-The time and size of a request's head (first line and headers) are limited, errors have the same form as all others,
-offers of HTTP/2 are ignored, and HTTP/1.0 clients get responses that they can read.
+It subclasses uvicorn's protocol where no setting of uvicorn's has the same effect:
+
+- The time and size of a head (first line and headers) are limited. `timeout_keep_alive` begins when a response
+  ends, and `h11_max_incomplete_event_size` belongs to uvicorn's other protocol, which parses in Python.
+- Invalid requests get errors in the form of all others, and log lines at a limited rate (`send_400_response`).
+- Offers of HTTP/2, as in the first request of Java's client, are ignored. The parser drops the bodies of such requests.
+- HTTP/1.0 clients get responses without chunked encoding, which they can't read.
 """
 
 from __future__ import annotations
@@ -116,10 +121,6 @@ class HttpConnection(HttpToolsProtocol):
 
     def _offers_another_protocol(self) -> bool:
         return bool(self.parser.should_upgrade()) and not self._should_upgrade()
-
-    def handle_websocket_upgrade(self) -> None:
-        self._in_head = False  # permanently: the connection switches to another protocol
-        super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, f"{msg} Send HTTP/1.1 as RFC 9112 defines it; use an HTTP library.")
