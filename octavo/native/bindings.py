@@ -45,7 +45,7 @@ class Op(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "dtype", "input", "output", "rows", "columns", "epilogue", "packed")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window")),
-        *((name, c_int32) for name in ("zero_point", "minima", "output_dtype", "planes", "cache_dtype")),
+        *((name, c_int32) for name in ("zero_point", "minima", "output_dtype", "planes", "cache_dtype", "group")),
         *((name, c_float) for name in ("eps", "scale", "soft_cap")),
         *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel")),
     )
@@ -57,7 +57,7 @@ class Step(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_ids", "positions", "slots", "query_start", "seq_lens", "block_tables")),
         ("external", c_void_p * EXTERNALS),
-        ("table_stride", c_int64),
+        *((name, c_int64) for name in ("table_stride", "group_tables", "group_slots")),
         *((name, c_int32) for name in ("tokens", "rows", "block_size")),
     )
 
@@ -72,8 +72,8 @@ class Decode(ctypes.Structure):
         ),
         ("external", c_void_p * EXTERNALS),
         *((name, c_void_p) for name in ("chosen", "peaks")),
-        *((name, c_int64) for name in ("token_stride", "table_stride", "logit_stride")),
-        *((name, c_int32) for name in ("count", "block_size", "operations", "columns")),
+        *((name, c_int64) for name in ("token_stride", "table_stride", "group_stride", "logit_stride")),
+        *((name, c_int32) for name in ("count", "block_size", "operations", "columns", "groups")),
     )
 
 

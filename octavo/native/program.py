@@ -171,13 +171,17 @@ class ProgramBuilder:
         cache: int,
         *,
         cache_dtype: Dtype | None = None,
+        group: int = 0,
         norms: tuple[int, int] = (0, 0),
         eps: float = 0.0,
     ) -> None:
         """Heads q, k, v side by side, float32: turns q into `output`, writes k and v into the cache, by default as
         `dtype`, else as INT8.
 
-        `heads` is (query heads, key-value heads, head dimension); `norms` the weights of the heads' own norms.
+        Args:
+            heads: (query heads, key-value heads, head dimension).
+            group: the cache group whose slots say where keys and values go.
+            norms: the weights of the heads' own norms.
         """
         self._add(
             Kind.ROPE,
@@ -192,6 +196,7 @@ class ProgramBuilder:
             eps=eps,
             cache=cache,
             cache_dtype=dtype if cache_dtype is None else cache_dtype,
+            group=group,
         )
 
     def attend(
@@ -204,10 +209,11 @@ class ProgramBuilder:
         scale: float,
         *,
         cache_dtype: Dtype | None = None,
+        group: int = 0,
         window: int = 0,
         soft_cap: float = 0.0,
     ) -> None:
-        """Causal attention of the queries in `source` over each row's context."""
+        """Causal attention of the queries in `source` over each row's context, through the group's block tables."""
         for kind in (Kind.ATTEND, Kind.MERGE):
             self._add(
                 kind,
@@ -220,6 +226,7 @@ class ProgramBuilder:
                 soft_cap=soft_cap,
                 cache=cache,
                 cache_dtype=dtype if cache_dtype is None else cache_dtype,
+                group=group,
             )
 
     def quantize(self, source: int, output: int, dtype: Dtype, columns: int, *, zero_point: int = 0) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class StepInput:
         past_lens: each row's tokens before this step, as the host knows them.
         shared: what contexts have in common, of rows with one token each; None if nothing, or nothing worth it. A
             backend is free to ignore it.
-        groups: the step for each group of layers with a block table of its own; None where all share this one.
+        others: the step as the layers of each cache group but the first see it; empty where all share one block table.
     """
 
     input_ids: Tensor
@@ -74,11 +74,30 @@ class StepInput:
     token_types: Tensor | None = None
     hidden_rows: Tensor | None = None
     shared: SharedContexts | None = None
-    groups: Sequence[StepInput] | None = None
+    others: Sequence[StepInput] = ()
 
     def of(self, group: int) -> StepInput:
         """The step as the layers of a cache group see it: with their block tables, cells and `attn`."""
-        return self if self.groups is None else self.groups[group]
+        return self.others[group - 1] if group and self.others else self
+
+    def divide(self, block_tables: Tensor, slot_mapping: Tensor) -> None:
+        """Give each cache group its tables and cells: the first group this step, each other one a step of its own.
+
+        Args:
+            block_tables: [groups, R, B], views of which become the steps' own.
+            slot_mapping: [groups, T], likewise.
+        """
+        self.block_tables, self.slot_mapping = block_tables[0], slot_mapping[0]
+        rest = zip(block_tables[1:], slot_mapping[1:], strict=True)
+        self.others = [replace(self, block_tables=tables, slot_mapping=cells) for tables, cells in rest]
+
+    @property
+    def group_strides(self) -> tuple[int, int]:
+        """Entries from one cache group's block tables to the next one's, and from its cells to the next one's."""
+        second = self.of(1)
+        pairs = ((self.block_tables, second.block_tables), (self.slot_mapping, second.slot_mapping))
+        tables, cells = ((other.data_ptr() - own.data_ptr()) // own.element_size() for own, other in pairs)
+        return tables, cells
 
     @property
     def num_rows(self) -> int:

@@ -38,14 +38,16 @@ class NativeReplay:
             tokens=slots.tokens.ctypes.data,
             length=slots.length.ctypes.data,
             computed=slots.computed.ctypes.data,
-            block_tables=slots.block_tables[0].ctypes.data,
+            block_tables=slots.block_tables.ctypes.data,
             sampling=slots.sampling.ctypes.data,
             slots=self._rows.ctypes.data,
             chosen=self._chosen.ctypes.data,
             peaks=self._peaks.ctypes.data,
             token_stride=slots.tokens.shape[1],
             table_stride=slots.block_tables.shape[2],
+            group_stride=slots.block_tables[0].size,
             block_size=slots.block_size,
+            groups=len(slots.block_tables),
         )
         self._results: tuple[Tensor, Ints, Ints] = torch.empty(0), self._chosen, self._peaks
         self._laid_out = False

@@ -109,7 +109,7 @@ class Runner:
         plan, payload = step.plan, step.plan.payload
         layout = self._slots.lay_out(plan)
         batch = layout.input
-        for one in batch.groups or (batch,):
+        for one in (batch, *batch.others):
             one.attn = self._attention.prepare(one, self._blocks.size)
         if len(batch.logit_rows) < batch.num_tokens and not step.prompts and not self._hooks.read_hidden(payload):
             batch.hidden_rows = batch.logit_rows

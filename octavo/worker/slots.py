@@ -6,7 +6,7 @@ In numpy, whose small operations take a fraction of torch's time, since bookkeep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -83,7 +83,8 @@ class HostSlots:
             row_of_token = np.repeat(np.arange(len(rows)), counts)
             slot_of_token = rows[row_of_token]
             positions = computed[row_of_token] + np.arange(len(row_of_token)) - query_start[row_of_token]
-        tables, cells = self._group(0, rows, slot_of_token, positions, max_seq_len)
+        places = [self._places(table, rows, slot_of_token, positions, max_seq_len) for table in self.block_tables]
+        tables, cells = places[0]
         logit_rows = query_start[1:].astype(np.int64) - 1
         sampled = plan.slots
         if not all(plan.samples):
@@ -94,25 +95,23 @@ class HostSlots:
             positions=torch.from_numpy(positions),
             query_start=torch.from_numpy(query_start),
             seq_lens=torch.from_numpy(seq_lens),
-            block_tables=tables,
-            slot_mapping=cells,
+            block_tables=torch.from_numpy(tables),
+            slot_mapping=torch.from_numpy(cells),
             logit_rows=torch.from_numpy(logit_rows),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-        if len(self.block_tables) > 1:
-            others = range(1, len(self.block_tables))
-            found = [self._group(group, rows, slot_of_token, positions, max_seq_len) for group in others]
-            batch.groups = [batch, *(replace(batch, block_tables=t, slot_mapping=c) for t, c in found)]
+        if len(places) > 1:
+            batch.divide(*(torch.from_numpy(np.stack(of_groups)) for of_groups in zip(*places, strict=True)))
         return Layout(batch, sampled, (rows, counts))
 
-    def _group(
-        self, group: int, rows: Ints, slot_of_token: Ints, positions: Ints, max_seq_len: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a group's block tables [R, blocks] of a batch, and each token's cell [T] in its cache."""
-        size, tables = self.block_size, self.block_tables[group]
-        cells = tables[slot_of_token, positions // size] * np.int64(size) + positions % size
-        return torch.from_numpy(tables[rows, : -(-max_seq_len // size)]), torch.from_numpy(cells)
+    def _places(
+        self, table: NDArray[np.int32], rows: Ints, slot_of_token: Ints, positions: Ints, max_seq_len: int
+    ) -> tuple[NDArray[np.int32], Ints]:
+        """Return a batch's block tables [R, blocks] in one group, and each token's cell [T] in the group's caches."""
+        size = self.block_size
+        cells = table[slot_of_token, positions // size] * np.int64(size) + positions % size
+        return table[rows, : -(-max_seq_len // size)], cells
 
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
         if self._reporting.isdisjoint(plan.slots):

@@ -283,8 +283,8 @@ class Worker:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Groups of layers that share a block table. Recorded and native steps read one table for all layers."""
-        return groups_of(self.spec.windows, several=not self.device.resident and not self._takes_native)
+        """Which layers share a block table. Recorded steps read one table for all layers."""
+        return groups_of(self.spec.windows, several=not self.device.resident)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from toy_engine import drive, tiny_config, tokens_of
 from toy_models import LLAMA, VOCAB, model_files
@@ -16,6 +17,7 @@ from octavo.build import build_core
 from octavo.core.cache_groups import FULL, CacheGroup, GroupKind, groups_of
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
+from octavo.worker.native_replay import NativeReplay
 
 WINDOW = 20
 MIXED = LLAMA | {
@@ -27,7 +29,12 @@ MIXED = LLAMA | {
     "max_window_layers": 1,
 }
 WINDOWED = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW}
-LAYOUTS = {"mixed": (MIXED, "torch", 3), "windowed": (WINDOWED, "torch", 1), "native": (WINDOWED, "auto", 1)}
+LAYOUTS = {
+    "mixed": (MIXED, "torch", 3),
+    "windowed": (WINDOWED, "torch", 1),
+    "mixed-native": (MIXED, "auto", 3),
+    "windowed-native": (WINDOWED, "auto", 1),
+}
 
 
 def requests(count: int = 8) -> list[GenerateRequest]:
@@ -71,6 +78,67 @@ def whole(windows: tuple[int | None, ...], *, several: bool = True) -> tuple[Cac
     return (CacheGroup(GroupKind.FULL, tuple(range(len(windows)))),)
 
 
+@pytest.mark.parametrize("layout", ["mixed", "mixed-native"])
+def test_requests_that_displace_each_other_find_what_their_windows_need(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a cache so small that requests are preempted, and resume with what is left of their blocks in each group."""
+    config, backend, groups = LAYOUTS[layout]
+    loop, _ = build_core(tiny_config(**settings_of(backend), num_blocks=11 * groups), model_files(config))
+    found = tokens_of(drive(loop, requests()))
+    assert loop.stats().num_preemptions > 0
+    loop.close()
+    monkeypatch.setattr("octavo.worker.worker.groups_of", whole)
+    loop, _ = build_core(tiny_config(**settings_of(backend), memory_bytes=1 << 24), model_files(config))
+    assert found == tokens_of(drive(loop, requests()))
+    loop.close()
+
+
+def test_native_programs_compute_the_same_bits_with_several_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of prompt and answer, in chunks and batches of both kinds of rows."""
+    settings = settings_of("auto", num_blocks=120)
+
+    def reported() -> dict[str, list[Any]]:
+        asked = [
+            msgspec.structs.replace(
+                one,
+                params=SamplingParams(max_tokens=30, temperature=0, logprobs=3, prompt_logprobs=1, ignore_eos=True),
+            )
+            for one in requests(4)
+        ]
+        loop, _ = build_core(tiny_config(**settings), model_files(MIXED))
+        entries: dict[str, list[Any]] = {}
+        for delta in drive(loop, asked):
+            entries.setdefault(delta.id, []).extend([*(delta.prompt_logprobs or []), *(delta.logprobs or [])])
+        loop.close()
+        return entries
+
+    divided = reported()
+    assert all(len(entries) >= 30 for entries in divided.values())
+    monkeypatch.setattr("octavo.worker.worker.groups_of", whole)
+    assert divided == reported()
+
+
+def test_native_decoding_holds_what_windows_reach() -> None:
+    """A long answer takes more and more blocks in the group of full attention only; each step is one native call."""
+    settings = {"max_model_len": 250, "max_num_seqs": 1, "max_num_batched_tokens": 16}
+    loop, info = build_core(tiny_config(**settings, num_blocks=40), model_files(MIXED))
+    assert info.kv_groups == 3
+    replay = loop._executor.replay
+    assert isinstance(replay, NativeReplay)
+    params = SamplingParams(max_tokens=230, temperature=0, ignore_eos=True)
+    loop.add(GenerateRequest(id="long", tokens=[5] * 16, params=params))
+    windows, length = [], 16
+    while loop.busy:
+        length += sum(len(delta.tokens) for delta in loop.step())
+        windows.append(loop.stats().num_blocks_used - (length - 1 + 15) // 16)
+    assert replay.count >= 228
+    loop.check_idle()
+    loop.close()
+    # A window of 20 tokens lies in three blocks at most, and one more is held until the step has run.
+    assert max(windows) <= 2 * 4
+
+
 def test_a_window_needs_no_room_for_what_it_forgets() -> None:
     """A request of ten times the cache's positions is served, and holds what its window reaches."""
     settings = {"max_model_len": 250, "max_num_seqs": 1, "max_num_batched_tokens": 16, "attention_backend": "torch"}
@@ -97,4 +165,5 @@ def test_groups_have_as_many_layers_as_the_rarest_kind() -> None:
     assert [group.layers for group in windows] == [(1, 2), (3, 5)]
     assert all(group.kind is GroupKind.WINDOW and group.window == 8 for group in windows)
     assert groups_of([None, 8], several=False) == (CacheGroup(layers=(0, 1)),)
+    assert [len(group.layers) for group in groups_of([None] * 27 + [8])] == [4, 4, 4, 4, 4, 4, 3, 1]
     assert FULL[0].kind is GroupKind.FULL

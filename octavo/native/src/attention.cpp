@@ -100,10 +100,10 @@ using BfloatReader = TileReader;
 using BfloatReader = FloatReader<bf16>;
 #endif
 
-int64_t attend_tasks(Program& program, const OctavoOp&) { return (int64_t)program.attention().tasks.size(); }
+int64_t attend_tasks(Program& program, const OctavoOp& op) { return (int64_t)program.attention(op).tasks.size(); }
 
 void run_attend(Program& program, const OctavoOp& op, int64_t task, int thread) {
-    const std::vector<AttentionTask>& tasks = program.attention().tasks;
+    const std::vector<AttentionTask>& tasks = program.attention(op).tasks;
     const AttentionTask &what = tasks[task], &after = tasks[std::min<int64_t>(task + 1, (int64_t)tasks.size() - 1)];
     if (op.cache_dtype == kInt8)
         reinterpret_cast<AttendInt8>(const_cast<void*>(op.kernel))(program, op, what, after, thread);
@@ -113,10 +113,10 @@ void run_attend(Program& program, const OctavoOp& op, int64_t task, int thread) 
         FloatReader<float>(program, op, what, after, thread).run();
 }
 
-int64_t merge_tasks(Program& program, const OctavoOp&) { return (int64_t)program.attention().merges.size(); }
+int64_t merge_tasks(Program& program, const OctavoOp& op) { return (int64_t)program.attention(op).merges.size(); }
 
 void run_merge(Program& program, const OctavoOp& op, int64_t task, int thread) {
-    Work(program, op, program.attention().merges[task], thread).merge_parts();
+    Work(program, op, program.attention(op).merges[task], thread).merge_parts();
 }
 
 }  // namespace

@@ -83,7 +83,7 @@ struct Work {
           op(op),
           step(program.step()),
           task(task),
-          sharers(task.sharers < 0 ? nullptr : &program.attention().sharers[task.sharers]),
+          sharers(task.sharers < 0 ? nullptr : &program.attention(op).sharers[task.sharers]),
           dim(op.head_dim),
           group(op.heads / op.kv_heads),
           rows(task.count * group),
@@ -244,7 +244,7 @@ struct Context {
     int dim, block_size, end;
 
     Context(const Work& work, const AttentionTask& task)
-        : table(work.step.block_tables + task.row * work.step.table_stride),
+        : table(work.step.table(work.op.group, task.row)),
           half((int64_t)work.step.block_size * work.dim * sizeof(T)),
           dim(work.dim),
           block_size(work.step.block_size),
@@ -326,7 +326,7 @@ struct Reader : Work {
         for (int query = task.begin; query < task.begin + task.count; query++) {
             const int64_t token = task.sharers < 0
                                       ? step.query_start[task.row] + query
-                                      : step.query_start[program.attention().sharers[task.sharers + query].row];
+                                      : step.query_start[program.attention(op).sharers[task.sharers + query].row];
             const char* row = program.at<char>(buffer, token) + task.kv_head * size;
             for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(row + line, Write, 2);
         }

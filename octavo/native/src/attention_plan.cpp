@@ -19,10 +19,11 @@ constexpr int kSplitQueries = 8;  // rows with at most so many queries are split
 // Rows of one query each, in an order in which those whose contexts begin with the same blocks are neighbours.
 struct Decodes {
     const OctavoStep& step;
+    const int group;  // of the cache
     std::vector<Sharer> rows;
     std::vector<int> common;  // whole parts that lie in the same blocks for a row and the next
 
-    const int32_t* begin(const Sharer& row) const { return step.block_tables + row.row * step.table_stride; }
+    const int32_t* begin(const Sharer& row) const { return step.table(group, row.row); }
 
     // Past the blocks of its whole parts.
     const int32_t* end(const Sharer& row) const {
@@ -67,7 +68,7 @@ void plan_shared(const Decodes& decodes, int kv_heads, int most, AttentionPlan& 
 
 void plan_attention(const OctavoStep& step, const OctavoOp& op, AttentionPlan& plan) {
     const int group = op.heads / op.kv_heads, most = std::max(1, kQueryRows / group);
-    Decodes decodes{step, {}, {}};
+    Decodes decodes{step, op.group, {}, {}};
     const auto split = [&](int row, int64_t result, int first) {
         for (int head = 0; head < op.kv_heads; head++)
             for (int part = first; part < parts_of(step, row); part++)

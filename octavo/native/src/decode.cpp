@@ -13,29 +13,34 @@ namespace {
 
 // The batch as the operations read it.
 struct Layout {
-    std::vector<int64_t> ids, positions, places;
-    std::vector<int32_t> query_start, seq_lens, tables;
+    std::vector<int64_t> ids, positions, places;         // `places` is [groups][rows]
+    std::vector<int32_t> query_start, seq_lens, tables;  // `tables` is [groups][rows][blocks]
     OctavoStep step{};
 
     explicit Layout(const OctavoDecode& d) {
         int64_t longest = 0;
         for (int row = 0; row < d.count; row++) longest = std::max(longest, d.computed[d.slots[row]] + 1);
         const int64_t blocks = (longest + d.block_size - 1) / d.block_size;
-        tables.reserve(blocks * d.count);
+        tables.reserve(blocks * d.count * d.groups);
         for (int row = 0; row < d.count; row++) {
             const int64_t slot = d.slots[row], position = d.computed[slot];
-            const int32_t* table = d.block_tables + slot * d.table_stride;
             ids.push_back(d.tokens[slot * d.token_stride + position]);
             positions.push_back(position);
-            places.push_back((int64_t)table[position / d.block_size] * d.block_size + position % d.block_size);
             query_start.push_back(row);
             seq_lens.push_back((int32_t)position + 1);
-            tables.insert(tables.end(), table, table + blocks);
         }
         query_start.push_back(d.count);
+        for (int group = 0; group < d.groups; group++)
+            for (int row = 0; row < d.count; row++) {
+                const int32_t* table = d.block_tables + group * d.group_stride + d.slots[row] * d.table_stride;
+                const int64_t position = positions[row];
+                places.push_back((int64_t)table[position / d.block_size] * d.block_size + position % d.block_size);
+                tables.insert(tables.end(), table, table + blocks);
+            }
         step.input_ids = ids.data(), step.positions = positions.data(), step.slots = places.data();
         step.query_start = query_start.data(), step.seq_lens = seq_lens.data();
         step.block_tables = tables.data(), step.table_stride = blocks;
+        step.group_tables = blocks * d.count, step.group_slots = d.count;
         std::copy(std::begin(d.external), std::end(d.external), step.external);
         step.tokens = step.rows = d.count, step.block_size = d.block_size;
     }

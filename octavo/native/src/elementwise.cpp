@@ -212,9 +212,9 @@ void rope_row(Program& program, const OctavoOp& op, int row, int thread) {
         turn(heads + h * dim, op, static_cast<const float*>(op.second), cos_sin);
         narrow(heads + h * dim, dim, queries + h * dim);
     }
-    const int64_t slot = step.slots[row];
+    const int64_t slot = step.slot(op.group, row);
     const bool starts_word = slot % kPerWord<T> == 0;
-    const bool followed = row + 1 < step.tokens && step.slots[row + 1] == slot + 1;
+    const bool followed = row + 1 < step.tokens && step.slot(op.group, row + 1) == slot + 1;
     float *keys = heads + op.heads * dim, *values = keys + op.kv_heads * dim;
     T *key = static_cast<T*>(program.scratch(thread, 2 * dim * sizeof(T))), *value = key + dim;
     for (int h = 0; h < op.kv_heads; h++) {

@@ -27,7 +27,11 @@ Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widt
       thread_scratch_(pool.threads()),
       registers_(pool.threads()),
       shares_(new Share[(size_t)count * pool.threads()]),
-      progress_(new Progress[count]) {}
+      progress_(new Progress[count]) {
+    int groups = 1;
+    for (const OctavoOp& op : ops_) groups = std::max(groups, op.group + 1);
+    attention_.resize(groups);
+}
 
 void Program::run(int first, int last, const OctavoStep& step) {
     step_ = &step;
@@ -42,12 +46,14 @@ void Program::prepare(int first, int last) {
         bases_[i] = i < kExternals ? step_->external[i] : buffers_[i].need((size_t)step_->tokens * widths_[i]);
     for (int i = first * threads(); i < last * threads(); i++) shares_[i].taken.store(0, std::memory_order_relaxed);
     for (int i = first; i < last; i++) progress_[i].done.store(0, std::memory_order_relaxed);
-    const auto attends = [](const OctavoOp& op) { return op.kind == kAttend; };
-    const auto found = std::find_if(ops_.begin() + first, ops_.begin() + last, attends);
-    if (found == ops_.begin() + last) return;
-    attention_.clear();
-    plan_attention(*step_, *found, attention_);
-    partials(attention_.partial_heads * (found->head_dim + 2));
+    for (int group = 0; group < (int)attention_.size(); group++) {
+        const auto attends = [&](const OctavoOp& op) { return op.kind == kAttend && op.group == group; };
+        const auto found = std::find_if(ops_.begin() + first, ops_.begin() + last, attends);
+        if (found == ops_.begin() + last) continue;
+        attention_[group].clear();
+        plan_attention(*step_, *found, attention_[group]);
+        partials(attention_[group].partial_heads * (found->head_dim + 2));
+    }
 }
 
 namespace {

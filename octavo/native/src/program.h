@@ -23,7 +23,7 @@ struct OctavoOp {
     int32_t rows, columns, epilogue, packed;
     int32_t heads, kv_heads, head_dim, rotary_dim;
     int32_t window, zero_point, minima, output_dtype, planes;
-    int32_t cache_dtype;
+    int32_t cache_dtype, group;  // `group`: of the layer's KV cache, whose block tables the operation reads
     float eps, scale, soft_cap;
     const void *weight, *second, *third;
     void* cache;
@@ -31,12 +31,17 @@ struct OctavoOp {
 };
 
 // One step's batch: pointers to what octavo/nn/step.py describes. `external` are the buffers that the caller owns.
+// Block tables and slots are those of the first cache group; each further group's lie the same distance behind.
 struct OctavoStep {
     const int64_t *input_ids, *positions, *slots;
     const int32_t *query_start, *seq_lens, *block_tables;
     void* external[3];
     int64_t table_stride;
+    int64_t group_tables, group_slots;  // entries from one cache group's to the next one's
     int32_t tokens, rows, block_size;
+
+    const int32_t* table(int group, int row) const { return block_tables + group * group_tables + row * table_stride; }
+    int64_t slot(int group, int64_t token) const { return slots[group * group_slots + token]; }
 };
 
 // A step of one token for each of `count` slots; see decode.cpp. The first five are those of octavo/worker/slots.py.
@@ -50,8 +55,8 @@ struct OctavoDecode {
     void* external[3];
     int64_t* chosen;  // [count], the tokens that come of it
     float* peaks;     // [count], their logits
-    int64_t token_stride, table_stride, logit_stride;
-    int32_t count, block_size, operations, columns;
+    int64_t token_stride, table_stride, group_stride, logit_stride;  // `group_stride`: between groups' block tables
+    int32_t count, block_size, operations, columns, groups;
 };
 
 }  // extern "C"
@@ -150,7 +155,7 @@ public:
 
     amx::Registers& registers(int thread) { return registers_[thread]; }
 
-    const AttentionPlan& attention() const { return attention_; }
+    const AttentionPlan& attention(const OctavoOp& op) const { return attention_[op.group]; }
     float* partials(int64_t floats) { return static_cast<float*>(partials_.need(floats * sizeof(float))); }
     float* partials() const { return static_cast<float*>(partials_.get()); }
 
@@ -167,7 +172,7 @@ private:
     std::vector<amx::Registers> registers_;  // [thread]
     std::unique_ptr<Share[]> shares_;  // [operation][thread]
     std::unique_ptr<Progress[]> progress_;  // [operation]
-    AttentionPlan attention_;
+    std::vector<AttentionPlan> attention_;  // [cache group]
     Scratch partials_;
     const OctavoStep* step_ = nullptr;
     int first_ = 0, last_ = 0;
@@ -182,7 +187,7 @@ struct OpCode {
 
 OpCode embed_code(), norm_code(), linear_code(), rope_code(), attend_code(), merge_code(), quantize_code();
 
-// Divides the step's attention into tasks; called once a step, before any of its operations run.
+// Divides the step's attention over one cache group into tasks; called once a step for each group that has some.
 void plan_attention(const OctavoStep& step, const OctavoOp& op, AttentionPlan& plan);
 
 }  // namespace octavo

@@ -42,7 +42,7 @@ class PagedAttention(nn.Module):
     ) -> None:
         """Add the layer to a native program; see `NativeAttention.emit`."""
         assert isinstance(self.backend, NativeAttention)
-        self.backend.emit(b, source, output, dtype, self.cache, self.spec, norms, cos_sin)
+        self.backend.emit(b, source, output, dtype, self.cache, self.spec, norms, cos_sin, self.group)
 
     @property
     def fused(self) -> bool:

@@ -82,12 +82,14 @@ class NativeAttention:
         spec: AttentionSpec,
         norms: Norms | None,
         cos_sin: Tensor,
+        group: int = 0,
     ) -> None:
         """Add one layer's operations to a program: norms of heads, rotation, the write to the cache, attention.
 
         Args:
             source: the buffer with q, k and v side by side, float32; see `ProgramBuilder.rope`.
             norms: float32 weights.
+            group: the layer's cache group.
             cos_sin: [max_position, rotary_dim] float32.
         """
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -105,6 +107,7 @@ class NativeAttention:
             table,
             place,
             cache_dtype=cache_dtype,
+            group=group,
             norms=(q_norm, k_norm),
             eps=eps,
         )
@@ -116,6 +119,7 @@ class NativeAttention:
             place,
             spec.scale,
             cache_dtype=cache_dtype,
+            group=group,
             window=spec.window or 0,
             soft_cap=spec.soft_cap or 0.0,
         )
@@ -129,6 +133,7 @@ class NativeAttention:
 def native_step(step: StepInput, block_size: int) -> Step:
     """Pointers into the step's tensors, which must outlive it. Raises TypeError if one has not the layout promised."""
     _require_layout(step)
+    group_tables, group_slots = step.group_strides
     return Step(
         input_ids=step.input_ids.data_ptr(),
         positions=step.positions.data_ptr(),
@@ -137,6 +142,8 @@ def native_step(step: StepInput, block_size: int) -> Step:
         seq_lens=step.seq_lens.data_ptr(),
         block_tables=step.block_tables.data_ptr(),
         table_stride=step.block_tables.stride(0),
+        group_tables=group_tables,
+        group_slots=group_slots,
         tokens=step.num_tokens,
         rows=step.num_rows,
         block_size=block_size,
