@@ -67,25 +67,20 @@ class CacheGroup:
 
 
 _MOST_GROUPS = 8
-"""About as many groups as a model gets: each costs a block table, and what plans attention works once a group."""
+"""Aim for at most about this many groups, since each costs a block table and a plan of its attention per step."""
 
 FULL = (CacheGroup(),)
 """The groups of a model whose layers all use full attention."""
 
 
-def groups_of(windows: Sequence[int | None], *, several: bool = True) -> tuple[CacheGroup, ...]:
+def groups_of(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
     """Return the groups of attention layers with these sliding windows, in tokens; None for full attention.
 
     All groups have as many layers as the rarest kind, since a block holds one token range of all layers of a group. If
     the layers of a kind don't divide evenly, its last group has fewer and leaves part of its blocks unused. If the
     rarest kind is so rare that there would be many groups, they have more layers than it.
-
-    Args:
-        several: the worker supports several block tables; otherwise layers of different kinds share one FULL group.
     """
     kinds = {window: [i for i, each in enumerate(windows) if each == window] for window in windows}
-    if len(kinds) > 1 and not several:
-        return (CacheGroup(GroupKind.FULL, tuple(range(len(windows)))),)
     size = max(min(map(len, kinds.values()), default=1), -(-len(windows) // _MOST_GROUPS))
     return tuple(
         CacheGroup(GroupKind.WINDOW if window else GroupKind.FULL, tuple(layers[first : first + size]), window or 0)

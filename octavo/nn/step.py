@@ -93,8 +93,10 @@ class StepInput:
 
     @property
     def group_strides(self) -> tuple[int, int]:
-        """Entries from one cache group's block tables to the next one's, and from its cells to the next one's."""
-        second = self.of(1)
+        """Entries between two cache groups' block tables, and between their cells; 0 with one group."""
+        if not self.others:
+            return 0, 0
+        second = self.others[0]
         pairs = ((self.block_tables, second.block_tables), (self.slot_mapping, second.slot_mapping))
         tables, cells = ((other.data_ptr() - own.data_ptr()) // own.element_size() for own, other in pairs)
         return tables, cells

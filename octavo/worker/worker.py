@@ -283,8 +283,8 @@ class Worker:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Which layers share a block table. Recorded steps read one table for all layers."""
-        return groups_of(self.spec.windows, several=not self.device.resident)
+        """Groups of layers that share a block table."""
+        return groups_of(self.spec.windows)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -365,6 +365,7 @@ class Worker:
                 device,
                 block_size=self._block_size,
                 max_model_len=self.config.max_model_len or self.spec.max_position,
+                groups=self.cache_groups,
             )
 
     def _make_resident(self, model: Model, blocks: Blocks, room: Room, hooks: Hooks) -> Runner:
@@ -380,9 +381,16 @@ class Worker:
         attention, device = self.attention, self.device
         if not attention.follows_table_rows:
             raise AssertionError(f"attention backend {attention.name} does not support `table_rows`")
-        mode, vocab_size = self.config.logprobs_mode, self.spec.vocab_size
-        slots = DeviceSlots(room.num_slots, room.max_model_len, self._block_size, vocab_size, device.torch_device, mode)
-        sampler = ResidentSampler(slots.table, vocab_size)
+        slots = DeviceSlots(
+            room.num_slots,
+            room.max_model_len,
+            self._block_size,
+            self.spec.vocab_size,
+            device.torch_device,
+            self.config.logprobs_mode,
+            self.cache_groups,
+        )
+        sampler = ResidentSampler(slots.table, self.spec.vocab_size)
         runner = Runner(model, attention, device, blocks, slots, DeviceSampler(slots, sampler), NoReplay(), hooks)
         fused = isinstance(attention, FusedBackend) and not self._settings.enforce_eager
         recorder = device.recorder() if fused else None

@@ -74,7 +74,7 @@ def test_windows_that_release_blocks_change_no_token(
     loop.close()
 
 
-def whole(windows: tuple[int | None, ...], *, several: bool = True) -> tuple[CacheGroup, ...]:
+def whole(windows: tuple[int | None, ...]) -> tuple[CacheGroup, ...]:
     return (CacheGroup(GroupKind.FULL, tuple(range(len(windows)))),)
 
 
@@ -84,13 +84,14 @@ def test_requests_that_displace_each_other_find_what_their_windows_need(
 ) -> None:
     """In a cache so small that requests are preempted, and resume with what is left of their blocks in each group."""
     config, backend, groups = LAYOUTS[layout]
-    loop, _ = build_core(tiny_config(**settings_of(backend), num_blocks=11 * groups), model_files(config))
-    found = tokens_of(drive(loop, requests()))
+    settings = settings_of(backend, max_num_seqs=8, max_model_len=150)
+    loop, _ = build_core(tiny_config(**settings, num_blocks=9 * groups), model_files(config))
+    found = tokens_of(drive(loop, requests(), at_once=8))
     assert loop.stats().num_preemptions > 0
     loop.close()
     monkeypatch.setattr("octavo.worker.worker.groups_of", whole)
-    loop, _ = build_core(tiny_config(**settings_of(backend), memory_bytes=1 << 24), model_files(config))
-    assert found == tokens_of(drive(loop, requests()))
+    loop, _ = build_core(tiny_config(**settings, memory_bytes=1 << 24), model_files(config))
+    assert found == tokens_of(drive(loop, requests(), at_once=8))
     loop.close()
 
 
@@ -164,6 +165,5 @@ def test_groups_have_as_many_layers_as_the_rarest_kind() -> None:
     assert full == CacheGroup(layers=(0, 4))
     assert [group.layers for group in windows] == [(1, 2), (3, 5)]
     assert all(group.kind is GroupKind.WINDOW and group.window == 8 for group in windows)
-    assert groups_of([None, 8], several=False) == (CacheGroup(layers=(0, 1)),)
     assert [len(group.layers) for group in groups_of([None] * 27 + [8])] == [4, 4, 4, 4, 4, 4, 3, 1]
     assert FULL[0].kind is GroupKind.FULL

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from torch import Tensor
 from toy_engine import drive, tiny_config
+from toy_engine import tokens_of as engine_tokens
 from toy_graphs import recorded_graphs
 from toy_models import QWEN3, VOCAB, behind, model_files
 
@@ -303,6 +304,30 @@ def test_recorded_steps_with_prompts(tokens, prompts, monkeypatch):
     assert run(requests(), **behind(monkeypatch), **settings) == expected
     assert replayed["mixed"]
     assert replayed["sample"] > 1
+
+
+def test_layers_with_windows_have_tables_of_their_own(monkeypatch):
+    """Recorded and launched, with a context that is read once in the layers of full attention."""
+    config = QWEN3 | {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    rng = random.Random(6)
+    head = [rng.randrange(4, VOCAB) for _ in range(75)]
+    params = SamplingParams(max_tokens=7, temperature=0, ignore_eos=True)
+    asked = [GenerateRequest(id=f"r{i}", tokens=[*head, 5 + i], params=params) for i in range(2)]
+
+    def tokens(**settings: Any) -> dict[tuple[str, int], list[int]]:
+        loop, info = build_core(tiny_config(memory_bytes=1 << 21, max_num_seqs=8, **settings), model_files(config))
+        assert info.kv_groups == 2
+        found = engine_tokens(drive(loop, asked, at_once=1))
+        loop.close()
+        return found
+
+    expected = tokens(device="cpu", attention_backend="torch")
+    monkeypatch.setattr("octavo.worker.resident.replay._WORTH", 1)
+    monkeypatch.setattr("octavo.worker.resident.replay._WORTH_OF_PADDING", 0)
+    replayed = recorded_graphs(monkeypatch) if not GPU else {"sharing": 1, "mixed": 1}
+    assert tokens(**behind(monkeypatch), max_num_batched_tokens=48) == expected
+    assert replayed["sharing"]
+    assert replayed["mixed"]
 
 
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 8}, {"async_scheduling": False}][: None if GPU else 1], ids=str)

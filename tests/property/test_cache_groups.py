@@ -48,6 +48,35 @@ def test_a_window_holds_no_more_than_it_says(counts, window, in_flight):
         assert all(held[p // BLOCK] != NO_BLOCK for p in range(group.first_read(end), end))
 
 
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(1, 9)), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_groups_of_full_attention_share_and_copy_alike(moves):
+    """Sequences that have a block in common in one of them have one in the other, wherever they got it from."""
+    cache = KVCache(48, BLOCK, (CacheGroup(), WINDOW, CacheGroup()), step_tokens=9)
+    tables, known = [BlockTable() for _ in range(5)], [[] for _ in range(5)]
+    for step, (which, other, count) in enumerate(moves):
+        table, source = tables[which], tables[other]
+        if len(known[which]) > 30:
+            cache.release(table)
+            known[which] = []
+        elif not known[which] and known[other] and count % 3 == 0:
+            if cache.fork(source, table, len(known[other])):
+                known[which] = known[other][:-1]
+        else:
+            own, begun = 100 * (which == 4), len(known[which])  # most sequences have the same tokens
+            keys = [*known[which], *range(own + begun, own + begun + count)]
+            start = begun if table.groups else cache.match(table, "", keys)
+            if cache.grow(table, start, len(keys)) is None:
+                cache.release(table)
+                keys = []
+            cache.register(table, "", keys, len(keys))
+            known[which] = keys
+        cache.launched(step)
+        cache.finished(step)
+        pairs = [pair for each in tables if each.groups for pair in zip(each.groups[0], each.groups[2], strict=True)]
+        assert len(set(pairs)) == len({one for one, _ in pairs}) == len({two for _, two in pairs})
+
+
 def test_a_block_that_left_a_window_is_held_until_the_step_has_run():
     cache = KVCache(20, BLOCK, (WINDOW,), step_tokens=8)
     table = BlockTable()

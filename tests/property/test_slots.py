@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core.cache_groups import CacheGroup
+from octavo.core.cache_groups import NO_BLOCK, CacheGroup
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.cpu import CpuDevice
@@ -23,8 +23,11 @@ SLOTS, LENGTH, PAGE, VOCAB = 4, 40, 4, 50
 
 
 @st.composite
-def plans(draw: Any) -> list[StepPlan]:
-    """Steps in which requests come, compute parts of their prompts or single tokens, and are replaced by others."""
+def plans(draw: Any, groups: int = 1) -> list[StepPlan]:
+    """Steps in which requests come, compute parts of their prompts or single tokens, and are replaced by others.
+
+    Without all of their blocks in front, in the groups after the first.
+    """
     left = [0] * SLOTS
     known: list[list[int]] = [[] for _ in range(SLOTS)]
     made = []
@@ -34,10 +37,15 @@ def plans(draw: Any) -> list[StepPlan]:
             if not left[slot] and draw(st.booleans()):
                 tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LENGTH - 6))
                 computed = draw(st.integers(0, len(tokens) - 1))
-                blocks = [10 * slot + i + 100 * step for i in range(-(-LENGTH // PAGE))]
+                blocks = [
+                    [1000 * group + 10 * slot + i + 100 * step for i in range(-(-LENGTH // PAGE))]
+                    for group in range(groups)
+                ]
+                for table in blocks[1:]:
+                    table[: computed // PAGE] = [NO_BLOCK] * (computed // PAGE)
                 reports = draw(st.sampled_from([None, 2]))
                 params = SamplingParams(temperature=0, prompt_logprobs=reports)
-                new.append(NewRow(slot, tokens, len(tokens), params, 0, [], computed, [blocks]))
+                new.append(NewRow(slot, tokens, len(tokens), params, 0, [], computed, blocks))
                 left[slot], known[slot] = len(tokens) - computed, tokens
         rows = [slot for slot in draw(st.permutations(range(SLOTS))) if left[slot]]
         if not rows:
@@ -46,7 +54,12 @@ def plans(draw: Any) -> list[StepPlan]:
         for slot, count in zip(rows, counts, strict=True):
             left[slot] -= count
         samples = [not left[slot] for slot in rows]
-        writes = [(slot, 0, 0, 7 + slot) for slot in rows if draw(st.booleans())]
+        writes = [
+            (slot, group, draw(st.integers(0, 9)), 7 + slot)
+            for slot in rows
+            for group in range(groups)
+            if draw(st.booleans())
+        ]
         made.append(StepPlan(step, new, rows, counts, [0] * len(rows), samples, writes, [], []))
     return made
 
@@ -57,23 +70,30 @@ class Truth:
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
-        self.blocks: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[list[int]]] = {}
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.new:
             self.tokens[row.slot], self.computed[row.slot] = row.tokens, row.num_computed
-            self.blocks[row.slot] = list(row.blocks[0])
-        for slot, _, index, block in plan.block_writes:
-            self.blocks[slot][index] = block
+            self.blocks[row.slot] = [list(table) for table in row.blocks]
+        for slot, group, index, block in plan.block_writes:
+            self.blocks[slot][group][index] = block
+
+    def cells(self, plan: StepPlan, group: int) -> list[int]:
+        """Where the KV of a batch goes that is not yet computed."""
+        found = []
+        for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
+            for position in range(self.computed[slot], self.computed[slot] + count):
+                found.append(self.blocks[slot][group][position // PAGE] * PAGE + position % PAGE)
+        return found
 
     def batch(self, plan: StepPlan) -> dict[str, list[int]]:
         """The fields of `StepInput`, token by token."""
-        ids, positions, cells, starts, lens, rows = [], [], [], [0], [], []
+        ids, positions, starts, lens, rows = [], [], [0], [], []
         for slot, count, samples in zip(plan.slots, plan.num_tokens, plan.samples, strict=True):
             for position in range(self.computed[slot], self.computed[slot] + count):
                 ids.append(self.tokens[slot][position])
                 positions.append(position)
-                cells.append(self.blocks[slot][position // PAGE] * PAGE + position % PAGE)
             starts.append(len(ids))
             lens.append(self.computed[slot] + count)
             if samples:
@@ -82,20 +102,26 @@ class Truth:
         return {
             "input_ids": ids,
             "positions": positions,
-            "slot_mapping": cells,
             "query_start": starts,
             "seq_lens": lens,
             "logit_rows": rows,
         }
 
 
-def check(slots: Any, steps: list[StepPlan]) -> None:
+def check(slots: Any, steps: list[StepPlan], groups: int = 1) -> None:
     truth = Truth()
     for plan in steps:
         slots.apply(plan)
         truth.apply(plan)
         before = dict(truth.computed)
         layout, prompts = slots.lay_out(plan), slots.prompt_rows(plan)
+        for group in range(groups):
+            step = layout.input.of(group)
+            assert step.slot_mapping.tolist() == truth.cells(plan, group)
+            for row, slot in enumerate(plan.slots):
+                table = step.block_tables[row if step.table_rows is None else step.table_rows[row]].tolist()
+                wanted = [max(block, 0) for block in truth.blocks[slot][group]]
+                assert table == wanted[: len(table)]
         expected = truth.batch(plan)
         assert {name: getattr(layout.input, name).tolist() for name in expected} == expected
         assert layout.input.max_query_len == max(plan.num_tokens)
@@ -110,19 +136,22 @@ def check(slots: Any, steps: list[StepPlan]) -> None:
         slots.advance(plan, layout)
 
 
-@given(plans())
-def test_in_the_hosts_memory(steps: list[StepPlan]) -> None:
-    check(HostSlots(SLOTS, LENGTH, PAGE, VOCAB), steps)
+@pytest.mark.parametrize("groups", [1, 3])
+@given(st.data())
+def test_in_the_hosts_memory(groups: int, data: st.DataObject) -> None:
+    check(HostSlots(SLOTS, LENGTH, PAGE, VOCAB, num_groups=groups), data.draw(plans(groups)), groups)
 
 
-@given(plans())
+@pytest.mark.parametrize("groups", [1, 3])
+@given(st.data())
 @settings(max_examples=15)
-def test_on_a_device(steps: list[StepPlan]) -> None:
+def test_on_a_device(groups: int, data: st.DataObject) -> None:
     pytest.importorskip("triton")
     from octavo.worker.resident.slots import DeviceSlots
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check(DeviceSlots(SLOTS, LENGTH, PAGE, VOCAB, device), steps)
+    slots = DeviceSlots(SLOTS, LENGTH, PAGE, VOCAB, device, groups=[CacheGroup()] * groups)
+    check(slots, data.draw(plans(groups)), groups)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=5), st.sampled_from(["f", "b"]))

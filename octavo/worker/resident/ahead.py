@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from octavo.core.cache_groups import CacheGroup
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.ahead import Ahead, target_of
@@ -41,13 +42,14 @@ def compile_ahead(
     *,
     block_size: int,
     max_model_len: int,
+    groups: Sequence[CacheGroup],
 ) -> Ahead:
     """Start to compile; return the handle to wait for."""
     if isinstance(attention, LibraryAttention):
         attention = attention.own  # launches the kernels that the library does not replace
     ahead = Ahead(target_of(device))
     with ahead.collecting():  # the slowest first, so that they don't finish last
-        slots = DeviceSlots(_SLOTS + 1, max_model_len, block_size, spec.vocab_size, device)
+        slots = DeviceSlots(_SLOTS + 1, max_model_len, block_size, spec.vocab_size, device, groups=groups)
         long = min(max_model_len - 1, _LONG)
         few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))
         mixed = ([1] * rows + [9] for rows in (_SLOTS, 64, 32, 16, 1))
@@ -99,7 +101,8 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
 def _step(slots: DeviceSlots, counts: Sequence[int], context: int) -> StepInput:
     """Fill slots, write their blocks and lay the batch out, for contexts of up to `context` tokens."""
     params = SamplingParams(temperature=0)
-    new = [NewRow(i, [0] * n, n, params, 0, [], 0, [[0]]) for i, n in enumerate(counts)]
+    tables = [[0]] * len(slots.block_tables)
+    new = [NewRow(i, [0] * n, n, params, 0, [], 0, tables) for i, n in enumerate(counts)]
     plan = StepPlan(
         id=-1,
         new=new,

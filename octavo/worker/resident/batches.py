@@ -70,6 +70,7 @@ class Singles:
         self.rows = torch.full((largest,), slots.num_slots, dtype=torch.int32, device=device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._buffers = empty_step(largest, largest, device)
+        self._cells = slots.cells(largest)
         self.sharing = [size for size in _SHARING if size in self.sizes and shares and self._most > 1]
         room = shared_room(self.sharing[-1], self._most) if self.sharing else 0
         self._shared = torch.zeros(room, dtype=torch.int32, device=device)
@@ -80,16 +81,18 @@ class Singles:
     def step(self, size: int, *, shares: bool) -> StepInput:
         """Return the input of a recorded step, for `batch(size)`."""
         batch, slots = self.batch(size), self._slots
-        return StepInput(
+        step = StepInput(
             **{name: buffer[:size] for name, buffer in self._buffers.items()},
             query_start=batch.query_start,
-            block_tables=slots.block_tables,
+            block_tables=slots.block_tables[0],
             table_rows=batch.slots,
             logit_rows=self._starts[:size],
             max_query_len=1,
             max_seq_len=slots.max_model_len,
             shared=SharedContexts.of(self._shared[: shared_room(size, self._most)], size) if shares else None,
         )
+        slots.divide(step, None if self._cells is None else self._cells[:, :size])
+        return step
 
     def send(self, slots: Sequence[int], size: int) -> None:
         """Send the slots of a batch, padded up to a recorded size."""
@@ -175,6 +178,7 @@ class Ragged:
         self._packed = torch.empty(room, dtype=torch.int32, device=device)
         self._parts = {count: _Parts.of(self._packed, count, self._tiles[count]) for count in self.counts}
         self._buffers = empty_step(largest + 2, largest, device)
+        self._cells = slots.cells(largest)
 
     def bucket(self, plan: StepPlan) -> int:
         """Return the recorded number of tokens for the plan; 0 if no recording fits."""
@@ -193,16 +197,18 @@ class Ragged:
         """Return the input of a recorded step, for `batch(size)`."""
         parts, slots = self._parts[size], self._slots
         buffers = {name: buffer[:size] for name, buffer in self._buffers.items()}
-        return StepInput(
+        step = StepInput(
             **buffers | {"seq_lens": self._buffers["seq_lens"][: size + 2]},
             query_start=parts.query_start,
-            block_tables=slots.block_tables,
+            block_tables=slots.block_tables[0],
             table_rows=parts.slots,
             logit_rows=parts.logit_rows,
             hidden_rows=parts.logit_rows,
             max_query_len=size,
             max_seq_len=slots.max_model_len,
         )
+        slots.divide(step, None if self._cells is None else self._cells[:, :size])
+        return step
 
     def foreseen(self, size: int) -> object:
         """Return the value of `step.attn`."""

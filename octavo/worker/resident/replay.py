@@ -202,18 +202,19 @@ class GraphReplay:
     def _single(self, size: int, *, shares: bool = False) -> Tensor:
         """Compute a decoding step; return its hidden states [size, hidden_size]."""
         step = self._singles.step(size, shares=shares)
-        return self._computed(self._singles.batch(size), step, lambda: self._attention.prepare(step, self._page))
+        return self._computed(self._singles.batch(size), step, lambda one: self._attention.prepare(one, self._page))
 
     def _forward_mixed(self, size: int) -> None:
         self._ragged_hidden[:size].copy_(self._mixed(size))
 
     def _mixed(self, size: int) -> Tensor:
         """Compute a step with prompts; return hidden states [size, hidden_size] of the tokens that get logits."""
-        return self._computed(self._ragged.batch(size), self._ragged.step(size), lambda: self._ragged.foreseen(size))
+        return self._computed(self._ragged.batch(size), self._ragged.step(size), lambda _: self._ragged.foreseen(size))
 
-    def _computed(self, batch: Batch, step: StepInput, prepare: Callable[[], object]) -> Tensor:
+    def _computed(self, batch: Batch, step: StepInput, prepare: Callable[[StepInput], object]) -> Tensor:
         self._slots.write_step(batch, step)
-        step.attn = prepare()
+        for one in (step, *step.others):
+            one.attn = prepare(one)
         hidden = compute(self._model, step, self._hooks)
         self._slots.count(batch)
         return hidden

@@ -58,26 +58,30 @@ def shared_room(size: int, most: int) -> int:
 
 
 class BlockTables:
-    """The host's copy of the slots' block tables.
+    """The host's copy of the slots' block tables in one cache group.
 
     Attributes:
         version: changes when the existing blocks of a context may have changed; appending blocks does not change it.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
+    def __init__(self, num_slots: int, max_blocks: int, group: int = 0) -> None:
+        self._group = group
         self._tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self._ends = np.zeros(num_slots, dtype=np.int64)
         self.version = 0
 
     def fill(self, row: NewRow) -> None:
         """Set the table of a request that took a slot."""
-        self._tables[row.slot, : len(row.blocks[0])] = row.blocks[0]
-        self._ends[row.slot] = len(row.blocks[0])
+        blocks = row.blocks[self._group]
+        self._tables[row.slot, : len(blocks)] = blocks
+        self._ends[row.slot] = len(blocks)
         self.version += 1
 
     def write(self, writes: Sequence[tuple[int, int, int, int]]) -> None:
         """Apply `StepPlan.block_writes`."""
-        slots, _, indices, blocks = np.asarray(writes, dtype=np.int64).T
+        slots, groups, indices, blocks = np.asarray(writes, dtype=np.int64).T
+        if groups.any() or self._group:
+            slots, indices, blocks = (column[groups == self._group] for column in (slots, indices, blocks))
         self._tables[slots, indices] = blocks
         if (indices < self._ends[slots]).any():
             self.version += 1

@@ -12,6 +12,7 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
 from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.transfer import upload, upload_parts
@@ -21,7 +22,14 @@ from octavo.sampling.resident import ParamTable, Row
 from octavo.sampling.state import PreparedParams
 from octavo.worker.parts import Layout
 from octavo.worker.resident.sharing import BlockTables, Groups
-from octavo.worker.resident.triton_rows import advance_kernel, append_kernel, extend_kernel, fill_kernel, layout_kernel
+from octavo.worker.resident.triton_rows import (
+    advance_kernel,
+    append_kernel,
+    cells_kernel,
+    extend_kernel,
+    fill_kernel,
+    layout_kernel,
+)
 from octavo.worker.step import PromptRow
 
 _FILL_BLOCK = 1024
@@ -59,9 +67,10 @@ class DeviceSlots:
     Attributes:
         tokens: [num_slots + 1, max_model_len] int32.
         length, computed: [num_slots + 1] int32.
-        block_tables: [num_slots + 1, blocks] int32.
+        block_tables: [groups, num_slots + 1, blocks] int32.
         params: [num_slots + 1, NUM_PARAMS] int32.
-        tables: the host's copy of `block_tables`.
+        tables: the host's copy of the block tables of one group, used to find contexts with a common beginning: the
+            first FULL group if there is one. All FULL groups share and copy blocks alike.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class DeviceSlots:
         vocab_size: int,
         device: torch.device,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        groups: Sequence[CacheGroup] = FULL,
     ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -84,11 +94,12 @@ class DeviceSlots:
         self.tokens = zeros(num_slots + 1, max_model_len)
         self.length = zeros(num_slots + 1)
         self.computed = zeros(num_slots + 1)
-        self.block_tables = zeros(num_slots + 1, max_blocks)
+        self.block_tables = zeros(len(groups), num_slots + 1, max_blocks)
         self.params = zeros(num_slots + 1, NUM_PARAMS)
         self.vocab_size = vocab_size
         self._logprobs_mode: LogprobsMode = logprobs_mode
-        self.tables = BlockTables(num_slots, max_blocks)
+        full = [number for number, group in enumerate(groups) if group.kind is GroupKind.FULL]
+        self.tables = BlockTables(num_slots, max_blocks, full[0] if full else 0)
         self._computed = np.zeros(num_slots + 1, dtype=np.int64)
         self._held: list[_Held | None] = [None] * num_slots
         self._reporting: set[int] = set()
@@ -105,11 +116,17 @@ class DeviceSlots:
             self._fill(plan.new)
         if plan.block_writes:
             self.tables.write(plan.block_writes)
-            writes = upload(np.asarray(plan.block_writes, dtype=np.int32)[:, [0, 2, 3]].ravel(), self.device)
-            count = len(plan.block_writes)
-            extend_kernel[(triton.cdiv(count, _BLOCK),)](
-                writes, self.block_tables, count, self.block_tables.stride(0), BLOCK=_BLOCK
-            )
+            writes = np.asarray(plan.block_writes, dtype=np.int32)
+            if len(self.block_tables) > 1:
+                writes[:, 0] += writes[:, 1] * (self.num_slots + 1)
+            self._extend(writes[:, [0, 2, 3]])
+
+    def _extend(self, writes: NDArray[np.int32]) -> None:
+        """Write (row, index, block) entries [n, 3] of the block tables; group g's rows begin at g * (num_slots + 1)."""
+        count = len(writes)
+        extend_kernel[(triton.cdiv(count, _BLOCK),)](
+            upload(writes.ravel(), self.device), self.block_tables, count, self.block_tables.stride(1), BLOCK=_BLOCK
+        )
 
     def lay_out(self, plan: StepPlan) -> Layout[Batch]:
         batch, logit_rows, sample_slots = make_batch(plan, self.device)
@@ -117,7 +134,7 @@ class DeviceSlots:
         step = StepInput(
             **empty_step(len(plan.slots), plan.total_tokens, self.device),
             query_start=batch.query_start,
-            block_tables=self.block_tables,
+            block_tables=self.block_tables[0],
             table_rows=batch.slots,
             logit_rows=logit_rows,
             max_query_len=max(plan.num_tokens),
@@ -125,8 +142,19 @@ class DeviceSlots:
             query_lens=plan.num_tokens,
             past_lens=past.tolist(),
         )
+        self.divide(step, self.cells(plan.total_tokens))
         self.write_step(batch, step)
         return Layout(step, sample_slots, batch)
+
+    def cells(self, tokens: int) -> Tensor | None:
+        """Allocate `slot_mapping` for all groups, [groups, tokens] int64; return None if there is one group."""
+        groups = len(self.block_tables)
+        return torch.empty(groups, tokens, dtype=torch.int64, device=self.device) if groups > 1 else None
+
+    def divide(self, step: StepInput, cells: Tensor | None) -> None:
+        """Give each cache group its own tables and cells; `cells` is what the method of that name returned."""
+        if cells is not None:
+            step.divide(self.block_tables, cells)
 
     def past(self, plan: StepPlan) -> NDArray[np.int64]:
         """Return [R] int64: positions of each of the plan's rows that were computed before this plan."""
@@ -208,10 +236,24 @@ class DeviceSlots:
             tokens,
             self.num_slots,
             self.tokens.stride(0),
-            self.block_tables.stride(0),
+            self.block_tables.stride(1),
             PAGE=self.block_size,
             BLOCK=_BLOCK,
         )
+        if into.others:
+            cells_kernel[(triton.cdiv(tokens, _BLOCK), len(into.others))](
+                batch.slots,
+                batch.row_of_token,
+                into.positions,
+                self.block_tables,
+                into.slot_mapping,
+                tokens,
+                self.num_slots,
+                self.block_tables.stride(1),
+                *into.group_strides,
+                PAGE=self.block_size,
+                BLOCK=_BLOCK,
+            )
 
     def count(self, batch: Batch) -> None:
         """Count the batch's tokens as computed, on the device."""
@@ -254,11 +296,24 @@ class DeviceSlots:
             self.block_tables,
             self.params,
             self.tokens.stride(0),
-            self.block_tables.stride(0),
+            self.block_tables.stride(1),
             HEADER=_HEADER,
             PARAMS=NUM_PARAMS,
             BLOCK=_FILL_BLOCK,
         )
+        if len(self.block_tables) > 1:
+            self._fill_others(new)
+
+    def _fill_others(self, new: list[NewRow]) -> None:
+        """Write the block tables of the groups after the first."""
+        entries = [
+            (row.slot + group * (self.num_slots + 1), index, max(block, 0))
+            for row in new
+            for group, blocks in enumerate(row.blocks[1:], start=1)
+            for index, block in enumerate(blocks)
+        ]
+        if entries:
+            self._extend(np.array(entries, dtype=np.int32))
 
     def _note(self, slot: int, params: PreparedParams, num_prompt: int) -> None:
         """Record how the slot's steps must be launched."""

@@ -46,7 +46,7 @@ def fill_kernel(
 
 @triton.jit(do_not_specialize=["count", "table_stride"])
 def extend_kernel(writes, tables, count, table_stride, BLOCK: tl.constexpr):
-    """Write block table entries. `writes`: (slot, index, block) triples."""
+    """Write block table entries. `writes`: (row, index, block) triples; rows count through all groups' tables."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = i < count
     slot = tl.load(writes + 3 * i, mask=valid, other=0).to(tl.int64)
@@ -96,6 +96,34 @@ def layout_kernel(
     count = tl.load(query_start + t + 1, mask=is_row, other=0) - tl.load(query_start + t, mask=is_row, other=0)
     before = tl.load(computed + row_slot, mask=row_held, other=0)
     tl.store(seq_lens + t, tl.where(row_held, before + count, 0), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "table_stride", "group_stride", "cell_stride"])
+def cells_kernel(
+    slots,
+    row_of_token,
+    positions,
+    tables,
+    slot_mapping,
+    num_tokens,
+    num_slots,
+    table_stride,
+    group_stride,
+    cell_stride,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write `slot_mapping` of a laid-out batch for all cache groups but the first; -1 for padding."""
+    group = tl.program_id(1).to(tl.int64) + 1
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = t < num_tokens
+    row = tl.load(row_of_token + t, mask=valid, other=0)
+    slot = tl.load(slots + row, mask=valid, other=0).to(tl.int64)
+    held = valid & (slot < num_slots)
+    position = tl.load(positions + t, mask=held, other=0)
+    block = tl.load(tables + group * group_stride + slot * table_stride + position // PAGE, mask=held, other=0)
+    cell = block.to(tl.int64) * PAGE + position % PAGE
+    tl.store(slot_mapping + group * cell_stride + t, tl.where(held, cell, -1), mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])

@@ -23,12 +23,12 @@ def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int) -> None:
     long_rows = min(max(1, max_tokens // long), all_slots)
     rest = min(slots.max_model_len - 1, max(9, max_tokens - all_slots + 1))
     for counts in ([1, 1, 9], [2, 2], [long] * long_rows, [1] * (all_slots - 1) + [rest]):
-        step = runner.forward(_trial(counts[-all_slots:]))
+        step = runner.forward(_trial(counts[-all_slots:], len(slots.block_tables)))
         runner.sample(step, {})
         step.result()
 
 
-def _trial(counts: list[int]) -> StepPlan:
+def _trial(counts: list[int], groups: int) -> StepPlan:
     """Build a step with `counts` tokens per row, all in block 0, that uses all sampling methods."""
     bans = {"bad_token_ids": [[2], [0, 3]], "allowed_token_ids": [0, 1, 2]}
     ways: list[dict[str, Any]] = [
@@ -44,7 +44,7 @@ def _trial(counts: list[int]) -> StepPlan:
             seed=0,
             stop_ids=[1],
             num_computed=0,
-            blocks=[[]],
+            blocks=[[]] * groups,
         )
         for slot, count in enumerate(counts)
     ]

@@ -93,6 +93,20 @@ def held(tables: BlockTables, slot: int, blocks: list[int]) -> None:
     tables.fill(NewRow(slot, [0], 1, SamplingParams(), 0, [], 0, [blocks]))
 
 
+def test_tables_are_those_of_one_group():
+    tables = BlockTables(4, 8, group=1)
+    for slot in (0, 2):
+        tables.fill(NewRow(slot, [0], 1, SamplingParams(), 0, [], 0, [[3 + slot, 4 + slot], [1, 2]]))
+    whole, before = np.array([2, 2]), tables.version
+    assert tables.groups([0, 2], whole, 4, 1).saved == 2
+    tables.write([(0, 0, 0, 9), (0, 1, 2, 5), (2, 2, 1, 9)])
+    assert tables.version == before
+    assert tables.groups([0, 2], whole, 4, 1).saved == 2
+    tables.write([(0, 1, 1, 7)])
+    assert tables.version != before
+    assert tables.groups([0, 2], whole, 4, 1).saved == 1
+
+
 def test_tables_follow_what_requests_are_given():
     tables = BlockTables(4, 8)
     held(tables, 0, [1, 2, 3])
