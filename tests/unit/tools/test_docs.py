@@ -21,9 +21,12 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 _ANCHOR = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
 _ATTRIBUTE = re.compile(r"`([A-Z]\w*)\.(\w+)")
 _CLASS = re.compile(r"`([A-Z]\w*[a-z]\w*)[`(.]")
+_FLAG = re.compile(r"`[^`\n]*?--(?:no-)?([a-z][a-z0-9-]+)")
 # Pages about the code: every class that they name is one of the package's, or one of these.
 DESIGN = {"CONTRIBUTING.md", "architecture.md", "request-flow.md", "adding-a-feature.md", "adding-a-model.md"}
 BORROWED = {"None", "Methods", "Text"}
+# Where flags are defined, in quotes, with or without their dashes.
+COMMANDS = ("octavo", "benchmarks", "tools", "conformance")
 _OURS = (".py", ".md", ".toml", ".txt", ".sh")
 
 
@@ -144,6 +147,23 @@ def lost_classes(text: str) -> set[str]:
     return {name for name in _CLASS.findall(text) if not known(name)} - BORROWED
 
 
+@functools.cache
+def flags() -> set[str]:
+    """Every quoted word of our programs that may be a flag's name."""
+    sources = (path.read_text(encoding="utf-8") for folder in COMMANDS for path in (ROOT / folder).rglob("*.py"))
+    return {name for source in sources for name in re.findall(r"[\"'](?:--)?([a-z][a-z0-9-]+)[\"'=]", source)}
+
+
+def lost_flags(text: str) -> list[str]:
+    """The first flag of each code span, if no program has it; `--x` stands for any."""
+    return [name for name in _FLAG.findall(text) if name not in flags() | {"x", "no-x"}]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_flag_in_it_exists(document: Path) -> None:
+    assert lost_flags(document.read_text(encoding="utf-8")) == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_heading_and_attribute_in_it_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
@@ -161,3 +181,4 @@ def test_headings_and_names_that_are_not_there_are_seen() -> None:
     assert lost_anchors(ROOT / "README.md", text) == ["#no"]
     assert lost_attributes(text) == ["Scheduler.plane"]
     assert lost_classes(text) == {"Roster"}
+    assert lost_flags("`--no-async-scheduling` `--steps-ahead 1` `octavo serve --port 1`") == ["steps-ahead"]
