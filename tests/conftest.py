@@ -39,6 +39,15 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked as in need of the feature that tools/deletion.py has deleted."""
+    deleted = os.environ.get("OCTAVO_DELETED_FEATURE")
+    if deleted is not None:
+        gone = [item for item in items if any(deleted in mark.args for mark in item.iter_markers("features"))]
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=gone)
+
+
 # On a machine with other work to do, a slow example says nothing about the code.
 settings.register_profile("octavo", deadline=None)
 settings.load_profile("octavo")

@@ -9,7 +9,8 @@ itself, and its own tests (`tests/**/features/<name>/`). Its name must not occur
 identifier, not as an attribute or a keyword, and not in a string without spaces. `PUBLIC` lists the exceptions.
 
 The tests run in a copy of the tree from which the folders were deleted. The quick tests are the unit and property tests
-that are not marked slow: some minutes for each feature.
+that are not marked slow: some minutes for each feature. Tests outside a feature's own folder that need it are marked
+`@pytest.mark.features("NAME")` and left out.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 QUICK = ("unit", "property")
+OF_THE_WHOLE = "unit/tools"
+"""Tests of the documents and the tree, which name all features."""
 SHORT = (
     "unit/text",
     "unit/test_engine_config.py",
@@ -37,7 +40,7 @@ SHORT = (
     "property/test_scheduler_rules.py",
     "property/test_failing_steps.py",
 )
-SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "benchmarks", "conformance", "shared")
+SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "conformance", "shared")
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
@@ -173,7 +176,7 @@ def static_check(root: Path, package: str, allowed: tuple[Public, ...] = ()) -> 
 def tests_without(root: Path, *, short: bool) -> list[str]:
     """pytest arguments: the quick tests, or a few of them."""
     chosen = [f"tests/{part}" for part in (SHORT if short else QUICK) if (root / "tests" / part).exists()]
-    return [*(chosen or ["tests"]), "-m", "not slow and not e2e and not gpu"]
+    return [*(chosen or ["tests"]), f"--ignore=tests/{OF_THE_WHOLE}", "-m", "not slow and not e2e and not gpu"]
 
 
 def run_without(root: Path, name: str, package: str, pytest_args: list[str], *, short: bool) -> int:
@@ -184,7 +187,7 @@ def run_without(root: Path, name: str, package: str, pytest_args: list[str], *, 
         shutil.rmtree(copy / package / "features" / name)
         for tests in [p for p in (copy / "tests").rglob(name) if p.is_dir() and p.parent.name == "features"]:
             shutil.rmtree(tests)
-        env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OCTAVO_DELETED_FEATURE": name}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests_without(copy, short=short)]
         return subprocess.run([*command, *pytest_args], cwd=copy, env=env, check=False).returncode
 

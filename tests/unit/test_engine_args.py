@@ -52,6 +52,7 @@ def test_a_wrong_value_is_an_error_of_the_parser(capsys: pytest.CaptureFixture[s
     assert "--tensor-parallel-size" not in shown
 
 
+@pytest.mark.features("beams", "pooling")
 def test_every_name_of_the_package_is_there() -> None:
     for name in octavo.__all__:
         assert getattr(octavo, name) is not None

@@ -126,6 +126,7 @@ def test_what_is_told(way: Way, mode: LogprobsMode) -> None:
             assert entry.top_logprobs == sorted(entry.top_logprobs, reverse=True)
 
 
+@pytest.mark.features("beams")
 @pytest.mark.parametrize("resident", [False, True], ids=["host", "device"])
 def test_prompts_and_beams_keep_to_raw_logprobs(resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if resident:

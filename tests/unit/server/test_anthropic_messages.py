@@ -107,6 +107,7 @@ def test_ends() -> None:
     assert Place("").both()["content"] == [{"type": "text", "text": ""}]
 
 
+@pytest.mark.features("grammar")
 def test_calls_are_blocks() -> None:
     message = Place("So:\n" + CALL + "\n" + CLOCK_CALL).both(tools=[TOOL, CLOCK])
     assert message["content"] == [
@@ -165,6 +166,7 @@ def test_an_answer_that_is_begun_goes_on() -> None:
     assert place.prompt.endswith("[assistant]I am")
 
 
+@pytest.mark.features("grammar")
 def test_a_form_of_output() -> None:
     place = Place("{}")
     place.both(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})

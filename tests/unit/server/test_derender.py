@@ -64,6 +64,7 @@ def test_log_probabilities_are_told_with_text(house: House) -> None:
     assert ask_now(house.app, CHAT, {"generate_response": unknown}).error()["param"] == "logprobs"
 
 
+@pytest.mark.features("grammar")
 def test_reasoning_and_calls_stand_where_the_chat_has_them() -> None:
     info = fake_info(name="toy", vocab_size=VOCAB_SIZE, features=["grammar"])
     app = create_app(

@@ -43,6 +43,7 @@ def test_named_tokens_are_no_matter_of_max_logprobs() -> None:
     assert ask_now(house.app, CHAT, body_of(CHAT) | {"logprob_token_ids": NAMED}).status == 200
 
 
+@pytest.mark.features("beams")
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize(
     ("fields", "words"),

@@ -165,6 +165,7 @@ def test_several_conversations_in_one_request() -> None:
         assert ask_now(house.app, CHAT + "/batch", {"messages": two} | fields).error()["param"] == param
 
 
+@pytest.mark.features("grammar")
 @pytest.mark.parametrize(
     ("path", "fields", "words"),
     [

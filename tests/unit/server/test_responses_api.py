@@ -119,6 +119,7 @@ def test_cut_short_and_empty() -> None:
     assert said(Place("").both()) == ""
 
 
+@pytest.mark.features("grammar")
 def test_calls_and_reasoning_are_items() -> None:
     response = Place("hm</think>So:\n" + CALL + "\n" + CLOCK_CALL, THINKING).both(tools=[TOOL, CLOCK])
     kinds = [item["type"] for item in response["output"]]
@@ -208,6 +209,7 @@ def test_the_background_can_be_cancelled(begun: bool) -> None:
     asyncio.run(visit())
 
 
+@pytest.mark.features("grammar")
 def test_a_form_of_output_and_logprobs() -> None:
     place = Place("{}")
     form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}}
@@ -218,6 +220,7 @@ def test_a_form_of_output_and_logprobs() -> None:
     assert response["text"] == form
 
 
+@pytest.mark.features("grammar")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

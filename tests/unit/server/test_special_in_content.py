@@ -53,6 +53,7 @@ def special(tokens: list[int]) -> list[int]:
     return [token for token in tokens if token in (1, 2)]
 
 
+@pytest.mark.features("grammar")
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_it_is_text_for_the_model(path: str, body: dict[str, Any]) -> None:
     house = make_house(saying("ok"), features=["grammar"])

@@ -103,6 +103,7 @@ def events_of(answer: Answer) -> list[Any]:
 quick = settings(max_examples=40, deadline=None)
 
 
+@pytest.mark.features("grammar")
 @quick
 @given(asked=conversations())
 def test_chat(asked: tuple[Any, list[str]]) -> None:
@@ -150,6 +151,7 @@ def test_completions(asked: tuple[Any, list[str]]) -> None:
     assert choice["text"] == (PLACES.says[: min(cuts)] if cuts else PLACES.says)
 
 
+@pytest.mark.features("grammar")
 @quick
 @given(asked=conversations())
 def test_responses(asked: tuple[Any, list[str]]) -> None:
@@ -172,6 +174,7 @@ def said(item: dict[str, Any]) -> str:
     return str(item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
 
 
+@pytest.mark.features("grammar")
 @quick
 @given(asked=conversations())
 def test_messages(asked: tuple[Any, list[str]]) -> None:
@@ -210,6 +213,7 @@ def plain(block: dict[str, Any]) -> tuple[str, Any]:
         return block["name"], {}
 
 
+@pytest.mark.features("grammar")
 @pytest.mark.parametrize("tools", sorted(FORMATS))
 def test_calls_that_are_well_formed_are_found(tools: str) -> None:
     form = FORMATS[tools]

@@ -23,6 +23,7 @@ def test_as_many_beams_as_answers(path: str) -> None:
     assert (request.params.beam_width, request.params.n) == (None, 2)
 
 
+@pytest.mark.features("grammar")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("fields", "param"),

@@ -125,6 +125,7 @@ def nested(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "content", {"messages": [{"role": "user", "content": [{"type": "nonsense", "text": "a"}]}]}
 
 
+@pytest.mark.features("grammar")
 @pytest.mark.parametrize("path", BASES)
 def test_what_lies_beyond_is_refused(path: str) -> None:
     tried = 0
@@ -146,6 +147,7 @@ def test_what_lies_beyond_is_refused(path: str) -> None:
     assert tried > (40 if path == "/v1/chat/completions" else 0)
 
 
+@pytest.mark.features("beams", "grammar")
 @pytest.mark.parametrize("path", [path for path in BASES if path not in ("/v1/embeddings", "/pooling", "/rerank")])
 def test_the_limits_themselves_are_taken(path: str) -> None:
     tried = 0

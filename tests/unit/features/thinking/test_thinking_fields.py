@@ -93,6 +93,7 @@ def test_a_model_without_reasoning_says_so(
     assert Place(strict_params=True).ask(path, body).status == 200
 
 
+@pytest.mark.features("beams")
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
