@@ -48,7 +48,7 @@ def build_local(config: EngineConfig, files: ModelFiles) -> DecoderBuild | Encod
 def begin_rank(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, FeatureContext]:
     """Begin a worker in a process of its own."""
     for own in config.features.values():
-        own.check_sendable("with distributed_executor_backend='mp' the model runs in a process of its own")
+        own.check_sendable("with distributed_executor_backend='mp' the model runs in a separate process")
     rank = RankProcess("octavo.rank_main", (config, files, logging.getLogger().getEffectiveLevel()))
     try:
         build = RankBuild(rank, PlanCodec(payload_types()))

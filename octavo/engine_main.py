@@ -44,7 +44,7 @@ def _start(config: EngineConfig, files: ModelFiles, on_phase: OnPhase) -> tuple[
 
 
 def _leave(code: int) -> None:
-    """End the process now: destructors of tensors and graphs fail, or wait for ever, on a device that is lost."""
+    """End the process now: destructors of tensors and graphs fail or hang on a lost device."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -52,7 +52,7 @@ def _leave(code: int) -> None:
 
 
 def _on_cpu(device: DeviceConfig) -> bool:
-    """Whether Octavo's CPU kernels will most likely run, as far as one can tell without torch."""
+    """Return whether Octavo's CPU kernels will probably run, judged without importing torch."""
     if (device.attention_backend or "native").lower() not in ("native", "cpu_attn"):
         return False
     return device.device == "cpu" or (device.device == "auto" and not Path("/dev/nvidiactl").exists())

@@ -18,7 +18,7 @@ def main() -> int:
     from octavo.features import payload_types
 
     code = RankServer(peer, lambda: build_local(config, files), PlanCodec(payload_types())).run()
-    if code:  # destructors of tensors and graphs fail on a device that is lost
+    if code:  # destructors of tensors and graphs fail on a lost device
         logging.shutdown()
         os._exit(code)
     return code

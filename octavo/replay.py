@@ -1,4 +1,4 @@
-"""`replay`: computes a recorded run again on a fresh worker, and compares the tokens."""
+"""`replay`: compute a recorded run again on a fresh worker, and compare the tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from octavo.text.sources import model_files
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay first gave something else.
+    """The first difference between a record and its replay.
 
     Attributes:
-        step, row: the plan's number, and the row in its batch.
-        request: its id and, after a slash, which of its choices.
+        step, row: the plan's id, and the row in its batch.
+        request: the request's id and, after a slash, the index of the choice.
         recorded, found: the row's tokens, or its error.
     """
 
@@ -40,7 +40,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """How far a replay got: steps and tokens that were compared, up to the first difference."""
+    """Result of a replay: the number of steps and tokens compared, and the first difference, if any."""
 
     steps: int
     tokens: int
@@ -48,14 +48,14 @@ class Report:
 
 
 def replay(path: Path, *, model: str | None = None, announce: Callable[[str], None] = lambda text: None) -> Report:
-    """Compute the steps of a record again, in their order, until one gives other tokens.
+    """Compute the steps of a record again, in order, until one gives other tokens.
 
     Args:
-        model: where the model is, if not where it was.
-        announce: is told what is computed with.
+        model: the model's path or name, if it differs from the recorded one.
+        announce: called with a line about versions and devices.
 
     Raises:
-        ConfigError: the file is no record, or its settings can't be had here.
+        ConfigError: the file is not a record, or its settings can't be used here.
         ModelNotFoundError, ModelFileError: the model can't be read.
     """
     header, records = read_records(path)
@@ -89,10 +89,10 @@ def _settings(header: Header, model: str | None) -> EngineConfig:
 
 
 class _Player:
-    """Has an executor do what a record says.
+    """Replays records on an executor.
 
     Attributes:
-        steps, tokens: compared so far.
+        steps, tokens: number of compared steps and tokens so far.
     """
 
     def __init__(self, executor: Executor, codec: PlanCodec) -> None:
@@ -113,7 +113,7 @@ class _Player:
                 self._executor.sample(self._launched[number][0], self._codec.decode_payload(payload))
             case Gave(number, output):
                 step, names = self._launched.pop(number)
-                if output is not None:  # else it failed, which is not compared
+                if output is not None:  # a failed step is not compared
                     return self._compare(number, names, output, step.result())
         return None
 

@@ -1,3 +1,3 @@
-"""The one place that states Octavo's version."""
+"""Octavo's version, defined only here."""
 
 __version__ = "0.1.0"

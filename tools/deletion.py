@@ -1,4 +1,4 @@
-"""The deletion test: the engine must stand without any one of its features.
+"""The deletion test: the engine must work without any one of its features.
 
     python tools/deletion.py             static check, then the quick tests once for each feature, its folder removed
     python tools/deletion.py --short     the same with a few of these tests, which together touch every floor
@@ -116,7 +116,7 @@ def features(root: Path, package: str) -> list[str]:
 
 
 def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, text) of every identifier, and of every string without spaces that is not a docstring."""
+    """Yield (line, text) of every identifier, and of every string without spaces that is not a docstring."""
     documentation = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
@@ -136,19 +136,19 @@ def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def names(text: str, feature: str) -> bool:
-    """Whether the words of a feature's name follow each other in an identifier or a path."""
+    """Return whether the words of a feature's name occur consecutively in an identifier or a path."""
     words, wanted = [word.lower() for word in WORD.findall(text)], feature.split("_")
     return any(words[i : i + len(wanted)] == wanted for i in range(len(words)))
 
 
 def mentions(source: str, wanted: list[str]) -> Iterator[tuple[int, str, str]]:
-    """(line, feature, text) of everything in the source that names a feature."""
+    """Yield (line, feature, text) for everything in the source that names a feature."""
     for line, text in texts(ast.parse(source)):
         yield from ((line, feature, text) for feature in wanted if names(text, feature))
 
 
 def static_check(root: Path, package: str, allowed: tuple[Public, ...] = ()) -> list[str]:
-    """Complaints, one for each place outside a feature's folder that names it and each exception without a use."""
+    """Return complaints: one per place outside a feature's folder that names it, and per unused exception."""
     found = features(root, package)
     complaints, used = [], set()
     home = root / package / "features"
@@ -174,13 +174,13 @@ def static_check(root: Path, package: str, allowed: tuple[Public, ...] = ()) -> 
 
 
 def tests_without(root: Path, *, short: bool) -> list[str]:
-    """pytest arguments: the quick tests, or a few of them."""
+    """Return pytest arguments for the quick tests, or a few of them."""
     chosen = [f"tests/{part}" for part in (SHORT if short else QUICK) if (root / "tests" / part).exists()]
     return [*(chosen or ["tests"]), f"--ignore=tests/{OF_THE_WHOLE}", "-m", "not slow and not e2e and not gpu"]
 
 
 def run_without(root: Path, name: str, package: str, pytest_args: list[str], *, short: bool) -> int:
-    """The tests' exit code in a copy of the tree without the feature's folder and tests."""
+    """Run the tests in a copy of the tree without the feature's folder and tests; return their exit code."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(root, copy, ignore=SKIPPED)
@@ -193,7 +193,7 @@ def run_without(root: Path, name: str, package: str, pytest_args: list[str], *, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Checks that the engine stands without any one of its features.")
+    parser = argparse.ArgumentParser(description="Check that the engine works without any one of its features.")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--package", default="octavo")
     parser.add_argument("--static", action="store_true", help="only check that no other file names a feature")

@@ -1,4 +1,4 @@
-"""compute-sanitizer over a small run of the whole engine on a GPU: every kernel, all kinds of KV cache.
+"""Run compute-sanitizer over a small run of the whole engine on a GPU: every kernel, all kinds of KV cache.
 
     python tools/sanitize.py [--tools memcheck racecheck] [--kinds auto fp8_e4m3 fp8_e5m2]
 
@@ -42,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck"])
     parser.add_argument("--kinds", nargs="+", default=["auto", "fp8_e4m3", "fp8_e5m2"], help="of KV cache")
-    parser.add_argument("--run", action="store_true", help="what runs under a tool")
+    parser.add_argument("--run", action="store_true", help="run the requests themselves (used under a tool)")
     args = parser.parse_args()
     if args.run:
         for kind in args.kinds:
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def run(kind: str) -> None:
-    """A few requests with this KV cache."""
+    """Run a few requests with this kind of KV cache."""
     from octavo.build import build_core
     from octavo.config import EngineConfig
     from octavo.core.params import SamplingParams

@@ -1,4 +1,4 @@
-"""Writes the tables of settings in docs/configuration.md from `engine.py` and `server.py` of `octavo/cli/flags`.
+"""Write the tables of settings in docs/configuration.md from `engine.py` and `server.py` of `octavo/cli/flags`.
 
 python tools/settings_table.py [FILE]
 """

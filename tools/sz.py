@@ -1,9 +1,8 @@
-"""Counts lines of Python, folder by folder, and fails on a file of the package that has outgrown the limit.
+"""Count lines of Python by folder, and fail on a file of the package that exceeds the limit.
 
     python tools/sz.py [ROOT]      default: the repository that holds this script
 
-Counted are lines that hold something, docstrings and comments too; a long file is a hint that two names would tell
-more than one.
+All lines that are not blank count, docstrings and comments too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def lines_of(path: Path) -> int:
 
 
 def too_long(root: Path, limit: int = LIMIT) -> list[tuple[str, int]]:
-    """Files of the package whose physical length is over `limit` lines."""
+    """Return the files of the package whose physical length is over `limit` lines."""
     found = []
     for path in sorted((root / PACKAGE).rglob("*.py")):
         length = len(path.read_text(encoding="utf-8").splitlines())
@@ -32,7 +31,7 @@ def too_long(root: Path, limit: int = LIMIT) -> list[tuple[str, int]]:
 
 
 def folders(root: Path) -> dict[str, tuple[int, int]]:
-    """Folder, two levels deep -> (files, lines)."""
+    """Return folder, two levels deep -> (files, lines)."""
     totals: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for top in COUNTED:
         for path in (root / top).rglob("*.py"):

@@ -18,7 +18,7 @@ from octavo.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """When requests are sent.
+    """Schedule of the requests.
 
     Attributes:
         rate: mean requests per second; infinite sends all at once.

@@ -1,4 +1,4 @@
-"""`octavo replay-steps`: computes what `--record-steps` recorded once more, and says where the tokens differ."""
+"""`octavo replay-steps`: compute a record of `--record-steps` again, and report the first difference in tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def make_parser() -> OctavoParser:
         "octavo replay-steps",
         words="FILE",
         description="Compute the steps in FILE, which an engine with --record-steps wrote, again on a fresh worker, "
-        "and compare the tokens. Exit status 1 says that they differ.",
+        "and compare the tokens. Exit status 1 means that they differ.",
     )
     parser.add_argument("file", metavar="FILE", help="a record of steps")
-    parser.add_argument("--model", metavar="MODEL", help="where the model is, if not where it was then")
+    about = "the model's path or name, if it differs from the recorded one"
+    parser.add_argument("--model", metavar="MODEL", help=about)
     return parser

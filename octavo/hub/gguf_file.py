@@ -223,7 +223,7 @@ def _walk_tensors(reader: _Reader, place: int, count: int, metadata: Metadata) -
 
 def _num_bytes(reader: _Reader, name: str, shape: tuple[int, ...], kind: int) -> int:
     if kind not in _BLOCKS:
-        raise ModelFileError(f"{reader.path}: tensor {name!r} has the ggml type {kind}, which is not known here.")
+        raise ModelFileError(f"{reader.path}: tensor {name!r} has the ggml type {kind}, which is not supported.")
     per_block, block_bytes = _BLOCKS[kind]
     if shape and shape[-1] % per_block:
         raise reader.corrupt(f"tensor {name!r} has rows of {shape[-1]} values, not a multiple of {per_block}")

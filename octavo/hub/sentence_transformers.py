@@ -1,4 +1,4 @@
-"""What a checkpoint in the form of sentence-transformers says of itself.
+"""Metadata of checkpoints in the format of sentence-transformers.
 
 Format: https://sbert.net/docs/sentence_transformer/usage/custom_models.html
 """
@@ -12,12 +12,12 @@ MODULES = "modules.json"
 
 
 def is_sentence_transformer(files: ModelFiles) -> bool:
-    """Whether the checkpoint says itself that it is there for embeddings."""
+    """Return whether the checkpoint is declared as an embedding model."""
     return files.format == "safetensors" and (files.path / MODULES).is_file()
 
 
 def max_sequence_length(files: ModelFiles) -> int | None:
-    """Tokens up to which the authors of a sentence-transformers model meant it to be used, if they said so."""
+    """Return the maximum number of tokens that a sentence-transformers model declares; None if it declares none."""
     if not is_sentence_transformer(files):
         return None
     names = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")

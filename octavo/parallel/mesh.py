@@ -1,4 +1,4 @@
-"""`Mesh`: the devices that compute one model together, as one of them sees it."""
+"""`Mesh`: one rank's view of the devices that compute one model together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """One rank of a tensor-parallel group, which divides every layer. A group of one moves nothing.
+    """One rank of a tensor-parallel group, which shards every layer. A group of one communicates nothing.
 
     Attributes:
-        rank, size: this rank's number, and how many there are.
-        group: what torch calls the group; None is all of the processes it knows.
+        rank, size: this rank's number, and the number of ranks.
+        group: torch's process group; None for the default group of all processes.
     """
 
     rank: int = 0
@@ -22,13 +22,13 @@ class Mesh:
     group: torch.distributed.ProcessGroup | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in place."""
+        """Sum `x` over all ranks, in place, and return it."""
         if self.size > 1:
             torch.distributed.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x side by side, in the order of ranks: [..., N] to [..., size * N]."""
+        """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an engine core in a process of its own and its text front end here, for servers and asyncio programs."""
+"""`AsyncLLM`: an engine core in a separate process and its text front end here, for servers and asyncio programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ else:
 
 
 class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
-    """Made by `start`; close it, or use it as `async with await AsyncLLM.start("smollm2") as llm`. No torch in here."""
+    """An engine made by `start`. Close it, or use `async with await AsyncLLM.start("smollm2") as llm`. Imports no
+    torch."""
 
     def __init__(self, client: CoreClient | None, frontend: Frontend | None, settings: dict[str, Any] | None = None):
         """Use `start` or `from_engine_args`."""
@@ -54,10 +55,8 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An engine that starts at its first use; `check_health` is one, too.
-
-        Errors that `start` raises come then.
-        """
+        """Return an engine that starts at its first use, such as `check_health`, which then raises the errors of
+        `start`."""
         return cls(None, None, dict(vars(engine_args)))
 
     @classmethod
@@ -78,30 +77,33 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
         progress: Progress = silent,
         **settings: Any,
     ) -> Self:
-        """Find the model (downloading it if need be), start the core, and wait until it is ready.
+        """Find the model (downloading it if necessary), start the core, and wait until it is ready.
 
         Args:
             model: a model, or a whole configuration; `settings` are those of `LLM`.
-            tool_call_parser, reasoning_parser: how the model writes tool calls and marks reasoning; by default as its
-                chat template shows.
+            chat_template: a Jinja template, or a file with one, instead of the model's own.
+            chat_template_content_format: form of message contents for the template: "string", "openai", or "auto" to
+                detect it from the template's code.
+            tool_call_parser, reasoning_parser: formats of tool calls and reasoning; by default detected from the chat
+                template.
             tool_parser_plugin: a Python file that declares more formats of tool calls.
-            reasoning_config: marks of reasoning as `reasoning_start_str` and `reasoning_end_str`, if it has others.
-            chat_template_content_format: "string" or "openai": how the template gets contents; "auto" by its code.
-            stall_after_s: seconds without a completed step, while work waits, after which `health` says so.
-            max_unread_tokens: a request of which more wait to be read is ended with SlowReaderError; None for no limit.
-            log: how the core's process logs; by default warnings, to standard error.
-            on_phase: told when a phase of the start begins (None) and ends (seconds).
+            reasoning_config: custom marks of reasoning, as `reasoning_start_str` and `reasoning_end_str`.
+            stall_after_s: seconds without a completed step, while requests wait, after which `health` fails.
+            max_unread_tokens: end a request with SlowReaderError if more of its tokens are unread; None for no limit.
+            log: log settings of the core's process; by default warnings, to standard error.
+            on_phase: called when a phase of the start begins (None) and ends (seconds).
+            progress: called with the progress of a download.
 
         Raises:
-            ModelNotFoundError, ModelFileError, ConfigError: with what to do about it.
-            EngineDeadError: the core died while it started.
+            ModelNotFoundError, ModelFileError, ConfigError: the text gives the remedy.
+            EngineDeadError: the core ended while it started.
         """
         if isinstance(model, EngineConfig):
             config = model
         else:
             config = EngineConfig.of(model=model, **settings) if model else EngineConfig.of(**settings)
         for own in config.features.values():
-            own.check_sendable("the engine runs in a process of its own")
+            own.check_sendable("the engine runs in a separate process")
         files = await asyncio.to_thread(model_files, config.model, weights=config.needs_weights, progress=progress)
         recipe = FrontendRecipe(
             files,
@@ -143,9 +145,9 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
         return self._made
 
     async def _started(self) -> None:
-        """Returns when the engine runs; the first call starts it."""
+        """Wait until the engine runs; the first call starts it."""
         if self._shut:
-            raise EngineDeadError("The engine was shut down; make a new one.")
+            raise EngineDeadError("The engine was shut down; create a new one.")
         async with self._starting:
             if self._made is None:
                 self._made = (await type(self).start(**(self._settings or {})))._made
@@ -166,12 +168,12 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """The request's outputs as `sampling_params.output_kind` says. Closing the generator early aborts it.
+        """Yield the request's outputs in the form of `sampling_params.output_kind`. Closing the generator aborts it.
 
         Args:
-            lora_request, trace_headers, data_parallel_rank: refused, unless they ask for nothing.
+            lora_request, trace_headers, data_parallel_rank: refused, unless their value requests nothing.
             tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`.
-            options: those of `Preparer.prepare`, such as `priority`.
+            options: of `Preparer.prepare`, such as `priority`.
 
         Raises:
             InvalidRequestError: the request can't be served; the message names the field.
@@ -188,16 +190,16 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
                 yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests now; their generators yield what was generated, with the finish reason "abort"."""
+        """Abort requests; their generators yield the output so far with the finish reason "abort"."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             await self._client.abort(one)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget the KV cache of past prompts, before any request that comes later. Running ones keep theirs. True.
+        """Drop the KV cache of past prompts before any later request; running requests keep theirs. Return True.
 
         Args:
-            reset_running_requests: refused, for what runs would have to be computed again.
-            reset_connector: there is none.
+            reset_running_requests: refused, since running requests would have to be recomputed.
+            reset_connector: no effect; there is no connector.
         """
         if reset_running_requests:
             raise no_running_reset()
@@ -208,34 +210,35 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
     async def pause_generation(
         self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
     ) -> None:
-        """Let requests that come from now on wait until `resume_generation`. A pause may follow another.
+        """Make new requests wait until `resume_generation`. May be called during a pause.
 
         Args:
-            mode: "abort" ends those there are; "wait" returns once they are finished; "keep" lets them stand still and
-                go on afterwards.
-            wait_for_inflight_requests: the older way to say mode="wait".
-            clear_cache: forget the KV cache of past prompts, unless the mode is "keep".
+            mode: what happens to running requests: "abort" aborts them; "wait" waits for their end; "keep" freezes them
+                until the pause ends.
+            wait_for_inflight_requests: older form of mode="wait".
+            clear_cache: drop the KV cache of past prompts, unless the mode is "keep".
         """
         await self._started()
         chosen = PauseMode.WAIT if wait_for_inflight_requests else pause_mode(mode)
         await self._client.pause(chosen, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        """End a pause, if there is one. Raises EngineStateError while the engine sleeps."""
+        """End a pause, if any. Raises EngineStateError while the engine sleeps."""
         await self._started()
         await self._client.resume()
 
     async def is_paused(self) -> bool:
-        """Whether requests wait for the end of a pause or a sleep."""
+        """Return whether requests wait for the end of a pause or a sleep."""
         await self._started()
         return self._client.stats().paused
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Pause as `pause_generation` does, and give memory back; requests that come wait for `wake_up`.
+        """Pause as `pause_generation` does, and free memory; new requests wait for `wake_up`.
 
         Args:
-            level: 0 gives nothing back; 1 the KV cache, and a GPU's weights to the host; 2 both, and the weights are
-                read again at the wake-up.
+            level: 0 frees nothing; 1 frees the KV cache, and moves a GPU's weights to the host; 2 frees both, and the
+                weights are read again at the wake-up.
+            mode: as for `pause_generation`.
 
         Raises:
             EngineStateError: the engine was not started with `enable_sleep_mode`.
@@ -244,9 +247,11 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
         await self._client.sleep(sleep_level(level), pause_mode(mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Take memory again, all of it or what `tags` name: "weights", "kv_cache". Once all is there requests go on.
+        """Allocate memory again: all, or the parts in `tags` ("weights", "kv_cache"). Requests resume after the last
+        part.
 
-        Returns whether the engine is awake.
+        Returns:
+            Whether the engine is awake.
         """
         await self._started()
         await self._client.wake_up(wake_tags(tags))
@@ -261,7 +266,7 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
         return ScriptTokenizer(self.frontend.tokenizer, self.frontend.chat)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the engine has stopped, or makes no progress although work waits."""
+        """Raise EngineDeadError if the engine has stopped, or makes no progress although requests wait."""
         await self._started()
         health = self._client.health()
         if not health.ok:
@@ -284,7 +289,7 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
         return self._made is not None and not self.errored
 
     def shutdown(self) -> None:
-        """End the engine at once, from code that can't wait; `close` is gentler. Open generators end with an error."""
+        """Kill the engine, from code that can't await `close`. Open generators end with an error."""
         self._shut = True
         if self._made is not None:
             self._made[0].kill()
@@ -293,7 +298,7 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
         return self._client.stats()
 
     async def close(self) -> None:
-        """Stop the core; returns when its process is gone."""
+        """Stop the core and wait for the end of its process."""
         self._shut = True
         if self._made is not None:
             await self._made[0].close()
@@ -308,4 +313,4 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
 
 
 AsyncLLMEngine = AsyncLLM
-"""The same under the name that scripts bring."""
+"""vLLM's name of the same class."""

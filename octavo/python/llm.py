@@ -66,15 +66,15 @@ class LLM(FeatureMethods, WorkerMethods):
     Args:
         model: a catalogue name, a folder, a .gguf file or a Hugging Face id.
         chat_template: a Jinja template, or a file with one, instead of the model's own.
-        progress: told how a download gets on.
+        progress: called with the progress of a download.
         settings: any field of `octavo.config`'s dataclasses by its name, or by the name of its command-line flag:
             `dtype`, `max_model_len`, `kv_cache_memory_bytes`, `max_num_seqs`, `enable_prefix_caching`, `threads`, ...
-            `scheduling_policy` is "longest-first" here, since all prompts are there at once: the largest `max_tokens`
-            begin first, whether they are exact or only bounds. A server's is "fcfs".
+            `scheduling_policy` defaults to "longest-first" here, since all prompts are known at once: requests with the
+            largest `max_tokens` begin first. A server's default is "fcfs".
 
     Raises:
-        ModelNotFoundError, ModelFileError, ConfigError: with what to do about it.
-        TypeError: a setting that doesn't exist.
+        ModelNotFoundError, ModelFileError, ConfigError: the text gives the remedy.
+        TypeError: an unknown setting.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LLM(FeatureMethods, WorkerMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """The same from settings that were kept in an object."""
+        """Load a model with settings from an object."""
         return cls(**vars(engine_args))
 
     @property
@@ -110,19 +110,19 @@ class LLM(FeatureMethods, WorkerMethods):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; the outputs come in the prompts' order.
+        """Complete each prompt; return the outputs in the prompts' order.
 
         Args:
             prompts: one or several of: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}.
-            sampling_params: one for all, or one each; by default the model's own recommendation.
-            use_tqdm: show progress on standard error; None where that is a terminal; or what makes a bar, such as
+            sampling_params: one for all, or one each; by default the model's recommendation.
+            use_tqdm: show progress on standard error; None only if that is a terminal; or a factory of bars, such as
                 `tqdm`.
             lora_request, mm_processor_kwargs: refused unless None.
-            priority: one for all, or one each; lower ones run earlier, with `policy="priority"`.
+            priority: one for all, or one each; lower ones run earlier, with `scheduling_policy="priority"`.
             tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters can't be served; nothing has been computed then.
+            InvalidRequestError: a prompt or its parameters can't be served; nothing was computed.
         """
         refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         assemblers = self._prepare(prompts, sampling_params, priority, tokenization(tokenization_kwargs))
@@ -145,20 +145,18 @@ class LLM(FeatureMethods, WorkerMethods):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several.
+        """Answer one conversation, or several. Other arguments are those of `generate`.
 
         Args:
             messages: objects with role and content, or several lists of them.
-            chat_template: a Jinja template, or a file with one, in place of the model's own.
-            chat_template_content_format: how the template gets contents: as a "string", or as a list of parts
-                ("openai"); "auto" goes by the template's code.
+            chat_template: a Jinja template, or a file with one, instead of the model's own.
+            chat_template_content_format: form of message contents for the template: "string", a list of parts
+                ("openai"), or "auto" to detect it from the template's code.
             add_generation_prompt: end with the mark that begins the assistant's answer.
-            continue_final_message: go on with the last message.
-            tools: functions of which the template tells the model. Calls come back in the text, as the model writes
-                them.
+            continue_final_message: continue the last message.
+            tools: functions that the template describes to the model. Calls are returned in the text, as the model
+                writes them.
             chat_template_kwargs: further variables for the template.
-
-        The others are those of `generate`.
         """
         refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         check_chat(chat_template_content_format, tools)
@@ -183,13 +181,13 @@ class LLM(FeatureMethods, WorkerMethods):
         use_tqdm: UseTqdm = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Prepare prompts for `wait_for_completion`, which computes them; returns the ids of their requests.
+        """Prepare prompts for `wait_for_completion`, which computes them; return the ids of their requests.
 
-        The arguments are those of `generate`; progress is shown by `wait_for_completion` alone, as `use_tqdm` says
-        there. Other calls in between leave them waiting.
+        The arguments are those of `generate`, but only `wait_for_completion` shows progress, as its `use_tqdm` says.
+        Other calls do not compute these prompts.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters can't be served; none of these prompts waits then.
+            InvalidRequestError: a prompt or its parameters can't be served; none of these prompts was queued.
         """
         refuse(lora_request=lora_request)
         assemblers = self._prepare(prompts, sampling_params, priority, tokenization(tokenization_kwargs))
@@ -205,26 +203,27 @@ class LLM(FeatureMethods, WorkerMethods):
         use_tqdm: UseTqdm = None,
         **options: Any,
     ) -> list[str]:
-        """`enqueue` for conversations; `options` are those of `chat` that bear on the prompt."""
+        """Like `enqueue`, for conversations; `options` are the arguments of `chat` that affect the prompt."""
         prompts = self._written(messages, **{"add_generation_prompt": True, **written_options(options)})
         return self.enqueue(prompts, sampling_params, priority=priority)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: UseTqdm = None) -> list[RequestOutput]:
-        """Compute all that was queued; the outputs come in the order in which it was.
+        """Compute all queued requests; return their outputs in the order of queueing.
 
         Args:
-            output_type: what outputs are expected, which are all `RequestOutput`.
+            output_type: the expected type of outputs: `RequestOutput`, or None.
+            use_tqdm: as for `generate`.
         """
         types = output_type if isinstance(output_type, tuple) else (output_type,)
         if output_type is not None and RequestOutput not in types:
-            raise TypeError(f"what was queued becomes RequestOutput, not {output_type!r}")
+            raise TypeError(f"the outputs of queued requests are RequestOutput, not {output_type!r}")
         waiting, self._queue = self._queue, []
         return self._complete(waiting, use_tqdm)
 
     def _written(
         self, messages: Messages | Sequence[Messages], chat_template: str | None = None, **options: Any
     ) -> list[Prompt]:
-        """What the template makes of one conversation or several."""
+        """Render one conversation or several with the template."""
         tokenizer = self._engine.tokenizer
         template = self._engine.template if chat_template is None else chat_template_of(tokenizer, chat_template)
         if template is None:
@@ -241,7 +240,7 @@ class LLM(FeatureMethods, WorkerMethods):
         return prompts
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt piece by piece, as `sampling_params.output_kind` says. Closing the iterator aborts."""
+        """Yield one prompt's outputs in the form of `sampling_params.output_kind`. Closing the iterator aborts it."""
         params = (sampling_params or self.get_default_sampling_params()).clone()
         yield from self._run([self._engine.open(prompt, params)])
 
@@ -249,15 +248,15 @@ class LLM(FeatureMethods, WorkerMethods):
         return self._core.stats()
 
     def get_metrics(self) -> list[Metric]:
-        """The engine's counters and gauges, named as at the server's /metrics."""
+        """Return the engine's counters and gauges, with the names of the server's /metrics."""
         return metrics_of(self.info, self.stats())
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget the KV cache of past prompts; a stream that is open keeps its own. True: that can't fail.
+        """Drop the KV cache of past prompts; open streams keep theirs. Always return True.
 
         Args:
-            reset_running_requests: refused while a stream is open, which would have to be computed again.
-            reset_connector: there is none.
+            reset_running_requests: refused while a stream is open, since it would have to be recomputed.
+            reset_connector: no effect; there is no connector.
         """
         if reset_running_requests and self._core.loop.busy:
             raise no_running_reset()
@@ -265,21 +264,22 @@ class LLM(FeatureMethods, WorkerMethods):
         return True
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Give memory back; `wake_up` takes it again. Nothing can be generated meanwhile.
+        """Free memory until `wake_up`. Nothing can be generated meanwhile.
 
         Args:
-            level: 0 gives nothing back; 1 the KV cache, and a GPU's weights to the host; 2 both, and the weights are
-                read again at the wake-up.
-            mode: what becomes of streams that are open: "abort" ends them; "wait" computes them to their end first;
-                "keep" lets them go on after the wake-up.
+            level: 0 frees nothing; 1 frees the KV cache, and moves a GPU's weights to the host; 2 frees both, and the
+                weights are read again at the wake-up.
+            mode: what happens to open streams: "abort" aborts them; "wait" completes them first; "keep" continues them
+                after the wake-up.
 
         Raises:
-            EngineStateError: the LLM was not made with `enable_sleep_mode=True`.
+            EngineStateError: the LLM was not created with `enable_sleep_mode=True`.
         """
         self._core.sleep(sleep_level(level), pause_mode(mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Take memory again: all, or what `tags` name ("weights", "kv_cache"). Returns whether the engine is awake."""
+        """Allocate memory again: all, or the parts in `tags` ("weights", "kv_cache"). Return whether the engine is
+        awake."""
         return self._core.wake_up(wake_tags(tags))
 
     def get_tokenizer(self) -> ScriptTokenizer:
@@ -322,7 +322,7 @@ class LLM(FeatureMethods, WorkerMethods):
         priority: int | Sequence[int] | None,
         tokenizing: dict[str, Any],
     ) -> list[RequestAssembler]:
-        """Check and tokenize prompts, of which only the end is wanted."""
+        """Check and tokenize prompts for which only final outputs are needed."""
         prompts = as_list(prompts)
         params = sampling_of(sampling_params, self.get_default_sampling_params(), len(prompts))
         priorities = one_each(0 if priority is None else priority, len(prompts), "priority")
@@ -334,7 +334,7 @@ class LLM(FeatureMethods, WorkerMethods):
     def _complete(
         self, assemblers: Sequence[RequestAssembler], use_tqdm: UseTqdm, at_once: int | None = None
     ) -> list[RequestOutput]:
-        """Run requests of which only the end is wanted; their outputs in the same order."""
+        """Run requests to their ends; return the final outputs in the same order."""
         done: dict[str, RequestOutput] = {}
         size = at_once or max(len(assemblers), 1)
         with open_progress(use_tqdm, len(assemblers)) as progress:
@@ -345,7 +345,7 @@ class LLM(FeatureMethods, WorkerMethods):
         return [done[one.request.id] for one in assemblers]
 
     def _run(self, assemblers: Sequence[RequestAssembler]) -> Iterator[RequestOutput]:
-        """Drive the loop until all these requests have ended; whatever interrupts it aborts them."""
+        """Drive the loop until all these requests have ended; any exception aborts them."""
         core = self._core
         by_id = {assembler.request.id: assembler for assembler in assemblers}
         with closing(core.run([assembler.request for assembler in assemblers])) as news:

@@ -1,4 +1,4 @@
-"""`LocalEngine`: a model in this process with its text, which `LLM` and `LLMEngine` are made of."""
+"""`LocalEngine`: a model in this process with its tokenizer and template; the base of `LLM` and `LLMEngine`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from octavo.text.sources import model_files
 
 
 class LocalEngine:
-    """Loaded and ready; arguments and errors are those of `LLM`.
+    """A loaded model. Arguments and errors are those of `LLM`.
 
     Attributes:
-        info: what was loaded.
+        info: the model's data.
         tokenizer, template: the model's; the template is None if it has none.
     """
 
@@ -51,9 +51,9 @@ class LocalEngine:
 
     @property
     def core(self) -> SharedLoop:
-        """Raises RuntimeError if it was closed."""
+        """The engine loop. Raises RuntimeError if it was closed."""
         if self._core is None:
-            raise RuntimeError("This LLM was closed; make a new one.")
+            raise RuntimeError("This LLM was closed; create a new one.")
         return self._core
 
     def open(
@@ -62,7 +62,7 @@ class LocalEngine:
         """Check and tokenize one prompt; its request is not added yet.
 
         Args:
-            options: `priority` and how to tokenize.
+            options: of `Preparer.prepare`, such as `priority` and `add_special_tokens`.
 
         Raises:
             InvalidRequestError: it can't be served.
@@ -72,7 +72,7 @@ class LocalEngine:
         return RequestAssembler(prepared.request, self.tokenizer, prepared.prompt_text, self._preparer.hooks)
 
     def default_params(self) -> SamplingParams:
-        """What the model's authors recommend."""
+        """Return the sampling parameters recommended by the model's authors."""
         return with_defaults(self._defaults, {})
 
     def script_tokenizer(self) -> ScriptTokenizer:

@@ -83,12 +83,12 @@ def create_app(
     crew: Crew | None = None,
     traces: Traces | None = None,
 ) -> FastAPI:
-    """An ASGI application that serves `frontend`. It does not own the engine: whoever made it closes it.
+    """Return an ASGI application that serves `frontend`. It does not own the engine; the caller closes it.
 
     Args:
-        siblings: the other API processes of the server, where there are several; `app.state.private` answers them.
-        crew: those, for the first of them.
-        traces: where requests are traced; whoever made it closes it.
+        siblings: the other API processes of the server, if any; `app.state.private` answers them.
+        crew: the same processes, for the process that supervises them.
+        traces: receives the requests' traces, if enabled; the caller closes it.
     """
     config = config or ServerConfig()
     ctx = make_context(frontend, config, lifecycle, siblings, traces)
@@ -134,7 +134,7 @@ def create_app(
 
 
 def _feature_routes(ctx: ServerContext) -> list[APIRouter]:
-    """The routes that features bring."""
+    """Return the routes of the features."""
     return [module.routes(ctx) for _, module in parts("http")]
 
 
@@ -164,7 +164,7 @@ def make_context(
     siblings: Siblings | None = None,
     traces: Traces | None = None,
 ) -> ServerContext:
-    """What the routes share; parts that are not given are made."""
+    """Return the state shared by the routes. Parts that are not given are created."""
     name = config.model_names(frontend.info.name)[0]
     metrics = Metrics(frontend.engine, name, log_requests=config.enable_log_requests, tracing=traces)
     lifecycle = lifecycle or Lifecycle()

@@ -1,8 +1,8 @@
-"""`TextHook`: the seam through which a feature takes part in the front end. Every method has a do-nothing default.
+"""`TextHook`: the interface of a feature's front-end half. Every method has a do-nothing default.
 
-A feature's `text.py` has a subclass named `Text`. In the order in which they are called, its methods make sampling
-parameters from the fields of an HTTP body, read the forms of prompts that the feature adds, encode what its engine
-half needs, and put what that half sends back into the answer.
+A feature's `text.py` has a subclass named `Text`. In call order, its methods convert fields of an HTTP body to sampling
+parameters, read the prompt forms that the feature adds, encode the input of its engine half, and add that half's
+results to the answer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextContext:
-    """What a feature may know of the front end.
+    """The front end's parts that features use.
 
     Attributes:
-        reasoning: how the model marks reasoning; None if it does not.
+        reasoning: the model's marks of reasoning; None if it has none.
     """
 
     tokenizer: Tokenizer
@@ -40,12 +40,12 @@ class TextContext:
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt in a feature's own form, made into one of token ids.
+    """A prompt in a feature's own form, converted to token ids.
 
     Attributes:
-        prompt: the token ids, with `PLACEHOLDER` where no token stands.
+        prompt: the token ids, with `PLACEHOLDER` for other content.
         keys: as in `GenerateRequest`.
-        option: for the feature's engine half.
+        option: input of the feature's engine half.
     """
 
     prompt: Prompt
@@ -63,14 +63,14 @@ class Idle:
 
 
 class TextHook:
-    """The text half of a feature. It keeps no state of requests: any thread may call it.
+    """The text half of a feature. It keeps no state of requests and may be called from any thread.
 
     Attributes:
-        name: the name of the feature, which its option in a request has as well.
-        params: fields of `SamplingParams` that only this feature reads. They are reset before the request travels.
-        text_params: those of `params` that mean nothing without a tokenizer.
+        name: the feature's name, also the key of its option in a request.
+        params: fields of `SamplingParams` that only this feature reads. They are reset before the request is sent.
+        text_params: the `params` that need a tokenizer.
         body_fields: fields of HTTP bodies that only this feature reads.
-        prompt_fields: keys of a prompt object that make it one of this feature's.
+        prompt_fields: keys of a prompt object that select this feature's form.
     """
 
     name: ClassVar[str] = ""
@@ -88,19 +88,19 @@ class TextHook:
         return self.name in self.context.info.features
 
     def require(self, what: str, param: str) -> None:
-        """Raise UnsupportedError, which says `what` is missing, if the engine core lacks the feature."""
+        """Raise UnsupportedError, which names `what`, if the engine core lacks the feature."""
         if not self.present:
             raise UnsupportedError(f"This engine has no {what}; leave it out.", param=param)
 
     def params_of(self, body: Any, *, max_bytes: int) -> dict[str, Any]:
-        """Return fields of `SamplingParams` from an HTTP body; {} if it asks for nothing.
+        """Return fields of `SamplingParams` from an HTTP body; {} if it does not use the feature.
 
         Args:
             body: a parsed body; its attributes are the request's fields.
-            max_bytes: the size to which a schema is limited.
+            max_bytes: maximum size of a schema.
 
         Raises:
-            InvalidRequestError: a field is wrong.
+            InvalidRequestError: a field is invalid.
         """
         return {}
 
@@ -109,7 +109,10 @@ class TextHook:
         return []
 
     def read_prompt(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
-        """Read a prompt that has one of `prompt_fields`. `truncated`: the request asks to shorten it.
+        """Read a prompt that has one of `prompt_fields`.
+
+        Args:
+            truncated: whether the request sets a truncation.
 
         Raises:
             InvalidRequestError: it can't be served.
@@ -117,29 +120,29 @@ class TextHook:
         raise NotImplementedError
 
     def option(self, params: SamplingParams, text: str | None, tokens: list[int]) -> msgspec.Raw | None:
-        """Return what the engine half needs for this request, encoded; None if the request does not use the feature.
+        """Return the engine half's input for this request, encoded; None if the request does not use the feature.
 
         Args:
             text: the prompt; None if it was given as token ids.
 
         Raises:
-            InvalidRequestError: the request asks for something that can't be had.
+            InvalidRequestError: the request can't be served.
         """
         return None
 
     def taken_out(self, params: SamplingParams) -> dict[str, Any]:
-        """Return the changes that leave this feature's parameters out of what travels to the engine core.
+        """Return the changes that remove this feature's parameters before the request is sent to the engine core.
 
         Called only if one of `self.params` is set.
         """
         return dict.fromkeys(self.params)
 
     def answer(self, output: CompletionOutput, data: bytes) -> None:
-        """Put `data`, which the engine half sent with the end of a choice, into the choice's last output."""
+        """Add `data`, sent by the engine half at the end of a choice, to the choice's last output."""
 
 
 def load_hooks(context: TextContext) -> tuple[TextHook, ...]:
-    """The text halves of all features whose folders are present."""
+    """Return the text halves of all features whose folders exist."""
     return tuple(module.Text(context) for _, module in parts("text"))
 
 
@@ -147,7 +150,7 @@ def encoded(option: Any, param: str) -> msgspec.Raw:
     """Encode an option.
 
     Raises:
-        InvalidRequestError: a number in it is too large for the wire; `param` is the field it came from.
+        InvalidRequestError: it has an integer of more than 64 bits; `param` is the field that it is from.
     """
     try:
         return msgspec.Raw(msgspec.msgpack.encode(option))

@@ -253,7 +253,7 @@ def test_what_is_queued_waits_for_its_call(llm: LLM) -> None:
         llm.enqueue_chat(USER, mood="!")
     with pytest.raises(InvalidRequestError):
         llm.enqueue(["a", [4000]], GREEDY)
-    with pytest.raises(TypeError, match="becomes RequestOutput"):
+    with pytest.raises(TypeError, match="are RequestOutput"):
         llm.wait_for_completion(int)
     assert llm.wait_for_completion() == []
 

@@ -117,7 +117,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_missed() -> None:
 
 
 def test_what_needs_the_engines_own_process_is_refused() -> None:
-    with pytest.raises(ConfigError, match="distributed_executor_backend='mp' the model runs in a process of its own"):
+    with pytest.raises(ConfigError, match="distributed_executor_backend='mp' the model runs in a separate process"):
         engine(logits_processors=[lambda prompt, output, logits: logits], **RANK)
     loop = engine(**RANK)
     with pytest.raises(UnsupportedError, match="leave that setting out"):

@@ -14,11 +14,11 @@ MODEL = (
     Flag("model", "model.model", "same as the positional MODEL", "smollm2", metavar="MODEL"),
     Flag("tokenizer", "model.tokenizer", "take the tokenizer from this model instead", "the model's", metavar="MODEL"),
     Flag("revision", "model.revision", "branch, tag or commit of a Hugging Face id", "main"),
-    Flag("tokenizer-revision", "model.tokenizer_revision", "the same of the tokenizer", "the model's"),
+    Flag("tokenizer-revision", "model.tokenizer_revision", "revision of the tokenizer", "the model's"),
     Flag(
         "skip-tokenizer-init",
         "model.skip_tokenizer_init",
-        "run without a tokenizer: prompts and outputs are token ids alone",
+        "run without a tokenizer: prompts and outputs are token ids only",
         "off",
         switch=True,
         aliases=("tokens-only",),
@@ -26,7 +26,7 @@ MODEL = (
     Flag(
         "allow-special-in-content",
         "model.allow_special_in_content",
-        "read special tokens that are spelled in the contents of messages, instead of taking them as text",
+        "parse special tokens spelled in the contents of messages, instead of treating them as text",
         "off",
         switch=True,
     ),
@@ -95,7 +95,7 @@ MODEL = (
     Flag(
         "runner",
         "model.runner",
-        "generate text, or only compute embeddings (pooling); auto goes by the checkpoint",
+        "generate text, or only compute embeddings (pooling); auto depends on the checkpoint",
         "auto",
         choices=("auto", "generate", "pooling"),
     ),
@@ -109,7 +109,7 @@ MODEL = (
     Flag(
         "max-logprobs",
         "model.max_logprobs",
-        "largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit",
+        "largest `logprobs` and `prompt_logprobs` of a request; -1 for no limit",
         "20",
         units.count_or_all,
         metavar="N",
@@ -117,14 +117,14 @@ MODEL = (
     Flag(
         "logprobs-mode",
         "model.logprobs_mode",
-        "what `logprobs` tell: of the raw logits or of those a token is drawn from, normalized or not",
+        "what `logprobs` report: raw logits or those that the token is sampled from, normalized or not",
         "raw_logprobs",
         choices=get_args(LogprobsMode),
     ),
     Flag(
         "stream-interval",
         "model.stream_interval",
-        "tokens per streamed chunk, except the first and the last; requests may ask for more",
+        "tokens per streamed chunk, except the first and the last; requests may set more",
         "1",
         units.count,
         metavar="N",
@@ -140,7 +140,7 @@ MODEL = (
     Flag(
         "override-generation-config",
         "model.override_generation_config",
-        "individual sampling defaults that replace those, as a JSON object",
+        "individual sampling defaults that override those, as a JSON object",
         "{}",
         units.json_object,
         metavar="JSON",
@@ -177,7 +177,7 @@ CACHE = (
     Flag(
         "num-gpu-blocks-override",
         "cache.num_blocks",
-        "size of the KV cache in blocks, on whichever device",
+        "size of the KV cache in blocks, on any device",
         "what the memory holds",
         units.count,
         metavar="N",
@@ -220,7 +220,7 @@ SCHEDULING = (
     Flag(
         "watermark",
         "scheduler.watermark",
-        "part of the KV cache to keep free when a request starts beside others, so that fewer are preempted",
+        "fraction of the KV cache to keep free when a request starts beside others, so that fewer are preempted",
         "0",
         units.share,
         metavar="FRACTION",
@@ -228,7 +228,7 @@ SCHEDULING = (
     Flag(
         "scheduling-policy",
         "scheduler.policy",
-        "who goes first: the earliest request, the one with the lowest `priority`, or with the largest `max_tokens`",
+        "which request goes first: the earliest, the one with the lowest `priority`, or with the largest `max_tokens`",
         "fcfs",
         choices=tuple(POLICIES),
     ),
@@ -269,15 +269,15 @@ DEVICE = (
     Flag(
         "disable-cascade-attn",
         "device.disable_cascade_attn",
-        "have requests that decode together read their whole contexts, each its own, instead of reading once what "
-        "contexts have in common (on a GPU)",
+        "let each decoding request read its whole context, instead of reading common prefixes of contexts once (on a "
+        "GPU)",
         "off",
         switch=True,
     ),
     Flag(
         "distributed-executor-backend",
         "device.distributed_executor_backend",
-        "where the model runs: uni has it in the engine's process, mp in one of its own",
+        "where the model runs: uni in the engine's process, mp in a separate one",
         "uni",
         choices=("uni", "mp"),
     ),
@@ -291,7 +291,7 @@ DEVICE = (
     Flag(
         "record-steps-limit",
         "device.record_steps_limit",
-        "size at which that file ends, while the engine goes on",
+        "maximum size of that file; the engine goes on without recording",
         "1GiB",
         units.size,
         metavar="SIZE",

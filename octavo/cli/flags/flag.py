@@ -1,4 +1,4 @@
-"""`Flag`: one setting as it is given on the command line, in a file or by a variable."""
+"""`Flag`: one setting of the command line, the config file and the environment."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class Flag:
 
     Attributes:
         name: without the dashes.
-        target: "section.field" of the config it sets; sections are those of `EngineConfig`, names of features, and
+        target: "section.field" of the config that it sets; sections are those of `EngineConfig`, names of features, and
             "server".
-        default: what the help shows; the value itself stands in the dataclass.
-        read: text -> value.
-        aliases: other names; a short one with its dash.
-        switch: `--name` / `--no-name`, no value.
+        help: description in the help and the docs.
+        default: shown in the help; the value itself is in the dataclass.
+        read: converts text to a value.
+        aliases: other names; short ones with their dash.
+        switch: `--name` / `--no-name`, without a value.
         many: takes one or more values.
-        convert: value -> the field's value, where they differ.
-        env: environment variables that set it, each also read with the prefix VLLM_ in place of OCTAVO_.
+        convert: converts the value to the field's value, if they differ.
+        env: environment variables that set it, each also read with the prefix VLLM_ instead of OCTAVO_.
     """
 
     name: str
@@ -55,7 +56,7 @@ def dtype(text: str) -> str:
 
 
 def item_or_list(text: str) -> list[str]:
-    """One value, or a JSON list of them."""
+    """Parse one value, or a JSON list of values."""
     if not text.startswith("["):
         return [text]
     try:

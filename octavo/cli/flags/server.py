@@ -61,7 +61,7 @@ SERVER = (
     Flag(
         "served-model-name",
         "server.served_model_name",
-        "names under which clients may ask for the model",
+        "names under which clients may request the model",
         "the model's",
         units.word,
         many=True,
@@ -112,7 +112,7 @@ SERVER = (
     Flag(
         "middleware",
         "server.middleware",
-        "your own code around the server, as package.module.name: an ASGI class, or async def f(request, call_next)",
+        "your own middleware, as package.module.name: an ASGI class, or async def f(request, call_next)",
         "none",
         many=True,
         metavar="PATH",
@@ -151,7 +151,7 @@ SERVER = (
     Flag(
         "chat-template-content-format",
         "server.chat_template_content_format",
-        "how the template gets contents: as a string, or as OpenAI's parts; auto goes by the template's code",
+        "how the template gets contents: as a string, or as OpenAI's parts; auto depends on the template's code",
         "auto",
         choices=("auto", "string", "openai"),
     ),
@@ -282,7 +282,7 @@ SERVER = (
     Flag(
         "sse-keep-alive-interval",
         "server.sse_keep_alive_s",
-        "send a comment in streams that have been silent for so long, so that proxies don't cut them; 0 for never",
+        "send a comment in streams that have been silent for this time, so that proxies don't close them; 0 for never",
         "0",
         units.seconds,
         metavar="SECONDS",
@@ -300,7 +300,7 @@ SERVER = (
     Flag(
         "batch-concurrency",
         "server.batch_concurrency",
-        "batch requests that run at once, in the room that others leave",
+        "batch requests that run at once, in capacity that other requests leave free",
         "the engine's sequences",
         units.count,
         metavar="N",
@@ -362,7 +362,7 @@ SERVER = (
     Flag(
         "enable-force-include-usage",
         "server.enable_force_include_usage",
-        "report usage in every chunk of every stream, whether asked for or not",
+        "report usage in every chunk of every stream, even if not requested",
         "off",
         switch=True,
     ),
@@ -376,7 +376,7 @@ SERVER = (
     Flag(
         "enable-per-request-metrics",
         "server.enable_per_request_metrics",
-        "report where the time of a request went, in `metrics` of its answer",
+        "report a request's timings in `metrics` of its answer",
         "off",
         switch=True,
     ),

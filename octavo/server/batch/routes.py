@@ -165,7 +165,7 @@ def _copy(content: IO[bytes], path: Path) -> None:
         with path.open("wb") as file:
             shutil.copyfileobj(content, file, 1 << 20)
     except OSError as exc:
-        raise ApiError(507, f"The file can't be kept: {exc.strerror or exc}. Make room on the disk.") from exc
+        raise ApiError(507, f"The file can't be stored: {exc.strerror or exc}. Free space on the disk.") from exc
 
 
 def _check_purpose(upload: Upload) -> None:

@@ -103,7 +103,7 @@ class BatchService:
         try:
             return await self.on_disk(work)
         except OSError as exc:
-            raise ApiError(507, f"This can't be kept: {exc.strerror or exc}. Make room on the disk.") from exc
+            raise ApiError(507, f"This can't be stored: {exc.strerror or exc}. Free space on the disk.") from exc
 
     async def files(self) -> FileStore:
         """Return the file store, opened on first use.
@@ -230,10 +230,10 @@ class BatchService:
                 await self._work(store, batch)
                 break
             except* OSError as faults:
-                text = "Batch %s can't be kept (%s); it waits for %.0f s and tries again."
+                text = "Batch %s can't be stored (%s); it is tried again in %.0f s."
                 logger.error(text, batch.id, _first(faults), _AFTER_FAULT_S)
             except* Exception:
-                logger.exception("Batch %s waits for %.0f s and tries again.", batch.id, _AFTER_FAULT_S)
+                logger.exception("Batch %s failed; it is tried again in %.0f s.", batch.id, _AFTER_FAULT_S)
             await self._room()
         logger.info("Batch %s is %s: %s", batch.id, batch.status, batch.told()["request_counts"])
         del self._jobs[batch.id], self._cancels[batch.id]

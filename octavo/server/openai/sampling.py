@@ -143,10 +143,10 @@ def _params(
 
 
 def feature_params(ctx: ServerContext, body: GenerationBody) -> dict[str, Any]:
-    """Fields of `SamplingParams` that features make of the body.
+    """Return the fields of `SamplingParams` that features read from the body.
 
     Raises:
-        InvalidRequestError: a field is wrong.
+        InvalidRequestError: a field is invalid.
         UnsupportedError: a field is for a feature that this build lacks.
     """
     hooks = ctx.frontend.preparer.hooks

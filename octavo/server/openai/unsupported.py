@@ -33,13 +33,13 @@ _CHAT: dict[str, Limited] = {
 
 
 def check_extras(ctx: ServerContext, body: GenerationBody, *, chat: bool) -> list[str]:
-    """Return warnings about fields without an effect: unknown ones, or those that this model has no use for.
+    """Return warnings about fields that are unknown or have no effect on this model.
 
-    And about tools that cost more than they seem to, since the template has no place for them.
+    Also warns about tools that the template does not support, since describing them takes prompt tokens.
 
     Raises:
-        InvalidRequestError: there is such a field, and --strict-params refuses it.
-        UnsupportedError: a known parameter asks for something that this version does not do.
+        InvalidRequestError: there is such a field, and --strict-params is set.
+        UnsupportedError: a known parameter requests an unsupported feature.
     """
     strict = ctx.config.strict_params
     idle = [one for hook in ctx.frontend.preparer.hooks for one in hook.idle(body)]
@@ -68,15 +68,15 @@ def _own_roles(ctx: ServerContext, body: ChatBody) -> list[str]:
             param="messages",
             value=role,
         )
-    return [f"The chat template does not name the role `{role}`; it was given the role as it stands." for role in odd]
+    return [f"The chat template does not name the role `{role}`; the role was passed to it unchanged." for role in odd]
 
 
 def _described_tools(body: GenerationBody) -> list[str]:
     if not isinstance(body, ChatBody) or not body.tools or body.tool_choice == "none":
         return []
     return [
-        "The model's chat template has no place for `tools`: they were described in the system message, in words that "
-        "are part of the prompt and of its tokens."
+        "The model's chat template does not support `tools`: they were described in the system message, which counts "
+        "as part of the prompt's tokens."
     ]
 
 

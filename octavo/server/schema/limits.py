@@ -117,7 +117,7 @@ def _batches(urls: list[str]) -> dict[str, list[Fragment]]:
 
 
 def prompts(vocab_size: int, most: int) -> Fragment:
-    """A text, a list of texts, a prompt's token ids, or a list of those."""
+    """Return the schema of a text, a list of texts, a prompt's token ids, or a list of those."""
     token = bounded("integer", Range(0, vocab_size - 1))
     tokens = {"type": "array", "items": token, "minItems": 1}
     several = {"type": "array", "minItems": 1, "maxItems": most}
@@ -125,7 +125,7 @@ def prompts(vocab_size: int, most: int) -> Fragment:
 
 
 def bounded(kind: str, allowed: Range) -> Fragment:
-    """A number in a range."""
+    """Return the schema of a number in a range."""
     low, high = (int(end) if math.isfinite(end) and end == int(end) else end for end in (allowed.low, allowed.high))
     bounds: Fragment = {"type": kind, "exclusiveMinimum" if allowed.above else "minimum": low}
     return bounds | ({} if math.isinf(high) else {"maximum": high})
@@ -136,7 +136,7 @@ def _one_of(*values: str) -> Fragment:
 
 
 def _kinds(*values: str) -> Fragment:
-    """An object of one of these types."""
+    """Return the schema of an object of one of these types."""
     return {"type": "object", "properties": {"type": {"enum": list(values)}}, "required": ["type"]}
 
 

@@ -156,7 +156,7 @@ class Crew:
         return [self._departed, *self._known.values(), [restarts]]
 
     async def _mind(self, charge: Charge) -> None:
-        """Keep one process running until all shall end."""
+        """Keep one process running until the crew is stopped."""
         try:
             await self._keep_up(charge)
         except OSError as exc:
@@ -299,7 +299,7 @@ async def leading(frontend: Frontend, config: ServerConfig, socks: Sequence[sock
     check_alone(config, socks[0])
     engine, twin = frontend.engine, frontend.twin
     if not isinstance(engine, CoreClient) or twin is None:
-        raise ConfigError("--api-server-count needs an engine core in a process of its own.")
+        raise ConfigError("--api-server-count needs an engine core in a separate process.")
     count = config.api_server_count
     folder = SocketFolder()
     charges = [

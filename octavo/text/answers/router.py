@@ -22,8 +22,8 @@ Kinds = Mapping[str, Mapping[str, Kind]]
 
 @dataclass(slots=True)
 class Piece:
-    """What is new. The first piece of a call has its `name`, and its `id` if the model gave one; later ones have more
-    of its arguments, as JSON."""
+    """New text. The first piece of a call has its `name`, and its `id` if the model wrote one; later ones have more of
+    its arguments, as JSON."""
 
     kind: PieceKind
     text: str
@@ -35,12 +35,12 @@ class Piece:
 class Router:
     """
     Attributes:
-        transparent: there is nothing to look for: all text is content.
+        transparent: all text is content.
         repeated: a call was identical to an earlier one, and `once` is set.
 
     Args:
         tools: how calls are written; None routes none.
-        kinds: function -> argument -> how its value is written, for formats that write them one by one.
+        kinds: function -> argument -> how its value is written, for formats that write arguments one by one.
         forced: the output consists of calls.
         reasoning: how reasoning is marked; None routes none.
         once: a call that is identical to an earlier one (name, and arguments as written) ends the list of calls, and is

@@ -211,7 +211,7 @@ def _cut(prompt: str) -> str:
     place = prompt.rfind(_CUT)
     if place < 0:
         raise InvalidRequestError(
-            "continue_final_message was asked for, but the chat template leaves the final message out of the prompt.",
+            "continue_final_message is set, but the chat template leaves the final message out of the prompt.",
             param="messages",
         )
     return prompt[:place]
@@ -245,7 +245,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON for a model to read: unlike Jinja's own filter, not escaped for HTML."""
+    """Return JSON that is not escaped for HTML, unlike Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -14,18 +14,18 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 
 
 class RequestAssembler:
-    """Detokenizes, finds stop strings, and packs outputs in the form that `params.output_kind` asks for.
+    """Detokenizes, finds stop strings, and builds outputs in the form of `params.output_kind`.
 
-    CUMULATIVE and DELTA items hold the one choice that has news; FINAL_ONLY gives one item with all choices in order.
-    Each choice appears with a finish reason exactly once.
+    CUMULATIVE and DELTA items hold the one choice that has new output; FINAL_ONLY gives one item with all choices in
+    order. Each choice appears with a finish reason exactly once.
 
     Attributes:
-        request: the one whose deltas it takes.
-        aborts: choices which the last push found to end at a stop string or by `ender`; the engine must be told.
-        finished: all choices have ended; nothing further will come out.
+        request: the request whose deltas it processes.
+        aborts: choices that the last `push` ended at a stop string or by `ender`; the caller must abort them.
+        finished: all choices have ended; there will be no further output.
 
     Args:
-        ender: makes for each choice what finds further ends in its text; see `Choice`.
+        ender: creates a detector of additional ends for each choice; see `Choice`.
     """
 
     def __init__(

@@ -18,12 +18,12 @@ class Choice:
     """Text, tokens and end of one choice.
 
     Attributes:
-        finish: why it ended; None while it goes on.
-        stop_reason: the stop string or stop token that ended it, or, for an error, what went wrong.
-        stopped_by_text: a stop string or `ends` found this end; the engine must be told.
+        finish: why it ended; None while it is active.
+        stop_reason: the stop string or stop token that ended it; the error's text after an error.
+        stopped_by_text: a stop string or `ends` found this end, so the engine must abort the choice.
 
     Args:
-        ends: takes the text piece by piece and returns True where the answer ends.
+        ends: called with pieces of the text; returns True where the answer ends.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is output to send now; with a `stream_interval`, tokens are collected."""
+        """Return whether there is output to send now; with a `stream_interval`, tokens are collected."""
         if self.finish is not None:
             return True
         return self._fresh and (not self._told or self._count - self._told >= (self._params.stream_interval or 1))

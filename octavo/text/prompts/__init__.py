@@ -1,1 +1,1 @@
-"""Prompts: every form in which one may be given, made into a request that the engine can take."""
+"""Prompts: conversion of every form of a prompt to a request for the engine."""

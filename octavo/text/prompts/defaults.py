@@ -1,4 +1,4 @@
-"""Sampling parameters that a request leaves out: the model's own, from its generation_config.json."""
+"""Defaults of sampling parameters, from the model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAY_BE_NONE = {
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `SamplingParams` that a checkpoint's generation_config.json sets.
+    """Return the fields of `SamplingParams` that a checkpoint's generation_config.json sets.
 
     Raises:
         ConfigError: a value is out of range.
@@ -57,10 +57,10 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> SamplingParams:
-    """`SamplingParams` from defaults and what a request sets; None means unset in fields that can't be None.
+    """Return `SamplingParams` from defaults and a request's own fields; None means unset in fields that can't be None.
 
-    The default of `repetition_detection` does not hold for beams, which can't have it, nor under `ignore_eos`, which
-    asks for tokens whatever they are.
+    The default of `repetition_detection` is not used for beams, which don't support it, nor with `ignore_eos`, which
+    requests a fixed number of tokens.
 
     Raises:
         InvalidRequestError: a field is out of range.

@@ -1,4 +1,4 @@
-"""Fill in the middle: a prompt with a suffix, for models that were trained to write what stands between the two.
+"""Fill in the middle: a prompt with a suffix, for models that were trained to write the text between the two.
 
 Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle" (https://arxiv.org/abs/2207.14255).
 """
@@ -12,14 +12,15 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """One family's marks: a prompt is `before PREFIX between SUFFIX after`, and the model goes on with the middle."""
+    """One family's marks: a prompt is `before PREFIX between SUFFIX after`, which the model continues with the
+    middle."""
 
     before: str
     between: str
     after: str
 
     def write(self, prefix: str, suffix: str) -> str:
-        """The prompt; it holds its marks as text."""
+        """Return the prompt, with its marks as text."""
         return f"{self.before}{prefix}{self.between}{suffix}{self.after}"
 
 
@@ -33,7 +34,7 @@ _FAMILIES = (
 
 
 def infill_of(tokenizer: Tokenizer) -> Infill | None:
-    """The family whose three marks are tokens of this vocabulary; None if there is none."""
+    """Return the family whose three marks are tokens of this vocabulary; None without one."""
     known = tokenizer.backend.token_to_id
     return next(
         (one for one in _FAMILIES if all(known(mark) is not None for mark in (one.before, one.between, one.after))),

@@ -1,4 +1,4 @@
-"""Parts of a chat's messages that are not text: marks stand for them until the template has written the prompt."""
+"""Non-text parts of a chat's messages: marks replace them while the template renders the prompt."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ M = TypeVar("M")
 
 @cache
 def part_types() -> frozenset[str]:
-    """The types of parts that features read; each is also the key of a prompt object with such parts."""
+    """Return the types of parts that features read; each is also the key of a prompt object with such parts."""
     return frozenset(kind for _, module in parts("text") for kind in module.Text.prompt_fields)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenPart:
-    """What a client sent, not read yet; `param` is its field."""
+    """A part as the client sent it, not parsed yet; `param` is its field."""
 
     param: str
     data: Any
@@ -40,22 +40,22 @@ class Mixture:
 
 @dataclass(slots=True)
 class MessageParts:
-    """The parts of one type in one request. Their marks are random, so no client's text can be taken for one."""
+    """The parts of one type in one request. Their marks are random, so clients can't forge them."""
 
     kind: str
     _name: str = field(default_factory=lambda: f"octavo-part-{secrets.token_hex(8)}")
     _given: list[GivenPart] = field(default_factory=list)
 
     def mark(self, given: GivenPart) -> str:
-        """Return the text to put in its place."""
+        """Add a part; return the mark that replaces it."""
         self._given.append(given)
         return f"{self._name}-{len(self._given) - 1};"
 
     def prompt(self, text: str) -> Prompt:
-        """What a template wrote, with the parts in the places of their marks.
+        """Return the rendered text with the parts in place of their marks.
 
         Raises:
-            InvalidRequestError: the template has left one out.
+            InvalidRequestError: the template has dropped a part.
         """
         texts: list[str] = []
         numbers: list[int] = []
@@ -79,7 +79,8 @@ class MessageParts:
 
 
 def taken(messages: Sequence[M]) -> tuple[Sequence[M], MessageParts | None]:
-    """Messages with marks in place of features' parts, and these; the same messages and None if there are none."""
+    """Replace the features' parts in messages by marks; return the messages, and the parts or None if there are
+    none."""
     found: MessageParts | None = None
     plain: list[Any] = list(messages) if isinstance(messages, Sequence) else []
     for number, message in enumerate(plain):
@@ -101,6 +102,6 @@ def taken(messages: Sequence[M]) -> tuple[Sequence[M], MessageParts | None]:
 
 
 def _type_of(part: Any) -> str | None:
-    """The type of a part that a feature reads; None for any other."""
+    """Return the type of a part that a feature reads; None for any other part."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return kind if isinstance(kind, str) and kind in part_types() else None

@@ -1,4 +1,4 @@
-"""From a user's prompt to a request that the engine can take; everything that can be refused is refused here."""
+"""Conversion of a user's prompt to a request for the engine, with all checks that need no engine."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 
 Side = Literal["left", "right"]
 
-# A normalizer may make one character of several, and a token may swallow spaces beside it: no prompt is refused by its
-# length alone unless it is over the bound by this factor.
+# A normalizer may merge characters, and a token may include adjacent spaces: a prompt is refused by its length in
+# characters only if it exceeds the limit by this factor.
 _SLACK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request, and the text of its prompt where that is known."""
+    """A request, and the text of its prompt if known."""
 
     request: GenerateRequest
     prompt_text: str | None
 
 
 class Preparer:
-    """Tokenizes prompts and checks requests against one model. Pure: it may be used from any thread.
+    """Tokenizes prompts and checks requests against one model. Stateless; may be used from any thread.
 
     Args:
-        reasoning: how the model marks it, if it does.
-        max_tokens: to which longer answers are cut, whatever a request says.
+        reasoning: the model's marks of reasoning; None if it has none.
+        max_tokens: upper limit for the `max_tokens` of every request.
     """
 
     def __init__(
@@ -72,15 +72,16 @@ class Preparer:
         param: str = "prompt",
         fit: bool = False,
     ) -> Prepared:
-        """A request whose every field is known to be good, with `max_tokens` resolved.
+        """Return a fully validated request, with `max_tokens` resolved.
 
         Args:
-            request_id: a fresh one if None.
-            add_special_tokens: False for a prompt that a chat template made.
-            truncate: keep so many tokens; -1 as many as leave room for `max_tokens`; None refuses what is longer.
-            side: where tokens are lost.
-            param: the field that the prompt came from, for errors: "prompt" or "messages".
-            fit: take `max_tokens` that reach past the context as a wish for as many as there is room for.
+            request_id: a new one if None.
+            add_special_tokens: False for a prompt rendered by a chat template.
+            truncate: maximum number of prompt tokens to keep; -1 for as many as leave room for `max_tokens`; None
+                refuses a prompt that is too long.
+            side: side at which tokens are removed.
+            param: the prompt's field, for errors: "prompt" or "messages".
+            fit: reduce `max_tokens` to the rest of the context instead of refusing it.
 
         Raises:
             InvalidRequestError: the message names the field, the value and the limit.
@@ -132,17 +133,17 @@ class Preparer:
     def _tokenized(
         self, text: str, limit: int | None, side: Side, param: str, *, add_special_tokens: bool
     ) -> list[int]:
-        """At most `limit` tokens; without a limit, a text that can't fit is refused."""
+        """Tokenize to at most `limit` tokens; without a limit, refuse a text that can't fit."""
         if limit is None:
             self.check_chars(text, param)
         return self.tokenizer.encode_within(text, limit=limit, side=side, add_special_tokens=add_special_tokens)[0]
 
     def hook(self, name: str) -> TextHook:
-        """The text half of a feature that is present."""
+        """Return the text half of an existing feature."""
         return next(hook for hook in self.hooks if hook.name == name)
 
     def reader_of(self, prompt: Mapping[str, Any]) -> TextHook | None:
-        """The feature in whose form a prompt object is; None for text and token ids."""
+        """Return the feature whose form a prompt object has; None for text and token ids."""
         return next((h for h in self.hooks for name in h.prompt_fields if prompt.get(name) is not None), None)
 
     def _split_options(
@@ -151,7 +152,7 @@ class Preparer:
         """Add the features' options; return the parameters without those that only features read.
 
         Raises:
-            UnsupportedError: a parameter asks for a feature that is not there.
+            UnsupportedError: a parameter needs a feature that is missing.
         """
         for hook in self.hooks:
             if (option := hook.option(params, text, tokens)) is not None:
@@ -168,7 +169,7 @@ class Preparer:
         return params.replace(**changes) if changes else params
 
     def check_chars(self, text: str, param: str) -> None:
-        """Refuses a text that can't fit, before time is spent on tokenizing it."""
+        """Refuse a text that can't fit, before tokenizing it."""
         per_token = self.tokenizer.max_token_chars if len(text) > self.info.max_model_len else 0
         if len(text) > _SLACK * per_token * self.info.max_model_len > 0:
             raise self.too_long(f"at least {len(text) // per_token}", param)
@@ -211,7 +212,7 @@ class Preparer:
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         limit = self.info.max_logprobs
-        named = bool(params.logprob_token_ids)  # whose number has a limit of its own
+        named = bool(params.logprob_token_ids)  # these have a separate limit
         for name, what in (("prompt_logprobs", "prompt"), *(() if named else (("logprobs", "sample"),))):
             count = getattr(params, name)
             count = self.info.vocab_size if count == -1 else count
@@ -223,7 +224,7 @@ class Preparer:
                 )
 
     def _with_bad_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Bad words as tokens: each as it stands, and as it is written after a space, where that is other tokens."""
+        """Convert bad words to tokens: each word as given, and after a space if that gives other tokens."""
         if not params.bad_words:
             return params
         found: list[list[int]] = []
@@ -249,7 +250,7 @@ class Preparer:
 
 
 def truncation(given: int | None, longest: int, *, keep: int) -> int | None:
-    """The most tokens of a prompt; None for no limit. `keep` is what -1 stands for.
+    """Return the maximum number of prompt tokens; None for no limit. `keep` is the value of -1.
 
     Raises:
         InvalidRequestError: `given` is neither -1 nor from 1 to `longest`.
@@ -269,14 +270,14 @@ def truncation(given: int | None, longest: int, *, keep: int) -> int | None:
 
 
 def cut(tokens: list[int], limit: int | None, side: Side) -> list[int]:
-    """Tokens without what is over the limit at one side; all of them if there is none."""
+    """Return the tokens, truncated to the limit at one side; all of them without a limit."""
     if limit is None or len(tokens) <= limit:
         return tokens
     return tokens[:limit] if side == "right" else tokens[-limit:]
 
 
 def not_generating(info: ModelInfo) -> UnsupportedError:
-    """For whoever wants text of a model that makes vectors."""
+    """Return the error for a request to generate text with an embedding model."""
     return UnsupportedError(
         f"This server's model {info.name} makes embeddings and does not generate text. Use POST /v1/embeddings, "
         "/v1/score or /v1/rerank, or serve a model that generates (without --runner pooling)."

@@ -1,4 +1,4 @@
-"""The forms in which a prompt may be given: text, token ids or embeddings, bare or in an object."""
+"""The forms of a prompt: text, token ids or embeddings, bare or in an object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """As `TextPrompt`, for a prompt that is tokenized already; `prompt` is its text, if the caller knows it."""
+    """Like `TextPrompt`, for a tokenized prompt. `prompt` is its text, if known."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -26,8 +26,8 @@ class TokensPrompt(TypedDict):
 class EmbedsPrompt(TypedDict):
     """A prompt of embeddings: a torch tensor [tokens, hidden size], or one of `torch.save` in base64.
 
-    With `prompt_token_ids` and `prompt_is_token_ids`, all of one length, the latter says for each position whether its
-    token counts, or else its embedding. `prompt` is the text, if the caller knows it.
+    With `prompt_token_ids` and `prompt_is_token_ids`, all of one length, each position uses its token if
+    `prompt_is_token_ids` is true there, else its embedding. `prompt` is the text, if known.
     """
 
     prompt_embeds: Any
@@ -42,7 +42,7 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "type"}
 
 
 def parts_of(prompt: Prompt, param: str) -> tuple[str | None, list[int] | None, str | None]:
-    """Text, token ids and salt; at least one of the former two is there."""
+    """Return text, token ids and salt; at least one of the first two is not None."""
     if isinstance(prompt, str):
         return prompt, None, None
     if isinstance(prompt, list):

@@ -1,4 +1,4 @@
-"""`NoTokenizer`: what stands in a tokenizer's place where an engine takes and gives token ids alone."""
+"""`NoTokenizer`: the placeholder of a tokenizer for engines with token ids only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEXT_PARAMS = ("stop", "bad_words")
 
 
 class NoTokenizer(Tokenizer):
-    """Knows no text: whoever gives it some, or asks for some, is told so.
+    """Raises InvalidRequestError for every conversion between text and tokens.
 
     Args:
         vocab_size: rows of the model's head.
@@ -59,10 +59,10 @@ class NoTokenizer(Tokenizer):
 
 
 def needs_tokenizer(param: str | None = None, value: Any = None) -> InvalidRequestError:
-    """For whoever wants what only a tokenizer gives."""
-    what = "text can't be read or written" if param is None else f"{param} can't be had"
+    """Return the error for a request that needs a tokenizer. `param`: the field that needs it."""
+    what = "text can't be read or written" if param is None else f"{param} is not supported"
     return UnsupportedError(
-        f"This engine runs without a tokenizer, so {what}: send token ids as the prompt and take token ids, or start "
+        f"This engine runs without a tokenizer, so {what}: use token ids for prompts and outputs, or start "
         "it without --skip-tokenizer-init (--tokens-only).",
         param=param,
         value=value,
@@ -70,10 +70,10 @@ def needs_tokenizer(param: str | None = None, value: Any = None) -> InvalidReque
 
 
 def without_text(params: SamplingParams, *more: str) -> SamplingParams:
-    """The parameters of a request whose output stays token ids. `more`: further fields that need text.
+    """Return the parameters of a request whose output is token ids only. `more`: further fields that need text.
 
     Raises:
-        UnsupportedError: they name text to look for or to allow.
+        UnsupportedError: a field that needs text is set.
     """
     odd = next((name for name in (*_TEXT_PARAMS, *more) if getattr(params, name) not in (None, [], "")), None)
     if odd is not None:

@@ -44,6 +44,6 @@ def _check(one: ToolFormat, file: str) -> None:
     elif not one.call_open or not one.name_end or not one.call_close:
         problem = "call_open, name_close and call_close must not be empty"
     elif not one.opening.startswith(one.trigger):
-        problem = f"its trigger {one.trigger!r} is no beginning of {one.opening!r}"
+        problem = f"its trigger {one.trigger!r} is not a prefix of {one.opening!r}"
     if problem:
-        raise ConfigError(f"--tool-parser-plugin {file}: the format {one.name!r} can't be: {problem}.")
+        raise ConfigError(f"--tool-parser-plugin {file}: the format {one.name!r} is invalid: {problem}.")

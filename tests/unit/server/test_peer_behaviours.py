@@ -54,7 +54,7 @@ def test_a_message_may_come_in_many_ways(house: House) -> None:
     silent = [*HELLO["messages"], {"role": "assistant", "content": None}, {"role": "my-own-role", "content": "x"}]
     answer = ask_now(house.app, CHAT, {"messages": silent})
     assert answer.json()["warnings"] == [
-        "The chat template does not name the role `my-own-role`; it was given the role as it stands."
+        "The chat template does not name the role `my-own-role`; the role was passed to it unchanged."
     ]
     assert house.engine.requests[-1].tokens == ids("[user]Hello\n[assistant]\n[my-own-role]x\n[assistant]")
 

@@ -134,7 +134,7 @@ def test_the_template_is_told_of_tools_or_it_is_said_in_words() -> None:
     assert json.loads(place.prompt.partition("<tool_call>")[0])[0] == TOOL
     plain = Place("x", PLAIN)
     described = plain.ask(ASKED).json()
-    assert "no place for `tools`" in described["warnings"][0]
+    assert "does not support `tools`" in described["warnings"][0]
     assert "warnings" not in place.ask(ASKED).json()
     assert "warnings" not in plain.ask(ASKED | {"tool_choice": "none"}).json()
     plain.ask(ASKED)

@@ -18,7 +18,7 @@ def _words(value: Any) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise InvalidRequestError("what is said must be a string or a list of parts.")
+        raise InvalidRequestError("must be a string or a list of parts.")
     return "\n".join(map(_part, value))
 
 

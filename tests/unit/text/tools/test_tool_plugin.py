@@ -35,7 +35,7 @@ def test_a_declared_format_is_chosen_by_name(tmp_path: Path) -> None:
         ("1/0", "fails: ZeroDivisionError"),
         (HEAD + MINE.replace('"mine"', '"hermes"'), "its name is that of a built-in format"),
         (HEAD + MINE.replace('call_close="</fn>"', 'call_close=""'), "call_close must not be empty"),
-        (HEAD + MINE.replace('trigger="<fn>"', 'trigger="x"'), "its trigger 'x' is no beginning of '<fn>'"),
+        (HEAD + MINE.replace('trigger="<fn>"', 'trigger="x"'), "its trigger 'x' is not a prefix of '<fn>'"),
     ],
 )
 def test_what_is_no_format_is_refused(tmp_path: Path, text: str, says: str) -> None:
