@@ -47,11 +47,11 @@ def build_core(
     files: ModelFiles,
     on_phase: OnPhase | None = None,
 ) -> tuple[EngineLoop, ModelInfo]:
-    """An engine core that is ready to run: weights loaded, KV cache allocated, one request computed.
+    """Build an engine core that is ready to run: weights loaded, KV cache allocated, one request computed.
 
     Raises:
         ConfigError: settings that can't work together or on this machine.
-        ModelFileError: the model's files are not what they say they are.
+        ModelFileError: the model's files are damaged or contradict each other.
     """
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
@@ -84,7 +84,7 @@ def _with_worker(
     worker: WorkerBuild,
     context: FeatureContext,
 ) -> tuple[EngineLoop, ModelInfo]:
-    """The rest of it, once what computes is begun."""
+    """Build the scheduler and the loop around a worker."""
     encodes = is_encoder(files.config)
     hooks = build_engine_halves(context)
     tasks = _tasks(files, hooks, generates=context.generates)
@@ -128,7 +128,7 @@ def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: L
 def _info(
     config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts, num_blocks: int, limits: Limits
 ) -> ModelInfo:
-    """What settings and facts say of a core; a model without a KV cache has nothing to add about one."""
+    """Describe the core from settings and facts; the fields that depend on its hooks are filled in later."""
     kv_bytes = loaded.kv_bytes_per_token
     cache = {"kv_cache": num_blocks * config.cache.block_size * kv_bytes} if kv_bytes else {}
     return ModelInfo(
@@ -161,10 +161,10 @@ def _info(
 
 
 def _tasks(files: ModelFiles, hooks: Sequence[EngineHook], *, generates: bool) -> list[str]:
-    """What requests may ask for.
+    """Return the tasks that requests may ask for.
 
     Raises:
-        ConfigError: nothing; the feature is missing for which the model was to be served.
+        ConfigError: there is none, since the feature for vectors is missing.
     """
     tasks = [*(["generate"] if generates else []), *(task for hook in hooks for task in hook.tasks)]
     if not tasks:
@@ -173,7 +173,7 @@ def _tasks(files: ModelFiles, hooks: Sequence[EngineHook], *, generates: bool) -
 
 
 def _recorder(config: EngineConfig, path: str, facts: WorkerFacts, sizes: CacheSizes) -> Recorder:
-    """Raises ConfigError if the settings hold what can't be in a file."""
+    """Return the recorder of steps; raise ConfigError if settings hold objects that can't be written to a file."""
     for own in config.features.values():
         own.check_sendable("objects can't be recorded with record_steps")
     header = Header(FORM, __version__, msgspec.to_builtins(config), facts, sizes)
@@ -190,7 +190,7 @@ def _cache_sizes(num_blocks: int, limits: Limits) -> CacheSizes:
 
 
 def _check_encoder_settings(config: EngineConfig, files: ModelFiles) -> None:
-    """Refuses what only a model that generates text could follow."""
+    """Raise ConfigError for settings that apply only to models that generate text."""
     model, cache = config.model, config.cache
     no_cache = "which has no KV cache"
     refused = (
@@ -211,7 +211,7 @@ def _check_encoder_settings(config: EngineConfig, files: ModelFiles) -> None:
 def _encoder_sized(
     config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts
 ) -> tuple[int, Limits]:
-    """No blocks, and limits by which a step takes at least one prompt of full length: prompts are not divided."""
+    """Return no blocks and the limits of an encoder: prompts are not divided, so one of full length fits a step."""
     longest = facts.max_position
     stated = _checked_length(config.model.max_model_len, longest)
     max_model_len = stated or min(longest, max_sequence_length(files) or longest)
@@ -227,7 +227,7 @@ def _encoder_sized(
 
 
 def _depth(config: EngineConfig, facts: WorkerFacts) -> int:
-    """Steps launched ahead of the oldest unread one."""
+    """Return the number of steps launched ahead of the oldest unread one."""
     return facts.default_depth if config.scheduler.depth is None else config.scheduler.depth
 
 
@@ -236,7 +236,7 @@ def _architecture(files: ModelFiles) -> str:
 
 
 def _sized(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts) -> tuple[int, Limits]:
-    """The KV cache in blocks, and the limits of a step and a request over it.
+    """Return the KV cache's size in blocks, and the limits of steps and requests.
 
     Raises:
         ConfigError: a step has fewer tokens than sequences, or the cache is too small.
@@ -265,10 +265,10 @@ def _sized(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: 
 def _fit(
     config: EngineConfig, facts: WorkerFacts, loaded: LoadedFacts, num_seqs: int, in_flight: int
 ) -> tuple[int, int]:
-    """Blocks (as many as asked for, or else as fit, but no more than could be used) and the context they allow.
+    """Return the number of blocks (as set, or else as fit and could be used) and the context they allow, in tokens.
 
     Args:
-        in_flight: tokens of one request that launched steps compute at most.
+        in_flight: most tokens of one request in launched steps.
     """
 
     def held(tokens: int) -> int:
@@ -283,7 +283,7 @@ def _fit(
         cache_bytes = asked * block_bytes
     else:
         cache_bytes = loaded.kv_budget if stated is None else stated
-        assert cache_bytes is not None, "a worker whose cache has no stated size says what there is room for"
+        assert cache_bytes is not None, "without a stated size the worker measures its budget"
     num_blocks = asked or min(cache_bytes // block_bytes, max(held(2 * block_size), num_seqs * held(wanted or longest)))
     tokens = bisect.bisect_right(range(longest + 1), num_blocks, key=held) - 1
     if wanted is not None and tokens < wanted:
@@ -306,10 +306,10 @@ def _fit(
 
 
 def _asked_blocks(config: EngineConfig, block_bytes: int) -> int | None:
-    """The KV cache's blocks, where somebody asked for a number of them.
+    """Return the set number of blocks, or None.
 
     Raises:
-        ConfigError: they are more than the memory that was asked for as well.
+        ConfigError: they exceed the set memory.
     """
     asked, stated = config.cache.num_blocks, config.cache.memory_bytes
     if asked is not None and stated is not None and asked * block_bytes > stated:
@@ -321,17 +321,17 @@ def _asked_blocks(config: EngineConfig, block_bytes: int) -> int | None:
 
 
 def _to(asked: int | None, num_bytes: int, block_bytes: int) -> str:
-    """The setting that the cache's size came from, with what would do."""
+    """Return the setting that sized the cache, with a sufficient value."""
     if asked is None:
         return f"--kv-cache-memory-bytes to {num_bytes}"
     return f"--num-gpu-blocks-override to {num_bytes // block_bytes}"
 
 
 def _checked_length(wanted: int | None, longest: int) -> int | None:
-    """`max_model_len` as it was asked for.
+    """Return the set `max_model_len`, or None.
 
     Raises:
-        ConfigError: it is more than the model has positions.
+        ConfigError: it exceeds the model's positions.
     """
     if wanted is not None and wanted > longest:
         raise ConfigError(
@@ -341,7 +341,7 @@ def _checked_length(wanted: int | None, longest: int) -> int | None:
 
 
 def _warm_up(loop: EngineLoop, timer: PhaseTimer, *, prompt_only: bool) -> None:
-    """Compute one short request, so that nothing is first built or allocated under a user's eyes."""
+    """Compute one short request, so that the first user does not wait for compilation and allocation."""
     timer.begin("warm-up")
     params = SamplingParams(max_tokens=2, temperature=0)
     request = GenerateRequest(id="warm-up", tokens=[0] * 8, params=params, prompt_only=prompt_only)

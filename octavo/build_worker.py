@@ -1,6 +1,6 @@
 """The composition root of a worker: a model on a device, with the worker halves of the features.
 
-Everything is made of settings, so that it can be done in another process than the engine's.
+Settings are the only input, so that it also runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.worker.worker import Worker
 
 
 def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, FeatureContext]:
-    """Begin a worker where the settings want it; also return what its features are built of.
+    """Begin a worker in this process or another, by the settings; also return the context of its features.
 
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
@@ -59,7 +59,7 @@ def begin_rank(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Feat
 
 
 def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts) -> FeatureContext:
-    """Return what features are built of, for either half and in any process."""
+    """Return the context that both halves of features are built from, in any process."""
     num_seqs, _ = config.scheduler.limits(*facts.default_limits)
     return FeatureContext(
         vocab_size=facts.vocab_size,
@@ -79,10 +79,10 @@ def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts)
 
 
 def generates_text(config: EngineConfig, files: ModelFiles) -> bool:
-    """Whether a decoder makes text as well as vectors, or vectors only.
+    """Whether a decoder generates text, or only vectors.
 
     Raises:
-        ConfigError: text is asked for, and the model has no head for it.
+        ConfigError: the settings ask for text, and the model has no language-model head.
     """
     asked, embeds = config.model.runner, config.model.convert == "embed"
     bare = str((files.config.get("architectures") or ["unknown"])[0]).endswith("Model")
@@ -161,7 +161,7 @@ class DecoderBuild:
         return LocalWorker(worker, make_runner, can_sleep=self._config.model.enable_sleep_mode)
 
     def abandon(self) -> None:
-        """It has no processes."""
+        """Do nothing: there is no process to end."""
 
 
 class EncoderBuild:
@@ -189,4 +189,4 @@ class EncoderBuild:
         return LocalWorker(self._worker, make_runner)
 
     def abandon(self) -> None:
-        """It has no processes."""
+        """Do nothing: there is no process to end."""

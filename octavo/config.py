@@ -1,4 +1,4 @@
-"""Settings: one frozen dataclass for each floor. Nothing below `build.py` ever sees more than its own."""
+"""Settings: one frozen dataclass for each floor. Below `build.py`, a floor sees only its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.foreign import check_keyword
 
 DEFAULT_MODEL = "smollm2"
 
-# Settings whose flag (and vLLM's keyword) is not the field's name.
+# Settings whose flag (and vLLM keyword) differs from the field name.
 _FLAG_NAMES = {
     "kv_cache_memory_bytes": "memory_bytes",
     "num_gpu_blocks_override": "num_blocks",
@@ -48,7 +48,7 @@ _READ: dict[str, Callable[[str], int | float | None]] = {
     "watermark": quantities.share,
     "threads": quantities.count,
 }
-"""How a number is read that is given as text, such as "8k" or "2GiB"; the command line reads it the same way."""
+"""Parsers of numbers given as text, such as "8k" or "2GiB"; the command line uses the same ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,31 +58,31 @@ class ModelConfig:
     Attributes:
         model: a catalogue name, a folder, a .gguf file or a Hugging Face id.
         tokenizer: where to take the tokenizer from, if not from the model.
-        tokenizer_revision: of it; None takes the model's, or the newest of another repository.
-        allow_special_in_content: special tokens that are spelled in the contents of messages are read as such.
-        skip_tokenizer_init: take and give token ids alone, without a tokenizer.
+        tokenizer_revision: its revision; None takes the model's, or the newest one if it is in another repository.
+        allow_special_in_content: parse special tokens spelled out in message contents.
+        skip_tokenizer_init: accept and return only token ids, without a tokenizer.
         download_dir: where downloaded models are kept; None takes the cache folders of `hub/cache.py` and Hugging Face.
-        hf_overrides: fields of the model's config that replace its own, before anything reads it.
-        rope_scaling, rope_theta: older names of two of them.
-        disable_sliding_window: full attention in all layers, of requests that are no longer than the model's window.
+        hf_overrides: values that replace fields of the model's config before anything reads it.
+        rope_scaling, rope_theta: the same for two fields, by their older flags.
+        disable_sliding_window: use full attention in all layers and limit the context to the model's window.
         dtype: "auto" takes the checkpoint's, or float32 on machines without fast bfloat16; quantized weights stay
             integers if the machine has kernels for them. All weights are converted to any other dtype.
-        activation_dtype: what activations are rounded to when they are multiplied with integer weights (on a CPU, if no
-            dtype is set): "int16" is as exact as bfloat16, "int8" computes prompts up to twice as fast. "bfloat16"
-            rounds the weights to bfloat16 too, whenever they are multiplied: with AMX the fastest for prompts and
-            batches, though not for a single request.
+        activation_dtype: rounding of activations that are multiplied by integer weights (on a CPU, if no dtype is
+            set): "int16" is as exact as bfloat16, "int8" computes prompts up to twice as fast. "bfloat16" also rounds
+            the weights to bfloat16 in each product: with AMX the fastest for prompts and batches, but not for a
+            single request.
         load_format: "auto" goes by the files found; "dummy" makes random weights.
         max_model_len: None takes the model's, reduced to what the KV cache holds.
         runner: "generate" text, or only compute embeddings ("pooling"); "auto" goes by the checkpoint.
-        convert: what a pooling runner makes of the model: "embed" for embeddings; "auto" goes by the checkpoint.
+        convert: the task to convert the model to: "embed" for embeddings; "auto" goes by the checkpoint.
         max_logprobs: the largest `logprobs` that a request may ask for; -1 for no limit.
-        logprobs_mode: what `logprobs` tell: of the model's own logits ("raw") or of those that a token is drawn from
-            ("processed": after penalties, bans, temperature and filters); log-probabilities or the logits themselves.
+        logprobs_mode: what `logprobs` report: log-probabilities or logits, "raw" (of the model) or "processed" (after
+            penalties, bans, temperature and filters).
         stream_interval: tokens of a choice in each streamed chunk; requests may ask for more.
         generation_config: where sampling defaults come from: "auto" for the model's generation_config.json, a folder
             with another one, or "none" (also "vllm") for the defaults of `SamplingParams`.
         override_generation_config: individual defaults that replace those, such as {"temperature": 0.5}.
-        enable_sleep_mode: requests may make the engine release the memory of KV cache and weights for a while.
+        enable_sleep_mode: allow requests that release the memory of KV cache and weights until a wake-up.
     """
 
     model: str = DEFAULT_MODEL
@@ -112,7 +112,7 @@ class ModelConfig:
 
     @property
     def config_overrides(self) -> dict[str, Any]:
-        """Field of the model's config -> its value, by whichever setting it was given.
+        """Return the overridden fields of the model's config and their values, from all three settings.
 
         Raises:
             ConfigError: a field is given by two settings.
@@ -129,10 +129,10 @@ class CacheConfig:
     """The KV cache.
 
     Attributes:
-        kv_cache_dtype: what keys and values are stored as: "auto" is the model's dtype; "fp8" is "fp8_e4m3";
+        kv_cache_dtype: storage dtype of keys and values: "auto" is the model's; "fp8" is "fp8_e4m3";
             "int8_per_token_head" is "int8".
-        memory_bytes: its size; None takes what `memory_utilization` leaves after the weights.
-        num_blocks: its size in blocks, whatever memory they take, but no more than `memory_bytes` if that is set.
+        memory_bytes: size of the cache; None takes what `memory_utilization` leaves after the weights.
+        num_blocks: size in blocks, regardless of `memory_utilization`; at most `memory_bytes` if that is set.
         memory_utilization: fraction of the device's memory (on a CPU, of the available memory) for weights and cache.
     """
 
@@ -151,7 +151,7 @@ class SchedulerConfig:
     Attributes:
         max_num_seqs: sequences that run at once; None takes 256, and 1,024 on a GPU of 60 GiB or more.
         max_num_batched_tokens: tokens computed in one step; None takes 2,048, and 8,192 on a GPU of 60 GiB or more.
-        watermark: part of the KV cache that is kept free when a request is admitted while others run.
+        watermark: fraction of the KV cache to keep free when admitting a request while others run.
         policy: a name in `schedule/policy.py`.
         depth: steps launched ahead of the oldest unread one: 0 is synchronous, 1 overlaps; None lets the device choose.
     """
@@ -163,7 +163,7 @@ class SchedulerConfig:
     depth: int | None = None
 
     def limits(self, default_seqs: int, default_tokens: int) -> tuple[int, int]:
-        """Sequences and tokens of a step; if only one of them is set, the other's default is adjusted to fit."""
+        """Return the most sequences and tokens of a step; if only one is set, adjust the other's default to fit."""
         tokens = self.max_num_batched_tokens or max(default_tokens, self.max_num_seqs or 0)
         return self.max_num_seqs or min(default_seqs, tokens), tokens
 
@@ -174,16 +174,16 @@ class DeviceConfig:
 
     Attributes:
         threads: compute threads on a CPU; None takes the physical cores given to this process.
-        cpu_bind: the cores that it is bound to on a CPU: "auto", "nobind" or a list (0-3,8); see `device/binding.py`.
+        cpu_bind: cores to bind the threads to on a CPU: "auto", "nobind" or a list (0-3,8); see `device/binding.py`.
         cpu_isa: the instruction set of the CPU kernels: "auto" or a name in `native/isa.py`.
-        enforce_eager: launch every operation of every step; otherwise, decoding on a GPU is recorded once and replayed.
-        disable_cascade_attn: requests that decode on a GPU read their whole contexts, each its own; otherwise what
-            contexts have in common is read once.
-        distributed_executor_backend: "uni" has the model in the engine's process, "mp" in one of its own.
-        record_steps: a file that gets every plan, payload and output, to be computed again; see `engine/record.py`.
-        record_steps_limit: bytes of that file.
-        profiler_config: where profiles are written and what is in them; see `core/profiling.py`. Without it the
-            environment variable for the folder counts.
+        enforce_eager: launch every operation of every step; otherwise a GPU replays recorded CUDA graphs.
+        disable_cascade_attn: decode each request over its whole context on a GPU; otherwise a shared prefix is read
+            once for all requests that have it.
+        distributed_executor_backend: "uni" runs the model in the engine's process, "mp" in a process of its own.
+        record_steps: a file for every plan, payload and output, to compute them again; see `engine/record.py`.
+        record_steps_limit: size limit of that file in bytes.
+        profiler_config: where profiles are written and what they hold; see `core/profiling.py`. Empty uses the
+            environment variable for the folder.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -201,10 +201,10 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that `build.py` needs to make an engine core.
+    """All settings of an engine core.
 
     Attributes:
-        features: feature name -> its own settings, for the features that have some.
+        features: feature name -> its settings, for the features that have any.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -217,13 +217,13 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
-        """From settings named like their fields, or like their command-line flags where these differ.
+        """Build a config from keywords named like the fields, or like the command-line flags where these differ.
 
         None takes the default. Settings of other engines are refused, or ignored with a warning: see `foreign`.
 
         Raises:
-            TypeError: there is no such setting; the text suggests similar names.
-            ConfigError: a value that the setting can't have.
+            TypeError: an unknown setting; the text suggests similar names.
+            ConfigError: a value out of the setting's type or range.
         """
         floors = {section.name: section.default_factory for section in fields(cls) if section.name != "features"}
         sections: dict[str, Any] = floors | settings_types()
@@ -246,10 +246,10 @@ class EngineConfig:
 
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> EngineConfig:
-        """The settings that `msgspec.to_builtins` made plain.
+        """Restore a config from the output of `msgspec.to_builtins`.
 
         Raises:
-            msgspec.ValidationError: they are not of this version.
+            msgspec.ValidationError: another version of Octavo wrote it.
         """
         own = plain.get("features", {})
         features = {name: msgspec.convert(own.get(name, {}), kind) for name, kind in settings_types().items()}
@@ -259,12 +259,12 @@ class EngineConfig:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether weight files are read at all."""
+        """Whether weight files are read."""
         return self.model.load_format != "dummy"
 
 
 def _unknown(given: str, known: list[str]) -> TypeError:
-    """The error about a setting that there is not; parameters of requests are often given in its place."""
+    """Return the error for an unknown setting, with a hint if it is a parameter of requests."""
     if given in SamplingParams.__struct_fields__:
         return TypeError(f"there is no setting {given!r}; it belongs to a request: SamplingParams({given}=...)")
     hint = near(given, known, most=3) or near(given, SamplingParams.__struct_fields__, cutoff=0.8)
@@ -272,7 +272,7 @@ def _unknown(given: str, known: list[str]) -> TypeError:
 
 
 def _by_other_words(name: str, given: str, value: Any) -> Any:
-    """A value as the field has it, from words that scripts and other engines use for it."""
+    """Convert spellings that scripts and other engines use to the field's own value."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if name == "dtype" and value is not None:
@@ -289,7 +289,7 @@ def _by_other_words(name: str, given: str, value: Any) -> Any:
 
 
 def _check(kind: Any, name: str, given: str, value: Any) -> None:
-    """Whether a value is of the field's type and range; the command line has its own checks, nearer to its words."""
+    """Raise ConfigError unless a value has the field's type and range; command-line flags are checked earlier."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ConfigError(f"{given}={value!r} is not known; choose one of: {', '.join(get_args(kind))}.")
@@ -318,63 +318,62 @@ def _check(kind: Any, name: str, given: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP front door. Sizes in bytes, times in seconds.
+    """The HTTP server. Sizes in bytes, times in seconds.
 
     Attributes:
-        api_server_count: processes that answer HTTP, all on the same address and before the same engine.
-        tool_call_parser, reasoning_parser: how the model writes calls and reasoning; "auto" by its chat template.
+        api_server_count: processes that answer HTTP, all on the same address and with the same engine.
+        tool_call_parser, reasoning_parser: output format of tool calls and reasoning; "auto" goes by the chat template.
         tool_parser_plugin: a Python file that declares more formats of tool calls.
-        reasoning_config: other marks of reasoning: `reasoning_start_str` and `reasoning_end_str`.
+        reasoning_config: other markers of reasoning: `reasoning_start_str` and `reasoning_end_str`.
         api_key_file: more keys, one a line.
-        allowed_origins, allowed_methods, allowed_headers, allow_credentials: what other sites' pages may do (CORS);
+        allowed_origins, allowed_methods, allowed_headers, allow_credentials: what pages of other sites may do (CORS);
             nothing without an origin.
-        middleware: code of the user's own around the application, as "package.module.name"; the last is outermost.
-        max_num_queued_reqs, max_num_queued_tokens: what may wait for the engine before requests are refused.
-        response_role: of the messages in answers to chats, unless they continue a message.
-        chat_template_content_format: how the template gets a message's content: as a string, or as a list of parts
+        middleware: the user's ASGI middleware, as "package.module.name"; the last is outermost.
+        max_num_queued_reqs, max_num_queued_tokens: most requests and tokens waiting before new ones are refused.
+        response_role: role of the messages in chat answers, unless they continue a message.
+        chat_template_content_format: form of message contents in the template: a string, or a list of parts
             ("openai"); "auto" goes by the template's code.
-        default_chat_template_kwargs: variables for the chat template, where a request does not set them.
-        return_tokens_as_token_ids: write tokens in logprobs as `token_id:7`, as requests may ask for themselves.
-        disable_log_stats: no lines of throughput and load.
-        strict_params: refuse fields that nobody knows, instead of naming them in `warnings`.
+        default_chat_template_kwargs: variables for the chat template that a request does not set.
+        return_tokens_as_token_ids: write tokens in logprobs as `token_id:7`; requests can ask for it too.
+        disable_log_stats: do not log throughput and load.
+        strict_params: refuse unknown request fields instead of naming them in `warnings`.
         max_prompts: prompts in one request to /v1/completions.
         max_inputs: inputs in one request for embeddings, documents in one rerank.
-        max_schema_bytes: a schema or grammar of one request.
-        enable_per_request_metrics: tell in the answer where its time went.
+        max_schema_bytes: size of a schema or grammar in a request.
+        enable_per_request_metrics: report a request's timings in its answer.
         otlp_traces_endpoint: the collector that traces are sent to; None for no traces.
         fingerprint_mode, fingerprint_value: the `system_fingerprint` of answers: made of version, model and device
             ("full" and "hash"), the value ("custom"), or none.
-        enable_log_requests: log a line at the end of every request (otherwise only at the level debug), and at that
-            level its prompt.
-        enable_log_outputs: with that, log what was generated; with `enable_log_deltas` also each piece as it comes.
-        max_log_len: characters or token ids of each that are logged; None for all.
+        enable_log_requests: log a line at the end of every request (otherwise only at level debug), and its prompt at
+            level debug.
+        enable_log_outputs: also log the generated text, with `enable_log_deltas` each piece as it is streamed.
+        max_log_len: most characters or token ids to log of each prompt and output; None for all.
         log_config_file: JSON for `logging.config.dictConfig`, in place of `log_level`.
-        configure_logging: set up logging at all.
-        disable_uvicorn_access_log, disable_access_log_for_endpoints: no line for each HTTP request at the level debug,
-            or none for those to some paths.
+        configure_logging: whether to set up logging.
+        disable_uvicorn_access_log, disable_access_log_for_endpoints: do not log HTTP requests (level debug), at all
+            or to these paths.
         trust_request_chat_template: let requests bring their own chat template.
         enable_tokenizer_info_endpoint: serve /tokenizer_info, chat template and all.
         skip_model_name_validation: answer requests for models of any name.
         server_dev_mode: serve the routes for development: /reset_prefix_cache, /server_info and the like.
-        max_unread_tokens: of one request, that wait for a client that reads slowly before the request is ended.
-        unread_timeout_s: how long a client may leave what was sent to it unread before its connection is closed.
-        sse_keep_alive_s: a stream that has been silent for so long sends a comment, so that no proxy cuts it; 0 for
-            never.
+        max_unread_tokens: tokens of a request that a slow client may leave unread before the request is ended.
+        unread_timeout_s: how long a client may leave data unread before its connection is closed.
+        sse_keep_alive_s: interval of comments on a silent stream, which keep proxies from closing it; 0 for none.
         jobs_dir: where uploaded files and batches are kept; None takes jobs/ in the user's folder for Octavo's data.
         max_file_bytes: the largest upload.
         max_batch_lines: requests in one batch.
-        batch_concurrency: requests of batches that run at once; None takes as many as the engine's sequences.
+        batch_concurrency: batch requests running at once; None takes the engine's `max_num_seqs`.
         uds: a socket file to listen on instead of host and port.
-        ssl_certfile, ssl_keyfile, ssl_keyfile_password: PEM files of the server's certificate and key; TLS is served
-            where there is a certificate. The key may be in the certificate's file.
-        ssl_ca_certs, ssl_cert_reqs: the authorities of clients' certificates, and whether one is asked for: 0 no,
+        ssl_certfile, ssl_keyfile, ssl_keyfile_password: PEM files of the server's certificate and key; a certificate
+            turns TLS on. The key may be in the certificate's file.
+        ssl_ca_certs, ssl_cert_reqs: authorities of client certificates, and whether clients need one: 0 no,
             1 optional, 2 required.
         enable_ssl_refresh: read certificate and key again when their files change.
-        max_concurrent_requests: requests answered at once before others get a 503; None for no limit.
-        keep_alive_s: an idle connection is closed after so long. By default longer than clients keep theirs, so that
-            it is they who close them.
-        body_timeout_s: a request's headers must have come by then, and after as much again its body; each 16 KiB of
-            that which are there add a second.
+        max_concurrent_requests: requests served at once before others get a 503; None for no limit.
+        keep_alive_s: time until an idle connection is closed. The default exceeds that of common clients, so that
+            the client closes first.
+        body_timeout_s: time limit for a request's headers, and then for its body, plus a second for each 16 KiB
+            received.
     """
 
     host: str = "127.0.0.1"
@@ -451,6 +450,5 @@ class ServerConfig:
     log_level: str = "info"
 
     def model_names(self, own: str) -> list[str]:
-        """The names under which clients may ask for a model whose `own` name is this; the first is what answers
-        carry."""
+        """Return the names that requests may use for a model named `own`; answers carry the first."""
         return list(self.served_model_name) or [own]

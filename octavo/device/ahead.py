@@ -1,4 +1,4 @@
-"""Compiling Triton kernels in parallel, before they are needed."""
+"""Compile Triton kernels in parallel, before they are needed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class Ahead:
-    """Takes launches down instead of launching, and compiles what they would run, beside whatever else is done.
+    """Records launches instead of performing them, and compiles their kernels in the background.
 
-    What differs only in addresses and sizes is compiled once, by the rules by which Triton itself tells variants apart:
-    whether a number is 1 or divisible by 16, and an address divisible by 16.
+    Launches that differ only in addresses and sizes are compiled once, by Triton's own rules for variants: whether a
+    number is 1 or divisible by 16, and an address divisible by 16.
     """
 
     def __init__(self, target: Target) -> None:
-        """`target` is what is compiled for."""
+        """`target` is the device to compile for."""
         self._target = target
         self._compilers = Compilers()
         self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1) + 1, thread_name_prefix="octavo-compile")
@@ -36,7 +36,7 @@ class Ahead:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Launches of this block are compiled and not launched. Nothing else may launch Triton kernels meanwhile."""
+        """Compile the launches of this block without launching. Nothing else may launch Triton kernels meanwhile."""
         run = JITFunction.run
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -53,8 +53,8 @@ class Ahead:
             JITFunction.run = run
 
     def wait(self) -> int:
-        """Return once all is compiled; how many there were. What did not compile is logged: a launch may never need it,
-        and tells if it does."""
+        """Wait for the compilation and return the number of kernels. Failures are only logged: a launch that needs such
+        a kernel fails itself."""
         for key, job in self._jobs.items():
             error = job.exception()
             if error is not None:
@@ -65,7 +65,7 @@ class Ahead:
 
     def _compile(self, run: Callable[..., Any], kernel: Any, args: list[Any], options: dict[str, Any]) -> None:
         with self._compilers.compiling(job_of(kernel, args, options, self._target)):
-            self._driver.exception()  # where there is one, the next line will meet it
+            self._driver.exception()  # an error shows up in the next line
             compiled = run(kernel, *args, grid=(1,), warmup=True, **options)
         prepare = getattr(compiled, "_init_handles", None)
         if prepare is not None:
@@ -73,13 +73,13 @@ class Ahead:
 
 
 def target_of(device: torch.device) -> Target:
-    """As Triton names it."""
+    """Return Triton's name of a device."""
     major, minor = torch.cuda.get_device_capability(device)
     return ("cuda", 10 * major + minor, 32)
 
 
 def _load_driver() -> None:
-    """Triton's, of which it compiles a part the first time: once here, instead of in each thread."""
+    """Load Triton's driver, which compiles a part of itself the first time: once, instead of in each thread."""
     driver.active.get_current_device()
 
 
@@ -93,7 +93,7 @@ def _variant(param: Any, value: Any) -> Any:
 
 
 def _stand_in(value: Any) -> Any:
-    """Something of the same variant that holds no memory."""
+    """Return an argument of the same variant that holds no memory."""
     if isinstance(value, torch.Tensor) and value.data_ptr() % 16 == 0:
         return MockTensor(value.dtype)
     return value

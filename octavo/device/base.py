@@ -1,4 +1,4 @@
-"""`Device`: what the worker asks of the hardware under it."""
+"""`Device`: the worker's interface to the hardware."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GIB = 1 << 30
 
 
 def too_large(size: int, free: int, workspace: int, where: str) -> str:
-    """Error text for a KV cache that does not fit; `size` is what of the bytes asked for could be of use."""
+    """Return the error text for a KV cache that does not fit; `size` is the useful part of the bytes asked for."""
     return (
         f"A KV cache of {size / _GIB:.2f} GiB was asked for, but {free / _GIB:.2f} GiB of {where} are free, and the "
         f"largest step needs {workspace / _GIB:.2f} GiB of them. Lower --kv-cache-memory-bytes or leave it out. A "
@@ -26,16 +26,16 @@ class Device(Link, Protocol):
 
     name: str
     default_depth: int
-    """Steps to launch ahead: 0 where launching computes, 1 where it only enqueues."""
+    """Steps to launch ahead: 0 if a launch computes, 1 if it only enqueues."""
     default_limits: tuple[int, int]
     """Default limits of running sequences and of tokens in one step."""
     balanced_tokens: int
-    """The number of tokens in a step up to which products take little longer than reading the weights."""
+    """Tokens in a step up to which matrix products are bound by reading the weights."""
     resident: bool
-    """Whether the state of running requests is kept on the device, because reading it back would make the host wait."""
+    """Whether the state of running requests is kept on the device, because reading it back would block the host."""
 
     def setup(self, threads: int | None, binding: str) -> None:
-        """Prepare this process for computing; called once, before anything is allocated.
+        """Prepare this process for computing; call once, before anything is allocated.
 
         Args:
             binding: the cores to run on; see `binding.py`.
@@ -43,20 +43,20 @@ class Device(Link, Protocol):
         ...
 
     def pick_dtype(self, wanted: str, checkpoint: str | None) -> torch.dtype:
-        """The dtype to compute in: `wanted`, or for "auto" the best for the checkpoint's dtype and this device."""
+        """Return the compute dtype: `wanted`, or for "auto" the best for the checkpoint's dtype and this device."""
         ...
 
     def check_fits(self, weights: int, stored: int, utilization: float | None) -> None:
-        """Raise ConfigError if the weights do not fit; called before they are loaded.
+        """Raise ConfigError if the weights do not fit; call before they are loaded.
 
         Args:
-            weights: their bytes if none were quantized.
+            weights: their bytes without quantization.
             stored: bytes of their files.
         """
         ...
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
-        """Bytes for the KV cache beside the weights and the memory that a step needs."""
+        """Return the bytes for the KV cache, next to the weights and a step's workspace."""
         ...
 
     def give_back(self) -> None:
@@ -64,9 +64,9 @@ class Device(Link, Protocol):
         ...
 
     def loss(self, error: Exception) -> DeviceLostError | None:
-        """Return what to raise if the device can't compute any more after `error`, else None."""
+        """Return the error to raise if `error` means that the device is lost, else None."""
         ...
 
     def check_cache(self, size: int, workspace: int) -> None:
-        """Raise ConfigError if a KV cache of `size` bytes that was asked for, and what a step needs, do not fit."""
+        """Raise ConfigError if a KV cache of a stated `size` in bytes does not fit next to a step's workspace."""
         ...

@@ -1,4 +1,4 @@
-"""Which cores the compute threads keep to. Reading memory of another socket takes about twice as long. No torch."""
+"""Bind compute threads to cores. Reading memory of another socket takes about twice as long. No torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _FLAG = "--cpu-omp-threads-bind"
 
 
 def bind(binding: str, nodes: Path = _NODES) -> None:
-    """Keep this process, and the threads that it starts from now on, to some of its cores.
+    """Bind this process, and the threads that it starts from now on, to some of its cores.
 
     Args:
-        binding: "auto" takes those of the NUMA node of which this process has most, and does nothing on a machine with
-            one node; "nobind" does nothing; otherwise a list like "0-3,8" of the kernel's numbers.
-        nodes: where the kernel describes the nodes.
+        binding: "auto" takes the NUMA node with most of this process's cores, and does nothing on a machine with one
+            node; "nobind" does nothing; otherwise a list like "0-3,8" of the kernel's numbers.
+        nodes: folder where the kernel describes the nodes.
 
     Raises:
-        ConfigError: the list can't be read, or names cores that this process may not use.
+        ConfigError: the list can't be parsed, or names cores that this process may not use.
     """
     if binding == "nobind" or not hasattr(os, "sched_setaffinity"):
         return
@@ -36,7 +36,7 @@ def bind(binding: str, nodes: Path = _NODES) -> None:
 
 
 def parse_cores(text: str) -> set[int]:
-    """ "0-3,8" to the numbers. Raises ValueError."""
+    """Parse a list such as "0-3,8"; raise ValueError if malformed."""
     cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -48,7 +48,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def format_cores(cores: Set[int]) -> str:
-    """The numbers as the kernel writes them: "0-3,8"."""
+    """Return the numbers in the kernel's notation: "0-3,8"."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

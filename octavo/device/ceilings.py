@@ -1,4 +1,4 @@
-"""What a machine does at best: its copy bandwidth and its rate of matrix products."""
+"""Measure a machine's limits: copy bandwidth and rate of matrix products."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from octavo.device.host import physical_cores
 
 
 def measure_ceilings(device: str, dtype: str) -> tuple[float, float]:
-    """Bytes read and written a second by a large copy, and operations a second of a large matrix product.
+    """Return bytes read and written per second by a large copy, and operations per second of a large matrix product.
 
-    Takes a moment and, on a GPU, 1 GiB.
+    Needs 1 GiB on a GPU.
 
     Args:
         device: "cuda" or "cpu".
@@ -27,7 +27,7 @@ def measure_ceilings(device: str, dtype: str) -> tuple[float, float]:
     size = 8192 if gpu else 1024
     a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
     wait = torch.cuda.synchronize if gpu else lambda: None
-    threads = torch.get_num_threads()  # one, where a model runs in Octavo's own kernels
+    threads = torch.get_num_threads()  # one, if the model runs in native kernels
     torch.set_num_threads(physical_cores())
     try:
         copied = _seconds(lambda: target.copy_(source), wait)
@@ -38,7 +38,7 @@ def measure_ceilings(device: str, dtype: str) -> tuple[float, float]:
 
 
 def _seconds(run: Callable[[], Any], wait: Callable[[], Any]) -> float:
-    """Median of some runs, after two that don't count."""
+    """Return the median of several runs, after two warm-up runs."""
     taken = []
     for _ in range(9):
         wait()

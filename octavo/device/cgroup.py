@@ -1,6 +1,6 @@
-"""What Linux's control groups leave this process: containers, services (systemd) and batch systems limit it by them.
+"""Limits of Linux control groups, as set by containers, services (systemd) and batch systems.
 
-A limit may be set on the process's own group or on any around it, and all hold. A container sees its group as the root
+A limit may be set on the process's own group or on any ancestor, and all apply. A container sees its group as the root
 of the file system, a service does not. Version 1 has a tree for each resource, version 2 one for all (cgroups(7)).
 """
 
@@ -15,11 +15,11 @@ _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of either version: the limit, what is used, and the part of that which goes when memory is asked for."""
+"""For each version: files of the limit and the usage, and the statistic of reclaimable memory."""
 
 
 def memory_left() -> int | None:
-    """Bytes that may still be used; None if nothing limits them."""
+    """Return the bytes that may still be used; None without a limit."""
     left = [
         int(limit) - used + _of_stat(folder, reclaimable)
         for folder in _groups("memory")
@@ -30,19 +30,19 @@ def memory_left() -> int | None:
 
 
 def cpu_quota() -> float | None:
-    """Processors' worth of time; None if nothing limits it."""
+    """Return the CPU quota in processors; None without a limit."""
     quotas = []
     for folder in _groups("cpu"):
         quota, _, period = (read(folder / "cpu.max") or "").partition(" ")
         if not quota:
             quota, period = read(folder / "cpu.cfs_quota_us") or "", read(folder / "cpu.cfs_period_us") or ""
-        if quota.isdigit() and period.isdigit() and int(period):  # "max" and -1 are no limit
+        if quota.isdigit() and period.isdigit() and int(period):  # "max" and -1 mean no limit
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
 def read(path: Path) -> str | None:
-    """A small file's text without white space around it; None if it can't be read."""
+    """Return a small file's stripped text; None if it can't be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -50,7 +50,7 @@ def read(path: Path) -> str | None:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of this process's group and of those around it, as far as they can be seen."""
+    """Return the folders of this process's group and its visible ancestors."""
     for line in (read(_OWN) or "0::/").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

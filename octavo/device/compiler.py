@@ -1,6 +1,6 @@
-"""A process that compiles Triton kernels for a GPU which it never touches; `compilers.py` starts it and asks.
+"""A process that compiles Triton kernels for a GPU without using it; started by `compilers.py`.
 
-It loads neither torch nor the GPU's driver, so it is ready within some tenths of a second.
+It loads neither torch nor the GPU's driver, so it starts within some tenths of a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """What Triton asks of torch's: its name, as "torch.float32", and its bytes."""
+    """Stand-in for torch.dtype: its name, such as "torch.float32", and its size in bytes."""
 
     name: str
     itemsize: int
@@ -31,14 +31,14 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A tensor among a launch's arguments, its address divisible by 16."""
+    """A tensor argument with an address divisible by 16."""
 
     dtype: Dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A tensor descriptor among a launch's arguments: what Triton's own holds."""
+    """A tensor descriptor argument, with the fields of Triton's own."""
 
     base: Pointer
     shape: list[int]
@@ -52,11 +52,11 @@ Target = tuple[str, int | str, int]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A launch to compile for.
+    """A launch to compile the kernel of.
 
     Attributes:
-        module, name: where the kernel stands.
-        args: numbers and texts as they are, tensors as `Pointer`, descriptors as `Tiles`.
+        module, name: the kernel's module and name.
+        args: numbers and strings unchanged, tensors as `Pointer`, descriptors as `Tiles`.
     """
 
     module: str
@@ -67,7 +67,7 @@ class Job:
 
 
 class NoDriver:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compilation needs."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -83,10 +83,10 @@ class NoDriver:
 
 
 def serve() -> None:
-    """Compiles the jobs that come, pickled, from standard input, into Triton's cache folder; answers each on standard
-    output with None, or with what went wrong. Ends with its input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this stops it
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Triton loads it only to know its tensors
+    """Compile pickled jobs from standard input into Triton's cache folder; answer each on standard output with None or
+    an error text. Return at the end of the input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Triton imports it only to recognize tensors
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Processes that compile Triton kernels, because in threads Python's lock lets hardly more than one proceed."""
+"""Processes that compile Triton kernels, since the GIL serializes compilation in threads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Compilers:
-    """One process for each thread that asks, from its first question on.
+    """One process for each thread, started at its first job.
 
-    While this is open, a kernel that Triton looks for in its cache folder and does not find there is first compiled by
-    the thread's process, if the thread has said which (`compiling`). So what is cached starts no process. If nothing is
-    cached, Triton is not waited for.
+    While this is open, a kernel missing from Triton's cache folder is first compiled by the thread's process, if the
+    thread has named the job (`compiling`). Cached kernels start no process. With an empty cache folder the process
+    compiles at once.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Compilers:
 
     @contextmanager
     def compiling(self, job: Job | None) -> Iterator[None]:
-        """What this thread compiles in the block is the job; None if it can't be told to another process."""
+        """Name the job that this thread compiles in the block; None if it can't be sent to another process."""
         self._mine.job = job
         if self._empty:
             self._ask()
@@ -51,12 +51,12 @@ class Compilers:
     def close(self) -> None:
         knobs.cache.manager_class = self._before
         for process in self._all:
-            process.kill()  # it holds nothing, and leaving in order takes it half a second
+            process.kill()  # it holds nothing, and an orderly exit takes half a second
         for process in self._all:
             process.communicate()
 
     def _ask(self) -> bool:
-        """Whether there is news in the cache folder. What fails here is compiled, or fails, in the thread itself."""
+        """Compile in the process; return whether that succeeded. Otherwise the thread itself compiles."""
         job, self._mine.job = getattr(self._mine, "job", None), None
         if job is None:
             return False
@@ -81,7 +81,7 @@ class Compilers:
 
 
 def job_of(kernel: Any, args: Sequence[Any], options: dict[str, Any], target: Target) -> Job | None:
-    """This launch for another process, or None if it has something that can't be told."""
+    """Return a launch as a job for another process, or None if an argument can't be sent."""
     told = [_told(arg) for arg in args]
     module, name = kernel.fn.__module__, kernel.fn.__name__
     if NotImplemented in told or getattr(sys.modules.get(module), name, None) is not kernel:

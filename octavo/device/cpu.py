@@ -1,4 +1,4 @@
-"""`CpuDevice`: the host's processor and memory."""
+"""`CpuDevice`: the host's processors and memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CpuDevice(HostLink):
         return chosen
 
     def check_fits(self, weights: int, stored: int, utilization: float | None) -> None:
-        """Weights take about as much memory as their files; the system would kill a process that takes too much."""
+        """Check the files' size, about that of the weights; the system would kill a process that takes too much."""
         if stored > self._available + host.free_swap():
             raise ConfigError(
                 f"The files of the weights hold {stored / _GIB:.2f} GiB, but only {self._available / _GIB:.2f} GiB of "
@@ -64,9 +64,9 @@ class CpuDevice(HostLink):
             )
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
-        """Half of the available memory less the weights, at most 4 GiB; with a stated utilization, that fraction.
+        """Return half of the available memory less the weights, at most 4 GiB; with a utilization, that fraction.
 
-        Never more than what is free by now less the workspace.
+        At most the memory that is free now less the workspace.
         """
         available = self._available
         budget = int(available * (utilization or _DEFAULT_UTILIZATION)) - weights
@@ -93,7 +93,7 @@ class CpuDevice(HostLink):
         return None if reason is None else DeviceLostError(self.name, reason)
 
     def check_cache(self, size: int, workspace: int) -> None:
-        """Compare with what is free now: the system grants untouched memory without limit."""
+        """Compare with the memory that is free now, since the system overcommits."""
         free = host.available_memory()
         if size + workspace > free + host.free_swap():
             raise ConfigError(too_large(size, free, workspace, "memory"))

@@ -73,7 +73,7 @@ class CudaDevice(CudaLink):
             )
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
-        """What the utilization leaves beside the memory in use now, weights included, and the memory of steps."""
+        """Return what the utilization leaves besides memory in use now, with weights, and the workspace of steps."""
         budget = self._room(utilization) - workspace - _GRAPHS
         log.info(
             "memory in GiB: weights %.2f, activations %.2f, graphs %.2f, KV cache %.2f, of %.2f",
@@ -101,12 +101,12 @@ class CudaDevice(CudaLink):
             raise ConfigError(too_large(size, free + idle, workspace, self.name))
 
     def _room(self, utilization: float | None) -> int:
-        """Bytes that may still be allocated; memory that torch has cached counts as free."""
+        """Return the bytes that may still be allocated; memory cached by torch counts as free."""
         free, total, idle = self._memory()
         return int(total * (utilization or _UTILIZATION)) - (total - free - idle)
 
     def _memory(self) -> tuple[int, int, int]:
-        """Bytes: free, total, and cached by torch."""
+        """Return bytes: free, total, and cached by torch."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         idle = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free, total, idle

@@ -30,7 +30,7 @@ class CudaDownload:
 
 
 class CudaLane:
-    """A stream of its own, ordered with the computing stream by events."""
+    """A separate stream, ordered with the compute stream by events."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -41,7 +41,7 @@ class CudaLane:
     def send(self, array: np.ndarray, into: Tensor) -> None:
         host = self._pinned(array)
         if self._read is None:
-            self.done()  # the first values wait for the work that allocated their place
+            self.done()  # the first transfer waits for the work that allocated its target
         assert self._read is not None
         with torch.cuda.stream(self._stream):
             self._read.wait()
@@ -50,12 +50,12 @@ class CudaLane:
         self._arrived.wait()
 
     def _pinned(self, array: np.ndarray) -> Tensor:
-        """A copy in pinned memory that is kept, so that the host can go on while the device reads it.
+        """Return a copy in a persistent pinned buffer, so that the host does not wait for the transfer.
 
-        Copied by one thread: torch's own copy wakes many threads, which takes longer than copying a megabyte.
+        Copied by numpy in one thread: waking torch's threads takes longer than copying a megabyte.
         """
         if self._arrived is not None:
-            self._arrived.synchronize()  # it has passed long ago
+            self._arrived.synchronize()  # normally passed long ago
         size, dtype = array.size, torch.from_numpy(array).dtype
         if self._staging is None or self._staging.numel() < size or self._staging.dtype != dtype:
             self._staging = torch.empty(2 * size, dtype=dtype, pin_memory=True)
@@ -68,7 +68,7 @@ class CudaLane:
 
 
 class CudaRecorder:
-    """CUDA graphs of one memory pool."""
+    """Records CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,13 +90,13 @@ class CudaRecorder:
 
 
 class CudaLink:
-    """An NVIDIA GPU, whose work is queued on torch's current stream."""
+    """An NVIDIA GPU; work is queued on torch's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
 
     def upload(self, array: np.ndarray) -> Tensor:
-        """The pinned copy may be dropped at once: torch keeps its memory until the transfer has read it."""
+        """The pinned copy needs no reference: torch keeps its memory until the transfer has read it."""
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Download:

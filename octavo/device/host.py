@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, with all limits and affinity respected. No torch."""
+"""Cores and memory available to this process, within its affinity and limits. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from octavo.device.cgroup import cpu_quota, memory_left, read
 
 _CPUS = Path("/sys/devices/system/cpu")
 _HEADROOM = 128 << 20
-"""Addresses for what is mapped late and hardly takes memory: libraries, stacks and arenas of threads."""
+"""Address space reserved for late mappings that take little memory: libraries, stacks and arenas of threads."""
 
 
 def physical_cores() -> int:
-    """Physical cores given to this process: one a pair of hardware threads, at most the cgroup's CPU quota."""
+    """Return the number of physical cores of this process (not hardware threads), at most the cgroup's CPU quota."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = {read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
     cores = max(1, len(siblings))
@@ -26,7 +26,7 @@ def physical_cores() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that can still be used: the least of the system's available memory, and what control groups and the limit
+    """Return the usable bytes: the least of the system's available memory, and what control groups and the limit
     of this process's address space (ulimit -v) leave."""
     addresses = address_space_left()
     limits = (_system_available(), memory_left(), None if addresses is None else max(addresses - _HEADROOM, 0))
@@ -34,7 +34,7 @@ def available_memory() -> int:
 
 
 def free_swap() -> int:
-    """Bytes of swap space that are free."""
+    """Return the free swap space in bytes."""
     return _meminfo("SwapFree") or 0
 
 
@@ -45,7 +45,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def cpu_name() -> str:
-    """The processor's marketing name, or its architecture."""
+    """Return the processor's marketing name, or its architecture."""
     line = next((line for line in _cpuinfo() if line.startswith("model name")), "")
     return line.partition(":")[2].strip() or platform.machine()
 
@@ -67,7 +67,7 @@ def _cpuinfo() -> list[str]:
 
 
 def trim_memory() -> None:
-    """Give memory that was freed back to the system, where the C library keeps it."""
+    """Return freed memory that the C library keeps to the system."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         if trim is not None:

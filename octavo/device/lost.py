@@ -1,4 +1,4 @@
-"""Which errors mean that a device is lost: its context is broken and every later call in this process fails."""
+"""Recognize a lost device: its context is broken and every later call in this process fails."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def is_sticky(error: BaseException) -> bool:
 def reason_lost(error: BaseException, device: torch.device) -> str | None:
     """Return why `device` is lost after `error`, as one line, or None if it can still compute.
 
-    An error that does not say is decided by a probe. Errors of kernels appear late and anywhere, so the probe's own
-    error is the better reason then.
+    If the error is inconclusive, a probe decides. Kernel errors surface late and anywhere, so the probe's error is then
+    the better reason.
     """
     if is_sticky(error):
         return _first_line(error)
@@ -49,7 +49,7 @@ def reason_lost(error: BaseException, device: torch.device) -> str | None:
 
 
 def _probe(device: torch.device) -> Exception | None:
-    """Compute a little and wait for it; return the error if that fails for another reason than lack of memory."""
+    """Run a small computation and wait for it; return its error, except for lack of memory."""
     try:
         torch.ones(1, device=device).add_(1)
         torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""Which `Device` a name stands for."""
+"""Select a `Device` by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.device.cuda import CudaDevice
 
 
 def select_device(name: str) -> Device:
-    """ "auto" takes the best there is. Raises ConfigError for a device that can't be used."""
+    """Return the device; "auto" takes the best one. Raise ConfigError if it can't be used."""
     if name == "cuda" or (name == "auto" and torch.cuda.is_available() and importlib.util.find_spec("triton")):
         return CudaDevice()
     return CpuDevice()

@@ -1,4 +1,4 @@
-"""`Link`: how the host exchanges data with one kind of device and orders its work; null objects where both are one."""
+"""`Link`: transfers, streams, events and graphs of a device; null objects on the host."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A moment in a device's queue of work."""
+    """A point in a device's queue of work."""
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds from this moment to the other; both must have passed."""
+        """Return the milliseconds from this event to the other; both must have passed."""
         ...
 
 
 class Download(Protocol):
-    """A tensor's values on their way to the host. Work launched later may overwrite the tensor."""
+    """A pending copy of a tensor to the host. Work launched later may overwrite the tensor."""
 
     @property
     def arrived(self) -> Event | None:
-        """When the device had sent the values; None on the host."""
+        """The event after the transfer; None on the host."""
         ...
 
     def wait(self) -> Tensor:
-        """The values, in the host's memory."""
+        """Wait, and return the values in host memory."""
         ...
 
 
 class Lane(Protocol):
-    """A stream for transfers to fixed addresses, beside what the device computes."""
+    """A stream for transfers to fixed addresses, parallel to the compute stream."""
 
     def send(self, array: np.ndarray, into: Tensor) -> None:
         """Copy the array into a tensor of its shape; all work launched after this call sees it.
@@ -43,7 +43,7 @@ class Lane(Protocol):
         ...
 
     def done(self) -> None:
-        """All readers of what was sent have been launched."""
+        """Mark that all readers of what was sent have been launched."""
         ...
 
 
@@ -51,33 +51,33 @@ class Graph(Protocol):
     """Recorded work."""
 
     def replay(self) -> None:
-        """Launch it again, on the same addresses."""
+        """Launch the recorded work again, on the same addresses."""
         ...
 
 
 class Recorder(Protocol):
-    """Records work as graphs that share one pool of memory."""
+    """Records work as graphs that share one memory pool."""
 
     def start(self) -> None:
-        """Return cached memory to the device, for the pool to take."""
+        """Return cached memory to the device, so that the pool can take it."""
         ...
 
     def record(self, launch: Callable[[], None]) -> Graph:
-        """Record what `launch` launches. The same work must have run before, so that nothing is compiled now."""
+        """Record the work that `launch` launches. It must have run before, so that nothing is compiled now."""
         ...
 
     def taken(self) -> int:
-        """Bytes of device memory taken since `start`."""
+        """Return the bytes of device memory taken since `start`."""
         ...
 
 
 class Link(Protocol):
-    """Transfers, streams, events and graphs of one device. Nothing here makes host or device wait unless it says so."""
+    """Transfers, streams, events and graphs of one device. Nothing blocks unless documented."""
 
     torch_device: torch.device
 
     def upload(self, array: np.ndarray) -> Tensor:
-        """The array on the device; all work launched after this call sees it."""
+        """Return the array on the device; all work launched after this call sees it."""
         ...
 
     def download(self, tensor: Tensor) -> Download:
@@ -85,24 +85,24 @@ class Link(Protocol):
         ...
 
     def stream(self) -> Lane:
-        """A new stream for transfers to fixed addresses."""
+        """Return a new stream for transfers to fixed addresses."""
         ...
 
     def event(self) -> Event | None:
-        """When the device gets to what is launched next; None on the host, where that is now."""
+        """Record an event after all work launched so far; None on the host."""
         ...
 
     def recorder(self) -> Recorder | None:
-        """What records graphs; None if the device has none."""
+        """Return a recorder of graphs; None if the device has none."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was launched."""
+        """Wait until the device has completed all launched work."""
         ...
 
 
 class HostDownload:
-    """A copy."""
+    """A completed copy."""
 
     arrived = None
 
@@ -114,17 +114,17 @@ class HostDownload:
 
 
 class HostLane:
-    """Copies at once."""
+    """Copies synchronously."""
 
     def send(self, array: np.ndarray, into: Tensor) -> None:
         into.copy_(torch.from_numpy(array))
 
     def done(self) -> None:
-        """Copies at once leave nothing to wait for."""
+        """Do nothing: copies are synchronous."""
 
 
 class HostLink:
-    """The host's own memory as a device: everything happens at once."""
+    """Host memory as a device: everything is synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
@@ -145,12 +145,12 @@ class HostLink:
         return None
 
     def synchronize(self) -> None:
-        """Work is done when it is launched."""
+        """Do nothing: launched work is complete."""
 
 
 @cache
 def link_of(device: torch.device) -> Link:
-    """The link to a device that is known only by torch's name for it."""
+    """Return the link to a torch device."""
     if device.type == "cuda":
         from octavo.device.cuda_transfer import CudaLink
 
@@ -164,8 +164,8 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def upload_parts(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Several [n] int32 arrays in one transfer. Each starts on a multiple of 16 bytes; otherwise kernels would be
-    compiled for both cases."""
+    """Upload several [n] int32 arrays in one transfer. Each starts on a multiple of 16 bytes; otherwise Triton would
+    compile kernels for both cases."""
     sizes = [len(part) for part in parts]
     room = [-(-size // 4) * 4 for size in sizes]
     packed = np.zeros(sum(room), dtype=np.int32)

@@ -1,19 +1,19 @@
 """The table of features: optional capabilities, each a folder here.
 
-A feature's parts are modules of its folder. Each is loaded only where it is needed, and each may be missing:
+A feature's parts are modules of its folder. Each is optional, and imported only where it is needed:
 
 - `engine.py` has `build_engine(context) -> EngineHook | None`. It needs no torch.
-- `worker.py` has `build_worker(context) -> WorkerHook | None`, which may be called in another process, with a context
-  of the same settings.
-- `payload.py` has `NAME`, by which requests' options and plans call the feature, and `PAYLOAD`, the msgspec type of
-  what the engine half sends to the worker half with a step. It needs no torch.
+- `worker.py` has `build_worker(context) -> WorkerHook | None`. It may run in another process, with a context of the
+  same settings.
+- `payload.py` has `NAME`, the feature's key in requests' options and plans, and `PAYLOAD`, the msgspec type of the
+  data that the engine half sends to the worker half with a step. It needs no torch.
 - `text.py` has `Text`, a `TextHook`: the half in front ends. It needs no torch.
 - `settings.py` has `Settings`, a dataclass derived from `FeatureSettings`; `flags.py` has `FLAGS`, their flags.
-- `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: routes of its own.
-- `offline.py` and `online.py` have `Methods`, which `LLM` and `AsyncLLM` get.
+- `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: the feature's routes.
+- `offline.py` and `online.py` have `Methods`, a mixin of `LLM` and `AsyncLLM`.
 
-A folder that is missing leaves the engine without that feature and otherwise whole. A request that asks for it is
-refused by name (`ModelInfo.features`).
+Without a folder the engine lacks that feature and works otherwise. Requests that ask for it are refused by name
+(`ModelInfo.features`).
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class FeatureSettings:
     """
 
     def check_sendable(self, why: str) -> None:
-        """Raise ConfigError, which says `why`, if a value cannot be written to a file or sent to another process."""
+        """Raise ConfigError with the text `why` if a value cannot be written to a file or sent to another process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class FeatureContext:
-    """What a feature may know of the engine that it becomes part of.
+    """What a feature may know about the engine.
 
     Attributes:
         vocab_size: columns of the logits.
         eos_token_ids: tokens that end a sequence.
         load_tokenizer: returns the model's tokenizer; callable from any thread, expensive the first time.
-        generates: the engine makes text; False if it only makes vectors.
+        generates: whether the engine generates text; False if it only makes vectors.
         whole_prompts: each prompt is computed in one step.
-        device: where the logits are, as torch names it.
+        device: the logits' device, as torch names it.
         model: path of the model's folder or file.
         files: the model's files; None in tests that have none.
         hidden_size: elements of a hidden state.
         num_labels: outputs of the model's classification head; 0 without one.
-        summary: whose hidden state stands for a whole prompt, unless the checkpoint says so.
+        summary: the token whose hidden state represents a prompt, unless the checkpoint states it.
         max_num_seqs: upper bound on the rows of logits in one step.
         settings: feature name -> its settings, for the features that declare some.
     """
@@ -85,22 +85,22 @@ class FeatureContext:
         return self.files.name if self.files else self.model
 
     def settings_of(self, kind: type[S]) -> S:
-        """The settings of this class; the defaults if none were given."""
+        """Return the settings of this class; the defaults if none were given."""
         return next((one for one in self.settings.values() if isinstance(one, kind)), None) or kind()
 
 
 def build_engine_halves(context: FeatureContext) -> list[EngineHook]:
-    """Return the engine halves of all features that are there and have something to do.
+    """Return the engine halves of all installed features that are active for this model.
 
     Raises:
-        ConfigError: a feature's settings don't go together with the model.
+        ConfigError: a feature's settings can't be used with the model.
     """
     built = (module.build_engine(context) for _, module in parts("engine"))
     return [hook for hook in built if hook is not None]
 
 
 def build_worker_halves(context: FeatureContext) -> list[WorkerHook]:
-    """Return the worker halves likewise."""
+    """Return the worker halves of the same features."""
     built = (module.build_worker(context) for _, module in parts("worker"))
     return [hook for hook in built if hook is not None]
 
@@ -111,7 +111,7 @@ def payload_types() -> dict[str, Any]:
 
 
 def part(name: str, module: str = "") -> ModuleType | None:
-    """A module of a feature's folder, or its package; None if the folder or the module is missing."""
+    """Import a module of a feature's folder, or its package; return None if the folder or the module is missing."""
     path = ".".join(filter(None, (__name__, name, module)))
     try:
         return importlib.import_module(path)
@@ -122,17 +122,17 @@ def part(name: str, module: str = "") -> ModuleType | None:
 
 
 def parts(module: str) -> Iterator[tuple[str, ModuleType]]:
-    """The features that have this module, with it."""
+    """Return (feature, module) of each feature that has this module."""
     for name in FEATURES:
         if (found := part(name, module)) is not None:
             yield name, found
 
 
 def settings_types() -> dict[str, type[FeatureSettings]]:
-    """Feature name -> the class of its settings, for the features that declare some."""
+    """Return feature name -> the class of its settings, for the features that declare some."""
     return {name: module.Settings for name, module in parts("settings")}
 
 
 def methods(module: str) -> type:
-    """A class of all methods that features add to one of the Python API's classes: `Methods` in this module."""
+    """Return a class with all methods that features add to a class of the Python API: `Methods` of this module."""
     return type("FeatureMethods", tuple(found.Methods for _, found in parts(module)), {})

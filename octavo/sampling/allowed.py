@@ -1,4 +1,4 @@
-"""Which tokens are possible in the rows of a batch, a bit for each: the one form in which features forbid tokens."""
+"""Bit masks of the allowed tokens of a batch's rows: the only form in which features forbid tokens."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 _LIMITS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") > 0, np.inf, -np.inf
 ).astype(np.float32)
-"""[256, 8]: for each byte of a mask, what the logits of its eight tokens may be at most."""
+"""[256, 8]: for each byte of a mask, the upper bound of its eight tokens' logits: +inf or -inf."""
 
 Words = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Some rows of a batch in which not every token is possible; in the others all are.
+    """Masks of some rows of a batch; in the other rows all tokens are allowed.
 
     Attributes:
-        rows: which rows of logits, each once.
-        words: [len(rows), `num_words`] int32. Bit t % 32 of word t // 32 is set if token t is possible.
-        errors: row -> why it can't be sampled at all.
+        rows: indices of rows of logits, without duplicates.
+        words: [len(rows), `num_words`] int32. Bit t % 32 of word t // 32 is set if token t is allowed.
+        errors: row -> reason why it can't be sampled at all.
     """
 
     rows: Sequence[int]
@@ -33,13 +33,13 @@ class Allowed:
     errors: Mapping[int, str] = field(default_factory=dict)
 
     def addresses(self, count: int) -> NDArray[np.int64]:
-        """[count]: where in memory the words of each of so many rows are; 0 for a row in which all is possible."""
+        """Return [count] addresses of the rows' words; 0 for a row without a mask."""
         found = np.zeros(count, dtype=np.int64)
         found[list(self.rows)] = self.words.ctypes.data + np.arange(len(self.rows)) * self.words.strides[0]
         return found
 
     def of(self, rows: Collection[int]) -> Allowed:
-        """The part that is about these rows."""
+        """Return the part for these rows."""
         places = [place for place, row in enumerate(self.rows) if row in rows]
         return Allowed([self.rows[place] for place in places], self.words[places], self.errors)
 
@@ -49,14 +49,14 @@ def num_words(vocab_size: int) -> int:
 
 
 def words_of(tokens: Sequence[int], vocab_size: int) -> Words:
-    """[`num_words`] int32: just these tokens are possible."""
+    """Return [`num_words`] int32 that allow only these tokens."""
     bits = np.zeros(32 * num_words(vocab_size), dtype=np.uint8)
     bits[np.asarray(tokens, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def in_common(parts: Sequence[Allowed]) -> Allowed | None:
-    """What all of them allow; None if there are none."""
+    """Return the intersection; None if there are no parts."""
     if len(parts) < 2:
         return parts[0] if parts else None
     words: dict[int, Words] = {}
@@ -69,9 +69,9 @@ def in_common(parts: Sequence[Allowed]) -> Allowed | None:
 
 
 def forbid(logits: Tensor, allowed: Allowed) -> None:
-    """Minus infinity for the impossible tokens of logits [S, V], in the host's memory, in place.
+    """Set forbidden tokens' logits [S, V], in host memory, to minus infinity, in place.
 
-    In float32 a table look-up for each byte of the masks and a minimum, both without a branch.
+    In float32 this is a table look-up for each byte of the masks and a minimum, both without branches.
     """
     rows, words = allowed.words.shape
     bounds = np.empty((rows, words * 4, 8), dtype=np.float32)

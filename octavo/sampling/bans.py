@@ -1,4 +1,4 @@
-"""Tokens that a request forbids: all but `allowed_token_ids`, and the last token of each of its bad words."""
+"""Tokens that a request forbids: all but `allowed_token_ids`, and the last token of its bad words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.sampling.state import SampleRow
 
 
 def forbid(logits: Tensor, rows: list[SampleRow]) -> None:
-    """In place, for the rows that ask for it.
+    """Forbid the tokens in place, in the rows that ask for it.
 
     Args:
         logits: [S, V] float32.

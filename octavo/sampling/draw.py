@@ -1,7 +1,7 @@
-"""Truncation and the draw: min_p, top_k and top_p, then the token at which the cumulated probability passes a number.
+"""Truncation and the draw: min_p, top_k and top_p, then inversion of the cumulative distribution.
 
-Tokens are ranked by logit, ties by the lower id. A full sort of the vocabulary is avoided by looking at a few of the
-most likely tokens first: where the sets that the filters keep lie among them for sure, the result is the full sort's.
+Tokens are ranked by logit, ties by the lower id. Most draws avoid a full sort of the vocabulary by considering only the
+most likely tokens first: if the sets that the filters keep certainly lie among them, the result is the full sort's.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 _COUNTS = (64, 2048)
-"""How many of the most likely tokens to look at, before all of them are sorted."""
+"""Most likely tokens to consider before a full sort."""
 
 
 def draw(logits: Tensor, peaks: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
-    """Samples from softmax(logits / temperature), tokens in the order of their ids.
+    """Sample from softmax(logits / temperature), tokens in the order of their ids.
 
     Args:
         logits: [n, V] float32.
@@ -30,10 +30,10 @@ def draw(logits: Tensor, peaks: Tensor, temperatures: Tensor, uniforms: Tensor) 
 
 
 def draw_filtered(logits: Tensor, peaks: Tensor, filters: Tensor, uniforms: Tensor) -> Tensor:
-    """Samples from what min_p, top_k and top_p leave, tokens in the order of their rank.
+    """Sample from the tokens that min_p, top_k and top_p keep, in the order of their rank.
 
-    Each filter looks at the probabilities that the one before it left, scaled to sum to 1: top_p keeps the tokens
-    whose predecessors sum to less than p.
+    Each filter applies to the renormalized probabilities that the one before it kept: top_p keeps the tokens whose
+    predecessors sum to less than p.
 
     Args:
         logits: [n, V] float32.
@@ -58,7 +58,7 @@ def draw_filtered(logits: Tensor, peaks: Tensor, filters: Tensor, uniforms: Tens
 
 
 def kept(logits: Tensor, filters: Tensor) -> Tensor:
-    """Which tokens the filters leave to `draw_filtered`: bool [n, V].
+    """Return the tokens that the filters of `draw_filtered` keep: bool [n, V].
 
     Args:
         logits, filters: as for `draw_filtered`.
@@ -69,11 +69,11 @@ def kept(logits: Tensor, filters: Tensor) -> Tensor:
 
 
 def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` most likely tokens of each row, best first, ties by the lower id.
+    """Return the `count` most likely tokens of each row, best first, ties by the lower id.
 
     Returns:
-        values [n, count] and ids [n, count] int64; and sure [n], how many of them, from the front, are certain: beyond
-        them a token with the same logit may have been left out.
+        values [n, count] and ids [n, count] int64; and sure [n], the number of leading ones that are certain: beyond
+        them a token with an equal logit may be missing.
     """
     size = logits.shape[-1]
     if count >= size:
@@ -88,7 +88,7 @@ def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 def _draw_ranked(
     values: Tensor, sure: Tensor, peaks: Tensor, totals: Tensor, filters: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rank drawn for each row, and whether the tokens looked at suffice to know it."""
+    """Return the rank drawn for each row, and whether the considered tokens suffice to determine it."""
     weights, among, settled = _weigh(values, sure, peaks, totals, filters)
     return _pick((weights * among).cumsum(-1), uniforms), settled
 
@@ -96,7 +96,7 @@ def _draw_ranked(
 def _weigh(
     values: Tensor, sure: Tensor, peaks: Tensor, totals: Tensor, filters: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [n, count] of the tokens looked at, which of them the filters keep, and whether they suffice [n]."""
+    """Return weights [n, count] of the considered tokens, which of them are kept, and whether they suffice [n]."""
     temperature, top_k, top_p, min_p = filters[:, :, None].unbind(1)
     sure = sure[:, None]
     rank = torch.arange(values.shape[-1], device=values.device)
@@ -104,7 +104,7 @@ def _weigh(
     likely = weights >= min_p
     among = likely & ((top_k == 0) | (rank < top_k)) & (rank < sure)
     cumulated = (weights * among).cumsum(-1)
-    # Certain tokens suffice for min_p and top_k if the first uncertain one would fall to either of them.
+    # Certain tokens suffice for min_p and top_k if either of them removes the first uncertain one.
     closed = (sure >= values.shape[-1]) | ((top_k > 0) & (top_k <= sure)) | ~likely[:, -1:]
     open_ended = (top_k == 0) & (min_p == 0)
     goal = top_p * torch.where(closed, cumulated[:, -1:], totals)
@@ -114,7 +114,7 @@ def _weigh(
 
 
 def _totals(logits: Tensor, peaks: Tensor, filters: Tensor) -> Tensor:
-    """[n, 1] float64: the sum of all weights exp((logit - peak) / temperature), for rows that have only top_p."""
+    """Return [n, 1] float64: the sum of all weights exp((logit - peak) / temperature), for rows with only top_p."""
     totals = torch.ones(logits.shape[0], 1, dtype=torch.float64, device=logits.device)
     rows = torch.nonzero((filters[:, 1] == 0) & (filters[:, 3] == 0)).squeeze(-1)
     if len(rows):
@@ -127,8 +127,8 @@ def _probabilities(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tenso
 
 
 def _pick(cumulated: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index whose cumulated weight exceeds the given part of the whole; never one of weight 0."""
+    """Return the first index whose cumulative weight exceeds the given fraction of the total; never one of weight 0."""
     goal = uniforms[:, None] * cumulated[:, -1:]
     goal = torch.minimum(goal, torch.nextafter(cumulated[:, -1:], torch.zeros_like(goal)))
-    # Past the end only where no token is certain yet, so that the row is drawn again from more of them.
+    # Past the end only if no token is certain; the row is then drawn again from more of them.
     return torch.searchsorted(cumulated, goal, right=True).squeeze(-1).clamp_(max=cumulated.shape[-1] - 1)

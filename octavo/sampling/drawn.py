@@ -1,4 +1,4 @@
-"""`Drawn`: a batch's tokens on their way to the host."""
+"""`Drawn`: a batch's sampled tokens, being transferred to the host."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from octavo.device.transfer import Event
 
 
 class Drawn(Protocol):
-    """Tokens of S rows, and what is reported with them."""
+    """Tokens of S rows, and their log-probabilities."""
 
     @property
     def arrived(self) -> Event | None:
-        """When the device had sent the tokens; None on the host."""
+        """The event after the transfer of the tokens; None on the host."""
         ...
 
     def token_list(self) -> list[int]:
-        """Wait for the tokens: S of them, -1 for a row that can't be sampled."""
+        """Wait for the tokens and return S of them, -1 for a row that can't be sampled."""
         ...
 
     def logprobs_of(self) -> dict[int, TokenLogprobs]:
-        """Wait for the log-probabilities: index among the S rows -> its own, for the rows that asked."""
+        """Wait for the log-probabilities and return them by row index, for the rows that asked."""
         ...
 
 
 @dataclass(slots=True)
 class DrawnHere:
-    """Tokens that the host itself drew."""
+    """Tokens sampled on the host."""
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -17,11 +17,11 @@ from octavo.sampling.draw import ranked
 _SPARE = 40
 
 Wanted = int | tuple[int, ...]
-"""What is told beside each chosen token: so many of the most likely ones, or these."""
+"""Tokens to report besides the chosen one: a number of most likely ones, or these ids."""
 
 
 class Report(NamedTuple):
-    """What a request has told of each token, and by which numbers."""
+    """A request's options of log-probabilities: the tokens and the kind of numbers."""
 
     wanted: Wanted
     mode: LogprobsMode
@@ -36,7 +36,7 @@ class Report(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Rows whose reports are computed at once: of a count of tokens, or of ids [rows, k]."""
+    """Rows whose reports are computed together: of a count of tokens, or of ids [rows, k]."""
 
     rows: list[int]
     wanted: int | NDArray[np.int64]
@@ -44,7 +44,7 @@ class Group(NamedTuple):
 
 
 def together(asking: Mapping[int, Report | None]) -> list[Group]:
-    """The rows that ask for something."""
+    """Group the rows that ask for log-probabilities."""
     groups: dict[tuple[LogprobsMode, bool, int], list[tuple[int, Report]]] = {}
     for row, report in asking.items():
         if report is not None:
@@ -60,15 +60,15 @@ def together(asking: Mapping[int, Report | None]) -> list[Group]:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, wanted: int | Tensor, *, as_logits: bool = False
 ) -> list[TokenLogprobs]:
-    """For each row the chosen token's log-probability and rank, and those of the tokens that are wanted beside it.
+    """Return each row's log-probability and rank of the chosen token, and those of the wanted tokens.
 
     A rank is 1 + the number of tokens that are strictly more likely.
 
     Args:
         logits: [n, V].
         tokens: [n] int64, the chosen ones.
-        wanted: how many of the most likely ones, or their ids, [n, k] int64.
-        as_logits: tell logits in place of log-probabilities.
+        wanted: a number of most likely tokens, or ids [n, k] int64.
+        as_logits: report logits instead of log-probabilities.
     """
     logits = logits.float()
     logprobs = logits if as_logits else logits.log_softmax(-1)
@@ -88,7 +88,7 @@ def token_logprobs(
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:
-    """[n, count] ids, best first. More than needed are looked at, since a tie at the end calls for a full sort."""
+    """Return [n, count] ids, best first. More candidates than needed are taken, since a tie at the end needs a sort."""
     _, ids, sure = ranked(logits, count + _SPARE)
     ids = ids[:, :count].contiguous()
     unsure = torch.nonzero(sure < min(count, logits.shape[-1])).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The table of sampling parameters, from which every sampler's form of them is made.
+"""The table of sampling parameters, from which each sampler's layout is generated.
 
 A row of `PARAMETERS` adds a parameter: to the structure that the native kernels read (`STRUCT`, `OctavoSampling` in
 native/src/sample.h, whose fields have the same order), and, if it is for devices, to the words that a GPU's kernels
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Kind(Enum):
-    """How a parameter is stored: numpy's type in the structure, and struct's format in 32-bit words."""
+    """Storage of a parameter: numpy's type in the structure, and the `struct` format in 32-bit words."""
 
     REAL = (np.float64, "f")
     SEED = (np.uint64, "Q")
@@ -31,8 +31,8 @@ class Parameter(NamedTuple):
     """One parameter.
 
     Attributes:
-        value: made of a request's prepared parameters and the length of its prompt.
-        device: whether kernels on a GPU read it from the slots.
+        value: function of a request's prepared parameters and the length of its prompt.
+        device: whether GPU kernels read it from the slots.
     """
 
     name: str
@@ -64,27 +64,27 @@ PARAMETERS = (
 )
 
 STRUCT = np.dtype([(one.name, one.kind.value[0]) for one in PARAMETERS], align=True)
-"""`OctavoSampling`: how one slot is sampled. Addresses are of memory that `PreparedParams` holds."""
+"""`OctavoSampling`: the parameters of one slot. Addresses point into memory held by `PreparedParams`."""
 
 _ON_DEVICE = [one for one in PARAMETERS if one.device]
 _WORDS = struct.Struct("=" + "".join(one.kind.value[1] for one in _ON_DEVICE))
 NUM_PARAMS = 1 << (_WORDS.size // 4 - 1).bit_length()
-"""32-bit words of a slot on a device: a power of two, which Triton's ranges need."""
+"""32-bit words of a slot on a device: a power of two, as Triton's ranges require."""
 
 OFFSETS = {
     one.name: struct.calcsize("=" + "".join(before.kind.value[1] for before in _ON_DEVICE[:i])) // 4
     for i, one in enumerate(_ON_DEVICE)
 }
-"""Name -> its first word. Reals are float32; the seed has two words, the lower one first."""
+"""Name -> index of its first word. Reals are float32; the seed has two words, the lower one first."""
 
 
 def packed(params: PreparedParams, num_prompt: int) -> tuple[Any, ...]:
-    """A row of `STRUCT`; it points into memory that `params` holds."""
+    """Return a row of `STRUCT`; it points into memory held by `params`."""
     return tuple(one.value(params, num_prompt) for one in PARAMETERS)
 
 
 def packed_words(params: PreparedParams, num_prompt: int) -> np.ndarray:
-    """[NUM_PARAMS] int32, as `OFFSETS` says."""
+    """Return [NUM_PARAMS] int32 in the layout of `OFFSETS`."""
     words = np.zeros(NUM_PARAMS, dtype=np.int32)
     values = _WORDS.pack(*(one.value(params, num_prompt) for one in _ON_DEVICE))
     words[: _WORDS.size // 4] = np.frombuffer(values, dtype=np.int32)

@@ -1,7 +1,7 @@
-"""What changes logits before the draw: forbidden tokens, bias, ban on stop tokens, repetition, frequency and presence.
+"""Change logits before the draw: forbidden tokens, bias, ban of stop tokens, repetition, frequency and presence.
 
-Nothing is kept between steps: penalties are counted afresh from each row's tokens, at a cost of the row's length and
-not of the vocabulary, so that preemption, resumption and a change of slot have nothing to get wrong.
+Stateless: each step counts penalties from the row's tokens, at a cost linear in the row's length and not in the
+vocabulary, so that preemption, resumption and a change of slot need no bookkeeping.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from octavo.sampling.state import SampleRow
 
 
 def process(logits: Tensor, rows: list[SampleRow]) -> None:
-    """Applies every row's processors in place.
+    """Apply every row's processors in place.
 
     Args:
         logits: [S, V] float32, contiguous.
@@ -46,15 +46,15 @@ def _ban(flat: Tensor, vocab: int, rows: list[SampleRow]) -> None:
 
 
 def _repetition(flat: Tensor, vocab: int, rows: list[SampleRow]) -> None:
-    """Keskar et al. 2019, "CTRL", section 4.1 (https://arxiv.org/abs/1909.05858), with the sign minded."""
+    """Keskar et al. 2019, "CTRL", section 4.1 (https://arxiv.org/abs/1909.05858), by the logit's sign."""
     chosen = [(i, row) for i, row in enumerate(rows) if row.slot_params.repetition != 1]
     if not chosen:
         return
-    known = [ids[ids >= 0] for ids in (row.ids for _, row in chosen)]  # but no placeholders
+    known = [ids[ids >= 0] for ids in (row.ids for _, row in chosen)]  # without placeholders
     index = torch.cat([ids + i * vocab for (i, _), ids in zip(chosen, known, strict=True)])
     penalty = _spread([row.slot_params.repetition for _, row in chosen], [len(ids) for ids in known], flat)
     seen = flat[index]
-    # A token that occurs twice is written twice with the same value, which is why all are read first.
+    # All are read first, so that a token that occurs twice is written twice with the same value.
     flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
 
@@ -66,7 +66,7 @@ def _frequency_presence(flat: Tensor, vocab: int, rows: list[SampleRow]) -> None
 
 
 def _groups(rows: list[SampleRow]) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Rows with output and the same pair of penalties -> the pair."""
+    """Group the rows with output by their pair of penalties."""
     members: dict[tuple[float, float], list[int]] = {}
     for i, row in enumerate(rows):
         pair = (row.slot_params.frequency, row.slot_params.presence)
@@ -76,6 +76,6 @@ def _groups(rows: list[SampleRow]) -> dict[tuple[int, ...], tuple[float, float]]
 
 
 def _spread(values: list[float], counts: list[int], like: Tensor) -> Tensor:
-    """Each value as many times as its count says."""
+    """Repeat each value by its count."""
     spread = torch.tensor(values, dtype=like.dtype).repeat_interleave(torch.tensor(counts))
     return spread.to(like.device)

@@ -11,19 +11,19 @@ from octavo.core.output import TokenLogprobs
 from octavo.sampling.logprobs import token_logprobs
 
 _CHUNK = 128
-"""Rows whose logits are made at a time, which bounds memory: a prompt has many rows, a vocabulary many columns."""
+"""Rows of logits computed at a time, which bounds memory: a prompt has many rows, a vocabulary many columns."""
 
 
 def prompt_logprobs(
     hidden: Tensor, tokens: Tensor, count: int, logits_of: Callable[[Tensor], Tensor]
 ) -> list[TokenLogprobs]:
-    """For each row the log-probability of the token that follows it in the prompt.
+    """Return for each row the log-probability of the token that follows it in the prompt.
 
     Args:
         hidden: [n, hidden_size].
         tokens: [n] integers, the tokens that follow.
         count: alternatives to report; -1 for the whole vocabulary.
-        logits_of: hidden rows to logits.
+        logits_of: function from hidden rows to logits.
     """
     found: list[TokenLogprobs] = []
     for part, following in zip(torch.split(hidden, _CHUNK), torch.split(tokens, _CHUNK), strict=True):

@@ -1,4 +1,4 @@
-"""Sampling of rows whose parameters and tokens live on the device: nothing waits, nothing is sorted."""
+"""Sample rows whose parameters and tokens are on the device, without synchronization or sorting."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _COUNT_BLOCK = 1024
 _FEW = 2048
 
 Logprobs = list[tuple[list[int], Columns]]
-"""Groups of rows that ask for equally many alternatives, and theirs."""
+"""Groups of rows with equal numbers of alternatives, and their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamTable:
-    """What the kernels read of each slot.
+    """The kernels' per-slot inputs.
 
     Attributes:
         params: [slots, NUM_PARAMS] int32, as `parameters.packed_words`.
@@ -49,12 +49,12 @@ class ParamTable:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What filters leave of some rows.
+    """The result of filtering some rows.
 
     Attributes:
-        floors: [S] float32; logits under a row's floor are out.
-        ties: [S] int32; logits equal to the floor are in up to this id.
-        drawn: [S] int32: the token, where filtering has drawn it in passing; -1 where none is possible; else -2.
+        floors: [S] float32; logits below a row's floor are removed.
+        ties: [S] int32; logits equal to the floor are kept up to this id.
+        drawn: [S] int32: the token if the filter kernel also drew it; -1 if none is possible; else -2.
     """
 
     floors: Tensor
@@ -64,9 +64,9 @@ class Kept:
 
 @dataclass(slots=True)
 class Row:
-    """One row to sample, as far as the host must know it. `num_tokens` counts the sequence's tokens so far.
+    """The host's view of one row to sample. `num_tokens` counts the sequence's tokens so far.
 
-    Never changed; not declared so because that triples the time it takes to make one, and each step makes many.
+    Treated as immutable; not frozen, which would triple the cost of construction, and each step constructs many.
     """
 
     slot: int
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether the draw alone decides: nothing changes the logits, cuts them off or reports on them, now."""
+        """Whether only the draw is needed now: no processor, filter or report."""
         return self.params.drawn and (not self.params.min_tokens or self.banned is None)
 
     @property
@@ -89,7 +89,7 @@ class Row:
 
 @dataclass(slots=True)
 class Sampled:
-    """Tokens on their way to the host: [S] int32, -1 for a row that can't be sampled; and log-probabilities."""
+    """Tokens being transferred to the host: [S] int32, -1 for a row that can't be sampled; and log-probabilities."""
 
     tokens: Download
     logprobs: Logprobs
@@ -103,7 +103,7 @@ class Sampled:
         return found
 
     def logprobs_of(self) -> dict[int, TokenLogprobs]:
-        """Index of the row -> its log-probabilities, for the rows that asked."""
+        """Return row index -> log-probabilities, for the rows that asked."""
         found: dict[int, TokenLogprobs] = {}
         for rows, columns in self.logprobs:
             found.update(zip(rows, entries_of(columns), strict=True))
@@ -111,9 +111,9 @@ class Sampled:
 
 
 class ResidentSampler:
-    """A row's token depends on its logits, mask, parameters, seed and tokens, and on nothing kept from another step.
+    """A row's token depends only on its logits, mask, parameters, seed and tokens, not on other steps.
 
-    Kept is room for counts, all zero between calls, from the first row on that needs them.
+    A buffer for counts is allocated at the first row that needs it; it is all zero between calls.
     """
 
     def __init__(self, table: ParamTable, vocab_size: int) -> None:
@@ -122,11 +122,11 @@ class ResidentSampler:
         self._counts: Tensor | None = None
 
     def allowing(self, allowed: Allowed | None) -> AbstractContextManager[None]:
-        """In which rows are sampled, in this way or recorded, of which only some tokens are possible; None for all."""
+        """Context for sampling, or recording it, with these masks; None for no masks."""
         return self._allowed.during(allowed)
 
     def draw(self, logits: Tensor, slots: Tensor, kept: Kept | None = None) -> Tensor:
-        """The tokens of plain rows, or of processed and filtered ones: [S] int32, -1 where no token is possible.
+        """Return the tokens of plain rows, or of processed and filtered ones: [S] int32, -1 if no token is possible.
 
         Args:
             logits: [S, V], any floating dtype, contiguous.
@@ -162,12 +162,12 @@ class ResidentSampler:
         return sampled
 
     def sample(self, logits: Tensor, slots: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Logprobs]:
-        """Any rows: the processors in the order of `processors.py`, then the filters, then the draw.
+        """Sample any rows: processors in the order of `processors.py`, then filters, then the draw.
 
-        What is not allowed may be taken out of `logits`.
+        Forbidden tokens may be masked in `logits`.
 
         Returns:
-            tokens [S] int32, -1 where no token is possible; and what `Sampled.logprobs` holds.
+            tokens [S] int32, -1 if no token is possible; and the value of `Sampled.logprobs`.
         """
         if all(row.plain for row in rows):
             return self.draw(logits, slots), []
@@ -182,7 +182,7 @@ class ResidentSampler:
         return tokens, self._logprobs(logits, work, tokens, slots, rows)
 
     def kept(self, logits: Tensor, slots: Tensor, *, few: bool = True) -> Kept:
-        """What min_p, top_k and top_p leave of each row of float32 logits; without `few`, of all by the general way."""
+        """Apply min_p, top_k and top_p to rows of float32 logits; without `few`, by the general kernel for all rows."""
         rows, vocab = logits.shape
         device, params = logits.device, self._table.params
         kept = Kept(
@@ -228,7 +228,7 @@ class ResidentSampler:
         return kept
 
     def _logprobs(self, logits: Tensor, work: Tensor, tokens: Tensor, slots: Tensor, rows: Sequence[Row]) -> Logprobs:
-        """For the rows that ask: of the raw logits, or of the processed ones in `work`."""
+        """Return log-probabilities for the rows that ask, from the raw logits or the processed ones in `work`."""
         made = []
         for chosen, wanted, report in together({i: row.params.logprobs for i, row in enumerate(rows)}):
             index = upload(np.asarray(chosen), logits.device)
@@ -241,12 +241,12 @@ class ResidentSampler:
         return made
 
     def _drawn_from(self, work: Tensor, slots: Tensor, tokens: Tensor, params: Sequence[PreparedParams]) -> Tensor:
-        """Processed logits [n, V] by temperature, and minus infinity where the filters cut; in place."""
+        """Divide processed logits [n, V] by temperature and set filtered ones to minus infinity, in place."""
         if any(one.filtered and not one.greedy for one in params):
             kept = self.kept(work, slots, few=False)
             floors, ids = kept.floors[:, None], torch.arange(work.shape[1], device=work.device)
             among = (work > floors) | ((work == floors) & (ids <= kept.ties[:, None]))
-            among.scatter_(-1, tokens.long()[:, None], True)  # drawn by sums that may round otherwise at the very edge
+            among.scatter_(-1, tokens.long()[:, None], True)  # the drawn token: sums may round differently
             work.masked_fill_(~among, float("-inf"))
         temperatures = np.array([[1.0 if one.greedy else float(one.filters[0])] for one in params], dtype=np.float32)
         return work.div_(upload(temperatures, work.device))

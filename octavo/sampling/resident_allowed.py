@@ -1,4 +1,4 @@
-"""`allowed.py` on a device: masks at fixed addresses, so that recorded sampling finds each step's own."""
+"""`allowed.py` on a device: masks at fixed addresses, as recorded sampling requires."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BLOCK = 4096
 
 
 class ResidentAllowed:
-    """What the rows of the batch that is being sampled may have.
+    """Allowed tokens of the rows of the current batch.
 
     Attributes:
-        which: [rows] int32, where in `words` a row's mask is; -1 if all its tokens are possible.
+        which: [rows] int32, index of a row's mask in `words`; -1 if all tokens are allowed.
         words: [rows, `num_words`] int32, as `Allowed.words`.
     """
 
@@ -33,10 +33,10 @@ class ResidentAllowed:
 
     @contextmanager
     def during(self, allowed: Allowed | None) -> Iterator[None]:
-        """What is launched meanwhile reads these masks; None allows everything.
+        """Context in which launched work reads these masks; None allows everything.
 
-        They are sent while the device still computes what was launched before. Where that may still read `which`, its
-        new values wait for it; they rarely change.
+        They are sent while the device computes earlier work. If that may still read `which`, its transfer waits; its
+        values rarely change.
         """
         rows = [] if allowed is None else list(allowed.rows)
         if allowed is not None and rows:
@@ -55,14 +55,14 @@ class ResidentAllowed:
 
 
 def places_of(rows: list[int], count: int) -> np.ndarray:
-    """[count] int32: the place of each of `count` rows among `rows`; -1 for the others."""
+    """Return [count] int32: the index in `rows` of each of `count` rows; -1 if absent."""
     places = np.full(count, -1, dtype=np.int32)
     places[rows] = np.arange(len(rows))
     return places
 
 
 def forbid(logits: Tensor, which: Tensor, words: Tensor) -> None:
-    """Minus infinity for the impossible tokens of logits [S, V], in place, by what `ResidentAllowed` holds."""
+    """Set forbidden tokens' logits [S, V] to minus infinity in place, by the fields of `ResidentAllowed`."""
     rows, vocab = logits.shape
     grid = (rows, triton.cdiv(vocab, _BLOCK))
     forbid_kernel[grid](which, words, logits, vocab, words.stride(0), BLOCK=_BLOCK)

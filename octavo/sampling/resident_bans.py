@@ -1,4 +1,4 @@
-"""`bans.py` on a device that runs behind the host: whether a bad word has begun is only known there, so it decides."""
+"""`bans.py` on a device that runs behind the host: only the device knows whether a bad word has begun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def forbid(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
-    """In place, for the rows that ask for it.
+    """Forbid the tokens in place, in the rows that ask for it.
 
     Args:
         logits: [S, V] float32, contiguous.
@@ -36,7 +36,7 @@ def _allow(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _end_bad_words(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
-    """Minus infinity for the last token of each word whose beginning the output ends with."""
+    """Set to minus infinity the last token of each word whose beginning the output ends with."""
     flat, vocab = logits.view(-1), logits.shape[1]
     words = [
         (i, row, word)
@@ -61,5 +61,5 @@ def _end_bad_words(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
     seen = tokens.view(-1)[upload(places, logits.device)]
     ends = ((seen == expected) | (expected < 0)).all(1)
     begun = logits.new_zeros(len(words)).masked_fill_(ends, float("-inf"))
-    # Added, not set: two words may share their last token, and the one that has not begun must not undo the other.
+    # Added, not assigned: two words may share their last token, and one that has not begun must not undo the other.
     flat.index_add_(0, upload(lasts, logits.device), begun)

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of prompts, on a device that runs behind the host: nothing waits."""
+"""Log-probabilities of sampled tokens and of prompts on a device, without synchronization."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from octavo.device.transfer import Download, download
 
 _SPARE = 40
 _CHUNK = 128
-"""Rows of a prompt whose logits are made at a time, which bounds memory."""
+"""Rows of a prompt whose logits are computed at a time, which bounds memory."""
 
 Columns = list[Download]
-"""The four columns of `TokenLogprobs`, for some tokens."""
+"""The four columns of `TokenLogprobs`."""
 
 
 def columns_of(logits: Tensor, tokens: Tensor, wanted: int | Tensor, *, as_logits: bool = False) -> Columns:
-    """As `token_logprobs`, on the way to the host; ties that reach over 40 tokens past the last wanted one may be cut.
+    """Start `token_logprobs` and its transfer to the host; more than 40 tokens tied with the last one may be cut.
 
     Args:
         logits: [n, V].
         tokens: [n] integers, the chosen ones.
-        wanted: how many of the most likely ones, or their ids, [n, k] int64.
-        as_logits: report logits in place of log-probabilities.
+        wanted: a number of most likely tokens, or ids [n, k] int64.
+        as_logits: report logits instead of log-probabilities.
     """
     raw = logits.float()
     picked = tokens.long()[:, None]
@@ -36,12 +36,12 @@ def columns_of(logits: Tensor, tokens: Tensor, wanted: int | Tensor, *, as_logit
 
 
 def entries_of(columns: Columns) -> list[TokenLogprobs]:
-    """Wait for them."""
+    """Wait for the transfers and return the entries."""
     return [TokenLogprobs(*entry) for entry in zip(*(part.wait().tolist() for part in columns), strict=True)]
 
 
 def prompt_columns(hidden: Tensor, tokens: Tensor, count: int, logits_of: Callable[[Tensor], Tensor]) -> list[Columns]:
-    """As `prompt_logprobs`, on the way and in pieces; the arguments are the same."""
+    """Start `prompt_logprobs` in chunks, with transfers to the host; the arguments are the same."""
     made = []
     for part, following in zip(hidden.split(_CHUNK), tokens.split(_CHUNK), strict=True):
         logits = logits_of(part)
@@ -50,7 +50,7 @@ def prompt_columns(hidden: Tensor, tokens: Tensor, count: int, logits_of: Callab
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:
-    """[n, count] ids, best first, ties by the lower id."""
+    """Return [n, count] ids, best first, ties by the lower id."""
     values, ids = logits.topk(min(count + _SPARE, logits.shape[-1]), dim=-1)
     ids, order = ids.sort(dim=-1)
     _, again = torch.sort(values.gather(-1, order), dim=-1, descending=True, stable=True)

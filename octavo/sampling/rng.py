@@ -1,7 +1,7 @@
-"""Random numbers without state: a hash of (seed, position), so that a draw depends on nothing else.
+"""Counter-based random numbers: a hash of (seed, position), so that a draw depends on nothing else.
 
 The hash is the output function of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-generators", https://doi.org/10.1145/2714064.2660195), once over the seed and once over the position's place in the
+generators", https://doi.org/10.1145/2714064.2660195), applied to the seed and then to the position-th state of the
 sequence that starts there.
 """
 
@@ -21,11 +21,11 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) for each (seed, position), with 53 random bits.
+    """Return a number in [0, 1) for each (seed, position), with 53 random bits.
 
     Args:
         seeds: [n] int64.
-        positions: [n] int64; number of tokens that the output has so far.
+        positions: [n] int64; number of output tokens so far.
 
     Returns:
         [n] float64.
@@ -36,12 +36,12 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's output function. int64 products wrap around, as the unsigned ones of the paper do."""
+    """SplitMix64's output function. int64 products wrap around like the paper's unsigned ones."""
     z = (z ^ _shift_right(z, 30)) * _MIX_1
     z = (z ^ _shift_right(z, 27)) * _MIX_2
     return z ^ _shift_right(z, 31)
 
 
 def _shift_right(z: Tensor, count: int) -> Tensor:
-    """Logical shift of int64, whose own shift drags the sign along."""
+    """Logical shift of int64, whose built-in shift is arithmetic."""
     return (z >> count) & (2 ** (64 - count) - 1)

@@ -18,19 +18,19 @@ from octavo.sampling.state import SampleResult, SampleRow
 
 
 def largest(values: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The index [S] of each row's largest value, the lowest of equals, and the value [S], NaN if the row has one.
+    """Return the index [S] of each row's largest value, the lowest of ties, and the value [S], NaN if the row has one.
 
-    Of [S, V]. By numpy: torch's own is several times slower on a CPU.
+    `values` is [S, V]. By numpy: torch's argmax is several times slower on a CPU.
     """
     indices = values.argmax(-1)
     return indices, values[np.arange(len(values)), indices]
 
 
 class Sampler:
-    """Keeps nothing between calls: a row's token depends on its logits, parameters, seed and tokens alone."""
+    """Stateless: a row's token depends only on its logits, parameters, seed and tokens."""
 
     def greedy(self, logits: Tensor) -> SampleResult:
-        """The most likely token of each row of logits [S, V], of any floating dtype."""
+        """Return the most likely token of each row of logits [S, V], of any floating dtype."""
         indices, peaks = largest(logits.float().numpy())
         return SampleResult(torch.from_numpy(indices), bad_rows=_blank_bad(indices, peaks))
 
@@ -50,7 +50,7 @@ class Sampler:
         return SampleResult(tokens, logprobs_of(logits, asking, tokens, lambda some: [rows[i] for i in some]), bad)
 
     def _draw(self, logits: Tensor, peaks: Tensor, rows: list[SampleRow], bad: set[int], tokens: Tensor) -> None:
-        """Replaces the most likely token by a drawn one, in the rows that want it."""
+        """Replace the most likely token by a drawn one, in the rows that ask for it."""
         for filtered in (False, True):
             chosen = [
                 i
@@ -72,7 +72,7 @@ class Sampler:
 
 
 def bad_rows(peaks: NDArray[np.float32]) -> list[int]:
-    """Rows without a finite maximum: NaN and +inf rise to the top, and -inf there means that no token is possible."""
+    """Return the rows without a finite maximum: NaN and +inf are maxima, and -inf means that no token is possible."""
     finite = np.isfinite(peaks)
     if finite.all():
         return []
@@ -92,13 +92,13 @@ def logprobs_of(
     tokens: Tensor,
     rows_of: Callable[[list[int]], list[SampleRow]],
 ) -> dict[int, TokenLogprobs]:
-    """What the rows that ask for log-probabilities are told.
+    """Return the log-probabilities of the rows that ask for them.
 
     Args:
         logits: [S, V], raw.
-        asking: row that has a token -> what it asks for, None for no report.
+        asking: row that has a token -> its report options, None for no report.
         tokens: [S] int64, the chosen ones.
-        rows_of: what the sampler knows of some of the S rows.
+        rows_of: function that returns the `SampleRow`s of some of the S rows.
     """
     found: dict[int, TokenLogprobs] = {}
     for rows, wanted, report in together(asking):
@@ -112,7 +112,7 @@ def logprobs_of(
 
 
 def _drawn_from(logits: Tensor, tokens: Tensor, rows: list[SampleRow]) -> Tensor:
-    """Raw logits [n, V] as the draw sees them: processed, by temperature, and minus infinity where filters cut."""
+    """Return raw logits [n, V] as the draw uses them: processed, scaled by temperature and filtered."""
     work = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     process(work, rows)
     params = [row.slot_params for row in rows]
@@ -120,7 +120,7 @@ def _drawn_from(logits: Tensor, tokens: Tensor, rows: list[SampleRow]) -> Tensor
     if len(filtered):
         part = work[filtered]
         among = kept(part, torch.stack([params[i].filters for i in filtered.tolist()]))
-        # The token itself, however the arithmetic of another sampler rounded at the very edge of a filter.
+        # The drawn token itself: another sampler's arithmetic may round differently at a filter's edge.
         among.scatter_(-1, tokens[filtered, None], True)
         work[filtered] = part.masked_fill(~among, float("-inf"))
     return work.div_(torch.tensor([[1.0 if p.greedy else float(p.filters[0])] for p in params]))

@@ -1,4 +1,4 @@
-"""What the sampler knows of a row: its parameters in tensor form, made once, and its tokens so far."""
+"""The sampler's view of a row: its parameters as tensors, prepared once, and its tokens so far."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class PreparedParams:
     """One request's sampling parameters, ready for use in a batch.
 
     Attributes:
-        greedy: the most likely token is taken.
-        plain: greedy, and nothing changes the logits or reports on them.
-        drawn: nothing changes the logits, cuts them off or reports on them, but for a minimum of tokens.
+        greedy: take the most likely token.
+        plain: greedy, without processors and reports.
+        drawn: without processors, filters and reports, except for `min_tokens`.
         filters: [4] float64: temperature, top_k (0 for all), top_p, min_p.
-        filtered: some of top_k, top_p, min_p is in force.
+        filtered: whether any of top_k, top_p and min_p applies.
         seed: [1] int64.
         bias_ids, bias_values: [b] int64 and [b] float32.
         banned_ids: [s] int64, tokens not sampled before `min_tokens`.
-        logprobs: what is reported with each token; None for nothing.
+        logprobs: report options for each token; None for no report.
         prompt_logprobs: alternatives to report, -1 for all; None reports nothing.
-        allowed: the only tokens that may be sampled, as in `Allowed.words`; None for all.
-        bad_words: sequences of tokens that the output may not contain, all of them in the vocabulary.
-        packed_words: int32, the length of each of them and then its tokens.
+        allowed: mask of the allowed tokens, as in `Allowed.words`; None for all.
+        bad_words: sequences of tokens forbidden in the output, all within the vocabulary.
+        packed_words: int32, each bad word as its length followed by its tokens.
     """
 
     greedy: bool
@@ -60,7 +60,7 @@ class PreparedParams:
 
     @classmethod
     def of(cls, row: NewRow, vocab_size: int, logprobs_mode: LogprobsMode) -> PreparedParams:
-        """The parameters of a request that takes a slot."""
+        """Return the parameters of a request that takes a slot."""
         mode: LogprobsMode = "raw_logprobs" if row.raw_logprobs else logprobs_mode
         return cls.make(row.params, row.seed, row.stop_ids, vocab_size, mode)
 
@@ -76,8 +76,8 @@ class PreparedParams:
         """
         Args:
             seed: any integer; taken modulo 2^64.
-            stop_ids: tokens that end this request. Those outside the vocabulary can't be sampled and are left out.
-            logprobs_mode: what `logprobs` are.
+            stop_ids: tokens that end this request. Those outside the vocabulary are ignored.
+            logprobs_mode: the kind of numbers in `logprobs`.
 
         Raises:
             InvalidRequestError: `logit_bias` names a token outside the vocabulary.
@@ -121,7 +121,7 @@ class PreparedParams:
 
     @property
     def changes(self) -> bool:
-        """Whether anything changes the logits, apart from filters and `allowed`."""
+        """Whether any processor changes the logits, apart from filters and `allowed`."""
         penalties = (self.repetition, self.frequency, self.presence)
         return penalties != (1, 0, 0) or any(map(len, (self.banned_ids, self.bias_ids, self.packed_words)))
 
@@ -131,8 +131,8 @@ class SampleRow:
     """One row of logits to sample from.
 
     Attributes:
-        tokens: [n] int32, all tokens of the sequence so far, prompt first, -1 in place of an embedding; a view will do.
-        num_prompt: how many of them are the prompt.
+        tokens: [n] int32, all tokens of the sequence so far, prompt first, -1 for an embedding; may be a view.
+        num_prompt: number of prompt tokens among them.
     """
 
     slot_params: PreparedParams
@@ -151,12 +151,12 @@ class SampleRow:
 
 @dataclass(slots=True)
 class SampleResult:
-    """What came of a batch.
+    """The result of a batch.
 
     Attributes:
         tokens: [S] int64; 0 for a bad row.
         logprobs: row -> its log-probabilities, for the rows that asked.
-        bad_rows: rows that can't be sampled, because their logits hold NaN or +inf or leave no token possible.
+        bad_rows: rows that can't be sampled: their logits have NaN or +inf, or no token is possible.
     """
 
     tokens: Tensor

@@ -27,19 +27,19 @@ _PROMPT_BIT = tl.constexpr(1 << 30)
 
 @triton.jit
 def whole(settings, slot, which):
-    """A slot's parameter that is an integer, by its offset."""
+    """Load an integer parameter of a slot by its offset."""
     return tl.load(settings + slot * _WORDS + which)
 
 
 @triton.jit
 def real(settings, slot, which):
-    """A slot's parameter that is a float32, by its offset."""
+    """Load a float32 parameter of a slot by its offset."""
     return whole(settings, slot, which).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["token_stride"])
 def count_kernel(slots, settings, tokens, length, counts, vocab, token_stride, BLOCK: tl.constexpr):
-    """Per row how often each token occurs in the output, and bit 30 if it occurs in the prompt; -1 is none."""
+    """Count each token's occurrences in each row's output; set bit 30 if it is in the prompt; skip -1."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     repetition = real(settings, slot, REPETITION)
@@ -58,8 +58,8 @@ def count_kernel(slots, settings, tokens, length, counts, vocab, token_stride, B
 def penalty_kernel(slots, settings, tokens, length, counts, logits, vocab, token_stride, BLOCK: tl.constexpr):
     """Repetition (Keskar et al. 2019, https://arxiv.org/abs/1909.05858), then frequency and presence, in place.
 
-    Only a row's own tokens are touched: of the places where one stands, the first to ask gets its count and leaves 0,
-    so that each is penalized once and `counts` is all zero again afterwards.
+    Only a row's own tokens are touched. An atomic exchange with 0 gives the count to one of a token's positions, so
+    that each token is penalized once and `counts` is all zero again afterwards.
     """
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
@@ -83,12 +83,12 @@ def penalty_kernel(slots, settings, tokens, length, counts, logits, vocab, token
 
 @triton.jit
 def noise(settings, length, slot, i):
-    """Gumbel noise of the tokens `i` at the row's next position."""
+    """Return the Gumbel noise of tokens `i` at the row's next position."""
     low = whole(settings, slot, SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = whole(settings, slot, SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     at = tl.load(length + slot).to(tl.uint32) + tl.zeros_like(i).to(tl.uint32)
     bits, _, _, _ = tl.philox(low | (high << 32), i.to(tl.uint32), at, 0, 0)
-    # Small u, which make large noise, keep all their bits; -log(1 - u) loses them, so it is a series there.
+    # Small u, which give large noise, keep all their bits; -log(1 - u) would lose them, so a series replaces it.
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     u = tl.minimum(u, 0.99999994)
     waiting = tl.where(u < 1e-3, u * (1.0 + u * (0.5 + u * 0.33333333)), -tl.log(1.0 - u))
@@ -97,7 +97,7 @@ def noise(settings, length, slot, i):
 
 @triton.jit
 def _possible(which, words, word_stride, row, i, valid):
-    """Whether the tokens `i` are possible in a row; see `ResidentAllowed`."""
+    """Return whether tokens `i` are allowed in a row; see `ResidentAllowed`."""
     mask = tl.load(which + row)
     place = words + mask.to(tl.int64) * word_stride + i // 32
     word = tl.load(place, mask=valid & (mask >= 0), other=-1)
@@ -106,7 +106,7 @@ def _possible(which, words, word_stride, row, i, valid):
 
 @triton.jit
 def forbid_kernel(which, words, logits, vocab, word_stride, BLOCK: tl.constexpr):
-    """Minus infinity for impossible tokens, in place."""
+    """Set forbidden tokens' logits to minus infinity, in place."""
     row = tl.program_id(0)
     if tl.load(which + row) >= 0:
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -133,16 +133,16 @@ def draw_kernel(
     FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The best possible token of one part of one row, noise included where the row is not greedy. NaN and +inf win, as
+    """Find the best allowed token of one part of one row, with noise unless the row is greedy. NaN and +inf win, as
     -1.
 
-    Where a row's token was `drawn` with its filters (-2: it was not), there is nothing to do.
+    Rows whose token was `drawn` by the filter kernel (otherwise -2) are skipped.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     i = part * BLOCK + tl.arange(0, BLOCK)
-    if FILTERED:  # noqa: SIM102 (the compiler decides this one)
+    if FILTERED:  # noqa: SIM102 (decided at compile time)
         if tl.load(drawn + row) >= -1:
             return
     x = tl.load(logits + row.to(tl.int64) * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
@@ -163,7 +163,7 @@ def draw_kernel(
 
 @triton.jit
 def choose_kernel(part_values, part_tokens, drawn, sampled, parts, FILTERED: tl.constexpr, BLOCK: tl.constexpr):
-    """The best of a row's parts, the first of equals."""
+    """Choose the best of a row's parts, the first of ties."""
     row = tl.program_id(0)
     if FILTERED:
         token = tl.load(drawn + row)

@@ -1,9 +1,9 @@
-"""What top-k, top-p and min-p leave of a row of logits, without sorting it.
+"""Apply top-k, top-p and min-p to rows of logits without sorting.
 
-Most filters leave some dozens of tokens. So a first pass notes the largest logit of each group of neighbours; the k-th
-largest of those is a floor that at least k logits reach, and few more do. They are gathered, and both the exact cut and
-the draw look at nothing else. Where that is too few (a wide nucleus) or too many (ties), a bisection takes the whole
-row. Cf. Park et al. 2026, "Qrita", https://arxiv.org/abs/2602.01518.
+Most filters keep some dozens of tokens. A first pass therefore finds the largest logit of each group of neighbours; the
+k-th largest of these is a floor that at least k logits reach, and few more do. These are gathered, and the exact cut
+and the draw consider only them. If they are too few (a wide nucleus) or too many (ties), a bisection over the whole row
+takes over. Cf. Park et al. 2026, "Qrita", https://arxiv.org/abs/2602.01518.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from octavo.sampling.triton_draw import MIN_P, TEMPERATURE, TOP_K, TOP_P, noise,
 
 GROUP = tl.constexpr(128)
 _BOTTOM = tl.constexpr(-2137108967)
-"""-3e38, below all logits that count, as `_ordered` has it."""
+"""-3e38, below all relevant logits, in the encoding of `_ordered`."""
 
 
 @triton.jit
 def _wants(settings, slot):
-    """Whether a row is drawn and filtered."""
+    """Return whether a row is not greedy and has filters."""
     cut = (real(settings, slot, TOP_P) < 1.0) | (real(settings, slot, MIN_P) > 0.0) | (whole(settings, slot, TOP_K) > 0)
     return (real(settings, slot, TEMPERATURE) > 0.0) & cut
 
 
 @triton.jit
 def peaks_kernel(slots, settings, logits, maxima, sums, vocab, BLOCK: tl.constexpr):
-    """One part of one row: each group's largest logit, and the sum of exp(logit / temperature - the part's largest).
+    """For a part of a row: each group's largest logit, and the sum of exp(logit / temperature - the part's largest).
 
-    `sums` holds that, the part's largest logit, and 1.0 where one is NaN or +inf.
+    `sums` holds that sum, the part's largest logit, and 1.0 if any is NaN or +inf.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -54,7 +54,7 @@ def peaks_kernel(slots, settings, logits, maxima, sums, vocab, BLOCK: tl.constex
 
 @triton.jit
 def _ordered(bits):
-    """float32 bits <-> int32 of the same order; its own inverse."""
+    """Map float32 bits to int32 of the same order; its own inverse."""
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
@@ -65,7 +65,7 @@ def _as_float(ordered):
 
 @triton.jit
 def _sum_from(row, vocab, floor, peak, temperature, BLOCK: tl.constexpr):
-    """How many logits are at least `floor`, and the sum of exp((logit - peak) / temperature) over them."""
+    """Return the number of logits >= `floor`, and the sum of exp((logit - peak) / temperature) over them."""
     count = tl.zeros([BLOCK], tl.int32)
     weight = tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
@@ -79,7 +79,7 @@ def _sum_from(row, vocab, floor, peak, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gather(row, vocab, floor, target, BLOCK: tl.constexpr):
-    """The logits of at least `floor`, in a row of their own, there for all threads of the program."""
+    """Gather the logits >= `floor` into `target`, visible to all threads of the program."""
     held = 0
     for first in range(0, vocab, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -113,8 +113,8 @@ def few_kernel(
     BLOCK: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Filters and draws one row from its largest logits, if these decide: at most ROOM of them, gathered in the row's
-    `values` and `ids`. Else, and where nothing is to be filtered, `drawn` is -2; where no token is possible, -1."""
+    """Filter and draw one row from its largest logits, at most ROOM of them, gathered in the row's `values` and `ids`.
+    If they don't suffice, or the row has no filters, `drawn` is -2; if no token is possible, -1."""
     r = tl.program_id(0)
     slot = tl.load(slots + r).to(tl.int64)
     token = -2
@@ -133,7 +133,7 @@ def few_kernel(
         total = tl.sum(tl.load(place, mask=p < parts, other=0.0) * tl.exp((peaks - peak) / temperature), 0)
         top = _ordered(peak.to(tl.int32, bitcast=True))
 
-        # So many groups, or a few more, have a logit of at least `low`.
+        # At least this many groups, and few more, have a logit >= `low`.
         wanted = tl.where((top_k > 0) & (top_k < MOST), top_k, MOST)
         g = tl.arange(0, GROUPS)
         largest = tl.load(maxima + r * groups + g, mask=g < groups, other=float("-inf"))
@@ -226,11 +226,11 @@ def few_kernel(
 
 @triton.jit
 def filter_kernel(slots, settings, logits, scratch, floors, last_ties, drawn, vocab, BLOCK: tl.constexpr):
-    """What min_p, top_k and top_p leave of a row: logits above `floor`, and those equal to it up to an id.
+    """Find the cut of min_p, top_k and top_p: logits above `floor` are kept, and those equal to it up to an id.
 
-    Each filter looks at what the one before it left; ties go to the lower id. A bisection over the ordered bits of
-    float32 finds each floor exactly. It begins on the whole row; once at most `BLOCK` logits are left, among which the
-    floors lie for certain, it goes on with those alone, in `scratch` [rows, BLOCK]. Rows that are `drawn` are left out.
+    Each filter applies to the logits that the one before it kept; ties go to the lower id. A bisection over the ordered
+    bits of float32 finds each floor exactly. It begins on the whole row; once at most `BLOCK` logits remain that
+    certainly include the floors, it continues with those alone, in `scratch` [rows, BLOCK]. `drawn` rows are skipped.
     """
     r = tl.program_id(0)
     if tl.load(drawn + r) >= -1:
@@ -254,7 +254,7 @@ def filter_kernel(slots, settings, logits, scratch, floors, last_ties, drawn, vo
         count, total = _sum_from(row, vocab, floor, peak, temperature, BLOCK)
         ties = vocab
         top = _ordered(peak.to(tl.int32, bitcast=True))
-        # Every floor to be found is at least `pivot`: so many logits, or so much weight, lie at or above it.
+        # Every floor is at least `pivot`: enough logits, or enough weight, lie at or above it.
         pivot = _ordered(tl.maximum(floor, -3.0e38).to(tl.int32, bitcast=True))
         cut = (top_k > 0) & (count > top_k)
         enough = tl.where(cut, top_k, 1)
@@ -276,7 +276,7 @@ def filter_kernel(slots, settings, logits, scratch, floors, last_ties, drawn, vo
             size = left
             _gather(row, vocab, _as_float(pivot), source, BLOCK)
         if cut:
-            # The highest floor that at least k logits reach lies in [low, high).
+            # The highest floor that at least k logits reach is in [low, high).
             low = pivot
             high = top + 1
             while low + 1 < high:

@@ -1,6 +1,6 @@
-"""Beam search: the most likely continuations of a prompt, searched several at a time.
+"""Beam search: find the most likely continuations of a prompt.
 
-`text.py` reads a request, `search.py` is the arithmetic, `engine.py` makes it the lockstep of the request's sequences,
-and `api.py` has the types of `LLM.beam_search`. The worker has no half of it: each beam is a sequence that reports its
-most likely tokens.
+`text.py` reads a request, `search.py` is the algorithm, `engine.py` applies it to the request's sequences in lockstep,
+and `api.py` has the types of `LLM.beam_search`. There is no worker half: each beam is a sequence that reports its most
+likely tokens.
 """

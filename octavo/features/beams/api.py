@@ -14,16 +14,16 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=Suggesting, omit_defaults=True):
-    """One search; names follow the field's usage.
+    """Parameters of a search.
 
     Attributes:
-        beam_width: sequences that are followed, and given back.
+        beam_width: sequences to follow and to return.
         max_tokens: the most tokens to generate.
         ignore_eos: go on past the model's end-of-sequence tokens.
-        temperature: in [0, 2]; without effect, since sequences are compared by the log-probabilities of the raw logits.
-        length_penalty: in [-32, 32]; sequences are compared by log-probability / length ** length_penalty.
+        temperature: in [0, 2]; no effect, since sequences are ranked by log-probabilities of the raw logits.
+        length_penalty: in [-32, 32]; sequences are ranked by log-probability / length ** length_penalty.
         include_stop_str_in_output: keep the token that ended a sequence.
-        structured_outputs: refused with an error, for it does not go together with beam search.
+        structured_outputs: refused, since beam search does not support it.
     """
 
     beam_width: int
@@ -35,7 +35,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=Suggesting, omit_defaults=True)
     structured_outputs: StructuredOutputsParams | None = None
 
     def sampling(self) -> SamplingParams:
-        """The request for all sequences of the search.
+        """Return the sampling parameters of the whole search.
 
         Raises:
             InvalidRequestError: a field is out of range; the message names it.
@@ -53,18 +53,18 @@ class BeamSearchParams(msgspec.Struct, metaclass=Suggesting, omit_defaults=True)
         )
 
     def output(self, found: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
-        """The result of that request: its choices as sequences, as tokens and as text."""
+        """Return the result of a search: its choices as sequences of tokens and text."""
         return _beams_of(found, self, tokenizer)
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One continuation that was found.
+    """A continuation found by the search.
 
     Attributes:
-        tokens: the prompt's and those generated.
-        cum_logprob: the sum of the generated tokens' log-probabilities, that of the token which ended it included.
-        text: all of `tokens`, as text.
+        tokens: prompt and generated tokens.
+        cum_logprob: sum of the generated tokens' log-probabilities, including the token that ended it.
+        text: all of `tokens` as text.
     """
 
     tokens: list[int]
@@ -82,7 +82,7 @@ class BeamSearchOutput:
 
 
 def _beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
-    """The choices as sequences: prompt and output together, as tokens and as text."""
+    """Return the choices as sequences: prompt and output together, as tokens and as text."""
     sequences = []
     for choice in output.outputs:
         ended = choice.finish_reason == FinishReason.STOP.value and not params.include_stop_str_in_output

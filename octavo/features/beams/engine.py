@@ -1,4 +1,4 @@
-"""`BeamsEngine`: the engine half. It makes a search of the sequences of one request."""
+"""`BeamsEngine`: the engine half. It runs a search over the sequences of a request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from octavo.schedule.hooks import Ending, EngineHook, Lockstep
 
 
 class Beams(msgspec.Struct, frozen=True, array_like=True):
-    """What a request asks for, as its option."""
+    """The request's option."""
 
     width: int
     length_penalty: float = 1.0
 
 
 class Search(Lockstep):
-    """One search: the lockstep of its beams."""
+    """One search, as the lockstep of a request's sequences."""
 
     param = "beam_width"
 
@@ -50,7 +50,7 @@ class Search(Lockstep):
 
 
 class BeamsEngine(EngineHook):
-    """Keeps nothing: a search is in the siblings of its request."""
+    """Stateless: a search is kept with the siblings of its request."""
 
     name = NAME
     opt_in = True
@@ -61,5 +61,5 @@ class BeamsEngine(EngineHook):
 
 
 def build_engine(context: FeatureContext) -> BeamsEngine | None:
-    """None for an engine that makes no text. Idle until the first search."""
+    """Return None for an engine that generates no text. No cost until the first search."""
     return BeamsEngine() if context.generates else None

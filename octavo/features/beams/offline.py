@@ -1,4 +1,4 @@
-"""`Methods`: the part of `LLM` that searches."""
+"""`Methods`: `LLM.beam_search`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.text.prompts.prompt import Prompt
 
 
 class Methods:
-    """What `LLM` gets from this feature."""
+    """Mixin of `LLM`."""
 
     _engine: LocalEngine
 
@@ -34,10 +34,10 @@ class Methods:
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The most likely continuations of each prompt, the best first.
+        """Return the most likely continuations of each prompt, best first.
 
         Args:
-            concurrency_limit: search for so many prompts at a time; None leaves it to the scheduler.
+            concurrency_limit: prompts to search for at a time; None leaves it to the scheduler.
         """
         refuse(lora_request=lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:

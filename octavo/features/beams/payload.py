@@ -1,4 +1,4 @@
-"""The name by which requests' options call the feature. Nothing is sent to a worker half."""
+"""The feature's key in requests' options. There is no worker half, so no payload."""
 
 from __future__ import annotations
 

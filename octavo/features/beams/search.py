@@ -1,4 +1,4 @@
-"""`BeamSearch`: the arithmetic of the search, as Transformers has it with `early_stopping=False`."""
+"""`BeamSearch`: the algorithm of Transformers with `early_stopping=False`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class BeamSearch:
     """One search.
 
     Attributes:
-        keep: candidates that each beam must report: enough for `width` that do not end here.
-        finished: at most `width`, the best first.
+        keep: candidates that each beam must report, so that `width` remain if others end.
+        finished: at most `width`, best first.
     """
 
     def __init__(self, width: int, length_penalty: float, stop_ids: frozenset[int], max_tokens: int) -> None:
@@ -35,14 +35,14 @@ class BeamSearch:
         self._penalty = length_penalty
         self._stop_ids = stop_ids
         self._max_tokens = max_tokens
-        self._scores = [0.0]  # at first all beams are the prompt, and one of them speaks for all
+        self._scores = [0.0]  # at first all beams equal the prompt, so one is enough
 
     def step(self, outputs: Sequence[list[int]], found: Sequence[TokenLogprobs]) -> list[tuple[int, int]] | None:
-        """The next beams as (beam it grows from, token), the best first; None when the search is over.
+        """Return the next beams as (parent beam, token), best first; None when the search is over.
 
         Args:
             outputs: each beam's tokens so far.
-            found: the most likely next tokens of each.
+            found: each beam's most likely next tokens.
         """
         candidates = heapq.nlargest(
             self.keep,

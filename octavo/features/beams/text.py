@@ -1,4 +1,4 @@
-"""`Text`: the text half. It reads a search from a request, and puts the log-probabilities of beams into answers."""
+"""`Text`: the text half. It reads a search from a request and reports beams' log-probabilities in answers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Structured output: each token is chosen among those that a grammar allows.
+"""Structured output: sample each token from those that a grammar allows.
 
-`lower.py` turns every form that a request may ask for into one grammar, `compiler.py` compiles it outside the step loop
-and caches it, `engine.py` follows each request through its grammar and makes masks, `worker.py` applies them to logits.
+`lower.py` converts a request's constraint to a grammar, `compiler.py` compiles it outside the step loop and caches it,
+`engine.py` advances each request's matcher and computes masks, `worker.py` applies them to logits.
 """

@@ -1,4 +1,4 @@
-"""JSON schemas closed to properties that they do not name, of which a model would invent more and more."""
+"""Close JSON schemas to undeclared properties, which a model might otherwise generate without end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BESIDE = frozenset({"$ref", "anyOf", "oneOf"})
 
 
 def closed(schema: dict[str, Any], *, everywhere: bool) -> dict[str, Any]:
-    """The schema, in which objects hold only the properties that it names, unless it says `additionalProperties`.
+    """Return the schema with `additionalProperties: false` added to objects that don't set it.
 
-    What is still possible is valid by the schema as it was. By default it stays open where it can't be seen that
-    anything is: where schemas are joined, whose properties add up, and where more properties are asked for than named.
+    Every value it still allows is valid by the given schema. By default an object stays open where closing could
+    leave no valid value: in combined schemas, whose properties add up, and where it requires undeclared properties.
 
     Args:
-        everywhere: close whatever names properties.
+        everywhere: close every object that declares properties.
     """
     if not everywhere and any(map(_joins, _schemas(schema))):
         return schema
@@ -31,7 +31,7 @@ def _joins(schema: dict[str, Any]) -> bool:
 
 
 def _schemas(value: Any) -> Iterator[dict[str, Any]]:
-    """The schema, or those of a list, and all that are in them."""
+    """Yield a schema, or those of a list, and all schemas nested in them."""
     if isinstance(value, list):
         for one in value:
             yield from _schemas(one)
@@ -60,7 +60,7 @@ def _closed(value: Any, everywhere: bool) -> Any:
 
 
 def _suffice(properties: dict[str, Any], schema: dict[str, Any]) -> bool:
-    """Whether an object can have all that it must with these properties alone."""
+    """Whether these properties alone can satisfy the object's requirements."""
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     return (
         bool(properties)

@@ -1,4 +1,4 @@
-"""`Compiler`: grammars compiled in threads, so that the step loop waits for none, and kept for the next request."""
+"""`Compiler`: compile grammars in threads, so that the step loop never waits, and cache them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ MAX_KEPT_BYTES = 16 << 20
 _THREADS = 2
 _MAX_REASON = 500
 _NOT_FOR_USERS = re.compile(r"\n?<(?:backtrace|non-verbose/?|state)>")
-"""What llguidance puts behind a reason: its own stack, or that it leaves its state out."""
+"""What llguidance appends to a reason: its stack, or a note on omitted state."""
 
 _NO_OUTPUT = "NoExtensionBias"
-"""llguidance's reason for a form without a first token."""
+"""llguidance's reason for a grammar without a possible first token."""
 _LOOPS = {"json": "one of its $ref", "grammar": "one of its rules", "structural_tag": "one of its $ref"}
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar at its beginning.
+    """A grammar in its initial state.
 
     Attributes:
-        matcher: to be copied before use.
-        first: [words] int32, the bits of the tokens that an output may begin with.
+        matcher: must be copied before use.
+        first: [words] int32, bit mask of the possible first tokens.
     """
 
     matcher: LLMatcher
@@ -49,10 +49,10 @@ class Compiled:
 
 
 class Compiler:
-    """Compiled grammars by the option they come from. `open` may be called from one thread only.
+    """Cache of compiled grammars, keyed by request option. `open` may be called from one thread only.
 
-    At most `MAX_KEPT` grammars, of at most `MAX_KEPT_BYTES` of source, are kept; the one unused for longest goes first.
-    What can't be compiled is kept, too: asking again costs nothing.
+    At most `MAX_KEPT` grammars of at most `MAX_KEPT_BYTES` of source are kept, least recently used evicted first.
+    Failures are cached too.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Compiler:
         self._lock = threading.Lock()
 
     def open(self, option: msgspec.Raw) -> Future[Compiled]:
-        """The grammar, soon. The future fails with InvalidRequestError."""
+        """Return a future of the compiled grammar; it fails with InvalidRequestError."""
         key = bytes(option)
         future = self._kept.get(key)
         if future is None:
@@ -98,7 +98,7 @@ class Compiler:
         return Compiled(matcher, first)
 
     def _with_tokenizer(self) -> LLTokenizer:
-        """The tokenizer as llguidance wants it, made once, by whichever thread comes first."""
+        """Return the tokenizer in llguidance's form; the first thread that calls makes it."""
         with self._lock:
             if self._tokenizer is None:
                 source = self._load_tokenizer().backend.to_str()

@@ -1,4 +1,4 @@
-"""`StructuredDefaults`: what the operator sets for every structured output."""
+"""`StructuredDefaults`: the operator's settings for all structured output."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "reasoning_parser": ("",),
     "enable_in_reasoning": (False,),
 }
-"""Fields that others have, and values with which they ask for what is so anyway: whatever backend makes a form, it is
-the same form."""
+"""Fields of other engines with the values that change nothing here: all backends define the same constraint."""
 
 
 class StructuredDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for the JSON of every request's structured output; a request may ask for more, not for less.
+    """Restrictions on the JSON of every structured output; a request may add restrictions, not lift them.
 
     Attributes:
         disable_any_whitespace: as in `StructuredOutputsParams`, where a request gives no pattern of its own.
@@ -33,10 +32,10 @@ class StructuredDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> StructuredDefaults:
-        """From the setting `structured_outputs_config`.
+        """Parse the setting `structured_outputs_config`.
 
         Raises:
-            ConfigError: a field that there is not, or a value that it can't have; the text names it.
+            ConfigError: an unknown field or an invalid value; the text names it.
         """
         chosen: dict[str, bool] = {}
         for name, value in config.items():
@@ -53,7 +52,7 @@ class StructuredDefaults(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**chosen)
 
     def applied(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """A request's form with these defaults."""
+        """Return a request's constraint with these defaults applied."""
         return msgspec.structs.replace(
             params,
             disable_any_whitespace=params.disable_any_whitespace

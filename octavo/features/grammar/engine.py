@@ -1,8 +1,8 @@
-"""`GrammarEngine`: the engine half. It follows each request through its grammar and makes the masks.
+"""`GrammarEngine`: the engine half. It advances each request's matcher and computes the masks.
 
-One request's round: a token is committed and its matcher advances; before the next token is sampled its mask is
-computed. The masks of a step are computed together, during its forward pass; on a CPU, which launches nothing before it
-is done, ahead of it where all earlier tokens are known by then.
+For each request, a committed token advances the matcher, and the mask is computed before the next token is sampled.
+The masks of a step are computed together, during its forward pass; on a CPU, where a forward pass is synchronous,
+before it if all earlier tokens are known.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
 
 _MAX_THREADS = 4
-"""A step waits for the slowest of them, and the more there are the sooner one of them is not let run at once."""
+"""Most threads for masks: a step waits for the slowest, and more threads make it likelier that one is descheduled."""
 _LONG_S = 0.004
-"""Other threads only help with masks that take longer than this. Most are made in 3 us: for 64 of them one thread took
-0.9 ms, four threads 1.6 ms; and on a CPU these compete with those that compute."""
+"""Masks that take longer than this are worth threads. Most take 3 us: for 64 of them one thread took 0.9 ms, four
+threads 1.6 ms; and on a CPU they compete with the compute threads."""
 _COSTLY_S = 0.02
-"""One mask or one token takes longer than this only where a grammar can read the same text in very many ways: with
-large schemas it is 5 ms, with `s: s s s | "a"` 350 ms, and all other requests wait for that."""
+"""A mask or token takes longer than this only with a highly ambiguous grammar: with large schemas it is 5 ms, with
+`s: s s s | "a"` 350 ms, and all other requests wait for it."""
 _ALLOWANCE_S = 2.0
-"""So much of that may one request cost the others before it is ended. A moment in which the machine stood still counts
-as a quarter of it at most."""
+"""Total of such delays after which a request is ended. A single delay counts as a quarter of it at most, in case the
+machine itself was stalled."""
 _UNTIMED = 16
-"""Masks made on threads can't be told apart: after so many costly steps, one is made without them."""
+"""Costs of masks made on threads can't be attributed: after this many costly steps, one is made without threads."""
 
 
 class _Guided:
@@ -64,7 +64,7 @@ class _Guided:
 
 
 class _Guide:
-    """One request's way through its grammar. It has `begun` with its first token, before which its mask is known."""
+    """One request's matcher. `begun` is set by its first token; before that the mask is the grammar's `first`."""
 
     __slots__ = ("begun", "compiled", "error", "matcher", "spent")
 
@@ -76,7 +76,7 @@ class _Guide:
         self.spent = 0.0
 
     def charge(self, seconds: float) -> None:
-        """Count what one mask or token has cost; end the request once that is too much."""
+        """Add the cost of a mask or token; end the request once the total exceeds the limit."""
         if seconds > _COSTLY_S:
             self.spent += min(seconds, _ALLOWANCE_S / 4)
             if self.spent > _ALLOWANCE_S and not self.error:
@@ -87,7 +87,7 @@ class _Guide:
 
 
 class GrammarEngine(EngineHook):
-    """Requests without a grammar cost it one dictionary look-up a step. `device` is where the forward pass runs."""
+    """Requests without a grammar cost one dictionary look-up a step. `device` runs the forward pass."""
 
     opt_in = True
     admits_for_good = True
@@ -105,7 +105,7 @@ class GrammarEngine(EngineHook):
         self._bits = np.zeros((1, -(-compiler.vocab_size // 32)), dtype=np.int32)
 
     def admit(self, request: Request, num_tokens: int) -> int:
-        """Nothing until the grammar is compiled. Raises InvalidRequestError if it can't be."""
+        """Admit nothing until the grammar is compiled; raise InvalidRequestError if it can't be."""
         option = request.spec.options.get(self.name)
         if option is None:
             return num_tokens
@@ -124,7 +124,7 @@ class GrammarEngine(EngineHook):
         guided = self._guided = self._of(draft, rows)
         if guided is None:
             return
-        if any(request.inflight > 1 for request in guided.requests):  # something before this step
+        if any(request.inflight > 1 for request in guided.requests):  # a step before this one is in flight
             draft.needs_feedback = True
         elif self._computes_at_launch:
             draft.payload[self.name] = self._masks(guided)
@@ -133,7 +133,7 @@ class GrammarEngine(EngineHook):
         return None if self._guided is None or self.name in plan.payload else self._masks(self._guided)
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
-        """Whether the grammar is fulfilled and nothing can follow."""
+        """Return whether the grammar is complete and no token can follow."""
         guide = self._guides.get(request)
         if guide is None or guide.matcher is None:
             return False
@@ -141,7 +141,7 @@ class GrammarEngine(EngineHook):
         began = perf_counter()
         taken = guide.matcher.try_consume_tokens(list(tokens))
         guide.charge(perf_counter() - began)
-        if taken == len(tokens) and not guide.matcher.is_stopped():  # as it also is in error
+        if taken == len(tokens) and not guide.matcher.is_stopped():  # stopped also after an error
             return False
         if taken < len(tokens) or guide.matcher.is_error():
             guide.error = f"{UNFOLLOWED}{guide.matcher.get_error() or 'a token does not fit it'}"
@@ -154,10 +154,9 @@ class GrammarEngine(EngineHook):
             self._guided = None
 
     def _of(self, draft: PlanDraft, rows: Sequence[Request]) -> _Guided | None:
-        """Return who is guided in a step; None if nobody is.
+        """Return the guided rows of a step; None if there are none.
 
-        A step that repeats the one before has the same guided rows. One of them may have ended since: its mask is made
-        for nothing.
+        A step that repeats the one before has the same guided rows. If one of them has ended since, its mask is unused.
         """
         if not self._guides:
             return None
@@ -181,7 +180,7 @@ class GrammarEngine(EngineHook):
         return Masks(guided.slots, bits.data.cast("B"), errors)
 
     def _fill(self, bits: NDArray[np.int32], guided: _Guided) -> None:
-        """One after the other, or on threads that know nothing of Python after a step that took long."""
+        """Compute the masks in sequence, or on native threads after a slow step."""
         new = {place: guide for place, guide in enumerate(guided.guides) if not guide.begun}
         for place, guide in new.items():
             bits[place] = guide.compiled.result().first
@@ -199,7 +198,7 @@ class GrammarEngine(EngineHook):
 
 
 def _fill_one_by_one(bits: NDArray[np.int32], work: Sequence[tuple[LLMatcher, int]], guides: Sequence[_Guide]) -> float:
-    """Charge each guide what its mask has cost; the seconds of the longest."""
+    """Charge each guide the cost of its mask; return the seconds of the longest."""
     first, stride = bits.ctypes.data, bits.strides[0]
     longest, before = 0.0, perf_counter()
     for matcher, place in work:
@@ -211,7 +210,7 @@ def _fill_one_by_one(bits: NDArray[np.int32], work: Sequence[tuple[LLMatcher, in
 
 
 def build_engine(context: FeatureContext) -> GrammarEngine:
-    """Costs nothing until the first request with a grammar."""
+    """Return the engine half. No cost until the first request with a grammar."""
     defaults = StructuredDefaults.of(context.settings_of(Settings).structured_outputs_config)
     compiler = Compiler(context.load_tokenizer, context.vocab_size, context.eos_token_ids, defaults)
     return GrammarEngine(NAME, compiler, context.device)

@@ -1,8 +1,8 @@
-"""The form of the output, in every way in which clients of this ecosystem ask for it.
+"""Read the output constraint from any of the request fields in use.
 
 `response_format` is OpenAI's, `structured_outputs` and `guided_*` are vLLM's new and old fields, `regex`, `ebnf` and
-`json_schema` are SGLang's, `grammar`, `json_schema` and a `schema` of `json_object` llama.cpp's. They all mean one
-thing, so at most one may be set.
+`json_schema` are SGLang's, `grammar`, `json_schema` and a `schema` of `json_object` llama.cpp's. They are alternatives,
+so at most one may be set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured import StructuredOutputsParams
 
-# A request's field -> the form that it sets.
+# Request field -> the constraint that it sets.
 _PLAIN = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -29,14 +29,14 @@ _PLAIN = {
 
 
 FIELDS = (*_PLAIN, "response_format", "structured_outputs", "guided_whitespace_pattern")
-"""All fields of a body that bear on the form."""
+"""All fields of a body that can set a constraint."""
 
 
 def output_form(body: Any, max_bytes: int) -> StructuredOutputsParams | None:
-    """What the output must look like; None if the request leaves that open.
+    """Return the request's output constraint, or None.
 
     Raises:
-        InvalidRequestError: a field is not of its form, two fields contradict each other, or one is too long.
+        InvalidRequestError: a field is malformed or too long, or two fields contradict each other.
     """
     plain = {name: value for name in _PLAIN if (value := getattr(body, name, None)) not in (None, False)}
     names = list(plain)

@@ -1,4 +1,4 @@
-"""From what a request asks for to the text of one grammar, in the language of llguidance.
+"""Convert a request's constraint to a grammar in llguidance's language.
 
 That language (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md) is Lark's with JSON schemas, regular
 expressions and special tokens as terminals.
@@ -20,17 +20,17 @@ from octavo.features.grammar.tags import tags_to_lark
 
 _DEFINITION = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _QUOTED = re.compile(r"""'((?:[^'\\]|\\.)*)('?)|"(?:[^"\\]|\\.)*"?|\[(?:[^]\\]|\\.)*]?|#[^\r\n]*""", re.DOTALL)
-"""What stands in single quotes in EBNF; or one of the other parts in which a single quote is nothing but itself.
+"""An EBNF string in single quotes, or another token within which a single quote is an ordinary character.
 
-What has no end goes to the end of the text: so each character is looked at once."""
+An unterminated one extends to the end of the text, so that matching stays linear."""
 _INNER = re.compile(r"""\\.|\"""", re.DOTALL)
 
 
 def lower(params: StructuredOutputsParams) -> str:
-    """The grammar's text.
+    """Return the grammar's text.
 
     Raises:
-        InvalidRequestError: it can be seen without compiling that this is no schema, grammar or tag.
+        InvalidRequestError: not a schema, grammar or tag, as far as visible without compiling.
     """
     if params.frame is None:
         return _lower(params)
@@ -51,7 +51,7 @@ def _lower(params: StructuredOutputsParams) -> str:
             return str(LLMatcher.grammar_from_regex(params.regex or ""))
         case "choice":
             words = " | ".join(json.dumps(one, ensure_ascii=False) for one in params.choice or ())
-            return _lark(f"start: CHOICE\nCHOICE: {words}")  # as one terminal: of rules' alternatives there may be few
+            return _lark(f"start: CHOICE\nCHOICE: {words}")  # a rule may have few alternatives
         case "structural_tag":
             tag = _object(params.structural_tag, "structural_tag", params.param)
             return _lark(tags_to_lark(tag, json_options(params), params.param))
@@ -59,7 +59,7 @@ def _lower(params: StructuredOutputsParams) -> str:
 
 
 def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """How JSON may be laid out."""
+    """Return llguidance's options for the whitespace of JSON."""
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": params.whitespace_pattern or JSON_WHITESPACE}
@@ -86,17 +86,17 @@ def _object(value: str | dict[str, Any] | None, what: str, param: str) -> dict[s
 
 
 def _any_notation(source: str, param: str) -> str:
-    """Lark as it is; EBNF, which defines with `::=`, made into Lark."""
+    """Return Lark unchanged; convert EBNF, which defines with `::=`, to Lark."""
     if not _DEFINITION.search(source):
         return source
     try:
         return str(gbnf_to_lark(_QUOTED.sub(_double_quoted, source)))
-    except Exception as exc:  # the converter raises whatever its parser meets
+    except Exception as exc:  # the converter documents no exceptions
         raise InvalidRequestError(f"The grammar can't be read as EBNF: {exc}", param=param) from None
 
 
 def _double_quoted(part: re.Match[str]) -> str:
-    """A string in single quotes in the double ones that the converter knows; other parts as they are."""
+    """Return a single-quoted string in double quotes, which the converter requires; other tokens unchanged."""
     if not part[2]:
         return part[0]
     return '"' + _INNER.sub(lambda one: {"\\'": "'", '"': '\\"'}.get(one[0], one[0]), part[1]) + '"'

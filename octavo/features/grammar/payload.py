@@ -1,4 +1,4 @@
-"""What the engine half sends with a step."""
+"""The payload of a step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ NAME = "grammar"
 
 
 class Masks(msgspec.Struct):
-    """Which tokens a step's guided rows may sample.
+    """Allowed tokens of a step's guided rows.
 
     Attributes:
-        slots: whose rows are masked.
-        bits: for each slot as many bytes as `vocab_size` bits need in whole 32-bit words, the lowest bit first; a set
-            bit allows its token. Read before the next step's masks are made: the memory is used again.
-        errors: slot -> why its row can't be sampled.
+        slots: slots of the masked rows.
+        bits: one mask for each slot: ceil(vocab_size / 32) 32-bit words, lowest bit first; a set bit allows its token.
+            Must be read before the next step's masks are computed, which reuse the memory.
+        errors: slot -> reason why its row can't be sampled.
     """
 
     slots: list[int]

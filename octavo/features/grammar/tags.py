@@ -1,4 +1,4 @@
-"""Structural tags: text in which parts between a beginning and an end have a form of their own.
+"""Structural tags: free text with constrained sections between begin and end strings.
 
 Two notations are in use: `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, and `{"format": {...}}`, a
 tree of formats (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html).
@@ -15,10 +15,10 @@ from octavo.core.errors import InvalidRequestError
 
 
 def tags_to_lark(tag: dict[str, Any], json_options: dict[str, Any], param: str) -> str:
-    """The structural tag as a Lark grammar.
+    """Return the structural tag as a Lark grammar.
 
     Raises:
-        InvalidRequestError: it is in neither notation; the message says what is missing.
+        InvalidRequestError: it is in neither notation; the message names what is missing.
     """
     writer = _Writer(json_options, param)
     if "format" in tag:
@@ -32,13 +32,13 @@ def tags_to_lark(tag: dict[str, Any], json_options: dict[str, Any], param: str) 
 
 
 def _as_tag(one: dict[str, Any]) -> dict[str, Any]:
-    """An entry of the first notation in the form of the second."""
+    """Convert an entry of the first notation to the second."""
     content = {"type": "json_schema", "json_schema": one.get("schema", {})}
     return {"begin": one.get("begin"), "content": content, "end": one.get("end", "")}
 
 
 class _Writer:
-    """Writes rules; each method returns an expression that stands for its part."""
+    """Writes rules; each method returns the expression of its part."""
 
     def __init__(self, json_options: dict[str, Any], param: str) -> None:
         self.rules: list[str] = []
@@ -78,7 +78,7 @@ class _Writer:
         raise self.wrong(f"{where}.type", f"must be one of {kinds}", kind)
 
     def tag(self, node: dict[str, Any], where: str, *, skip: str) -> str:
-        """begin, content, end; of the beginning, `skip` is written already."""
+        """Begin, content, end; the prefix `skip` of the beginning is written already."""
         begin = self._text(node.get("begin"), f"{where}.begin")
         end = node.get("end", "")
         ends = [self._text(one, f"{where}.end") for one in (end if isinstance(end, list) else [end])]
@@ -94,7 +94,7 @@ class _Writer:
         return self.rule(f"{_quoted(rest)} {middle}" if rest else middle)
 
     def triggered(self, node: dict[str, Any], where: str) -> str:
-        """Free text; where it comes to a trigger, one of the tags that begin with it follows."""
+        """Free text; after a trigger, one of the tags that begin with it follows."""
         triggers = node.get("triggers")
         if not isinstance(triggers, list) or not triggers:
             raise self.wrong(f"{where}.triggers", "must be a list of strings that is not empty", triggers)
@@ -137,7 +137,7 @@ class _Writer:
         return self.terminal(f"/{regex_to_lark(text, use_ascii='')}/")
 
     def lazy(self, end: str) -> str:
-        """Any text up to and with `end`."""
+        """Any text up to and including `end`."""
         name = self._name("upto")
         self.rules.append(f"{name}[lazy]: {self.terminal(_ANY)} {_quoted(end)}")
         return name

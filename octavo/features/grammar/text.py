@@ -1,4 +1,4 @@
-"""`Text`: the text half. It reads the form of the output from a request and passes it on."""
+"""`Text`: the text half. It reads the output constraint from a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.text.hooks import TextHook, encoded
 
 
 class Text(TextHook):
-    """Claims `structured_outputs`, and the fields of HTTP bodies that mean the same."""
+    """Claims `structured_outputs` and the equivalent fields of HTTP bodies."""
 
     name = "grammar"
     params = text_params = ("structured_outputs",)

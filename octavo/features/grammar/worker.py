@@ -1,4 +1,4 @@
-"""`GrammarWorker`: the worker half. It tells which rows the masks are for."""
+"""`GrammarWorker`: the worker half. It hands the masks to the sampler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.worker.hooks import WorkerHook
 
 
 class GrammarWorker(WorkerHook):
-    """Keeps nothing: all is in the payload."""
+    """Stateless: everything is in the payload."""
 
     def __init__(self, name: str) -> None:
         self.name = name

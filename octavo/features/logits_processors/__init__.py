@@ -1,7 +1,7 @@
-"""Custom logits processors: Python code that changes logits before sampling, loaded when the engine starts.
+"""Custom logits processors: Python code that changes logits before sampling, loaded at engine start.
 
 `interface.py` is what users implement; `load.py` finds and constructs processors, `persistent.py` runs those of vLLM's
-batch interface; `engine.py` follows the requests that they take part in, `worker.py` applies them to logits. See
+batch interface; `engine.py` tracks the requests that they accept, `worker.py` applies them to logits. See
 docs/logits-processors.md.
 """
 
@@ -32,7 +32,7 @@ _PERSISTENT = ("BatchUpdate", "MoveDirectionality")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names at their first use: they need torch, which the engine half does without."""
+    """Import the public names lazily: they need torch, which the engine half must not import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "persistent" if name in _PERSISTENT else "interface"

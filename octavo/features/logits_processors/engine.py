@@ -1,4 +1,4 @@
-"""`ProcessorsEngine`: the engine half. It asks which processors want a request, and tells of its tokens."""
+"""`ProcessorsEngine`: the engine half. It asks processors which requests they accept, and sends those tokens."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Part:
-    """A request in which processors take part, and what the worker half knows of it in its present slot.
+    """A request accepted by processors, and how much of it the worker half has received in its current slot.
 
-    `known` counts the output's tokens there, -1 before it has heard of the request. It is raised only when a step comes
-    back, so that whatever a failed step did not deliver is told again.
+    `known` counts the output tokens received, -1 before the request itself. It advances only when a step returns, so
+    that data lost with a failed step is sent again.
     """
 
     params: SamplingParams
@@ -36,7 +36,7 @@ class _Part:
 
 
 class ProcessorsEngine(EngineHook):
-    """Requests in which no processor takes part cost it one dictionary look-up a step."""
+    """Requests that no processor accepts cost one dictionary look-up a step."""
 
     opt_in = True
     admits_for_good = True
@@ -47,7 +47,7 @@ class ProcessorsEngine(EngineHook):
         self._parts: dict[Request, _Part | None] = {}
 
     def admit(self, request: Request, num_tokens: int) -> int:
-        """All. Raises InvalidRequestError if a processor refuses the request."""
+        """Admit all tokens; raise InvalidRequestError if a processor refuses the request."""
         option = request.spec.options.get(self.name)
         if option is not None and request not in self._parts:
             params = request.params.replace(extra_args=msgspec.msgpack.decode(option))
@@ -96,7 +96,7 @@ class ProcessorsEngine(EngineHook):
 
 
 def _accepts(loaded: Loaded, params: SamplingParams) -> bool:
-    """Whether the processor takes part; whatever it raises is about this request alone."""
+    """Whether the processor accepts the request; an exception fails this request alone."""
     try:
         if loaded.validate is not None:
             loaded.validate(params)
@@ -111,10 +111,10 @@ def _accepts(loaded: Loaded, params: SamplingParams) -> bool:
 
 
 def build_engine(context: FeatureContext) -> ProcessorsEngine | None:
-    """None without processors: then requests that bring arguments for them are refused.
+    """Return None without processors; requests with arguments for them are then refused.
 
     Raises:
-        ConfigError: the model makes no text, or a processor can't be loaded.
+        ConfigError: the model generates no text, or a processor can't be loaded.
     """
     given = context.settings_of(Settings).logits_processors
     if given and not context.generates:

@@ -1,4 +1,4 @@
-"""What people write: `LogitsProcessor` for batches, `AdapterLogitsProcessor` for one request at a time."""
+"""The interface for users: `LogitsProcessor` for batches, `AdapterLogitsProcessor` for one request at a time."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 RequestProcessor = Callable[..., "Tensor | None"]
 """`(prompt_ids, output_ids, logits) -> logits` or `(output_ids, logits) -> logits`, for logits [vocab] float32.
 
-None in place of logits says that they were changed in place.
+Returning None means that the logits were changed in place.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorContext:
-    """What a processor may know of its engine when it is made.
+    """The engine's facts for a processor's constructor.
 
     Attributes:
         vocab_size: columns of the logits.
-        device: where the logits are.
+        device: the logits' device.
         model: the model's folder or file.
-        max_num_seqs: the most rows there are at once.
-        load_tokenizer: the model's tokenizer, loaded at the first call.
+        max_num_seqs: most rows at once.
+        load_tokenizer: returns the model's tokenizer, loaded at the first call.
     """
 
     vocab_size: int
@@ -44,13 +44,13 @@ class ProcessorContext:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sequence that a processor takes part in: a request has `n` of them.
+    """One sequence of an accepted request, which has `n` of them.
 
     Attributes:
-        params: the request's, with what it brought for processors in `extra_args`.
+        params: the request's, with arguments for processors in `extra_args`.
         prompt_ids, output_ids: token ids. The lists stay the same objects; only `output_ids` grows.
-        state: the processor's own, None at first. Made anew after a preemption, when `output_ids` is not empty: what it
-            holds must follow from the tokens.
+        state: free for the processor, initially None. A preemption resets it while `output_ids` keeps its tokens, so
+            it must be derivable from the tokens.
     """
 
     params: SamplingParams
@@ -60,43 +60,43 @@ class Row:
 
 
 class LogitsProcessor(ABC):
-    """Made once, when the engine starts, without arguments or with a `ProcessorContext`."""
+    """Constructed once, at engine start, without arguments or with a `ProcessorContext`."""
 
     alone: ClassVar[bool] = False
-    """Whether `apply` is only ever called with one row."""
+    """Whether `apply` is always called with a single row."""
 
     def accepts(self, params: SamplingParams) -> bool:
-        """Whether it has anything to do for a request; those of which it says no cost nothing.
+        """Return whether to process a request; refused ones cost nothing.
 
         Raises:
-            ValueError: the request can't be served; it is refused with this text.
+            ValueError: the request is invalid; it is refused with this text.
         """
         return True
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Sequence[Row]) -> Tensor | None:
-        """The changed logits; None if they were changed in place. Called once a step.
+        """Return the changed logits, or None if they were changed in place. Called once a step.
 
         Args:
-            logits: [R, vocab] float32, a copy: of the rows of accepted requests that get a token in this step.
-            rows: R of them. If it raises, it is called again for each row by itself, and only the requests of those
-                that raise again end with the error.
+            logits: [R, vocab] float32, a copy of the rows of accepted requests that get a token in this step.
+            rows: R of them. If the call raises, it is repeated for each row alone, and only the requests that raise
+                again end with the error.
         """
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """One function a request. The name and its method are vLLM's."""
+    """One function for each request; vLLM's interface."""
 
     alone = True
 
     def __init__(self, *context: Any) -> None:
-        """Takes whatever a subclass hands up."""
+        """Accept and ignore the arguments of a subclass."""
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestProcessor | None:
-        """The function for each sequence of the request; None if there is nothing to do for it.
+        """Return the function for each sequence of the request; None to skip the request.
 
-        Also called when the request comes, to see whether there is; ValueError then refuses it.
+        Also called when the request arrives, where ValueError refuses it.
         """
 
     def accepts(self, params: SamplingParams) -> bool:
@@ -111,7 +111,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
 
 class PerRequest(AdapterLogitsProcessor):
-    """Functions from a factory that is no `AdapterLogitsProcessor` itself."""
+    """Adapts a factory of functions that is not an `AdapterLogitsProcessor`."""
 
     def __init__(self, factory: Callable[[SamplingParams], RequestProcessor | None]) -> None:
         self._factory = factory
@@ -122,7 +122,7 @@ class PerRequest(AdapterLogitsProcessor):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A request's function, and whether it wants the prompt."""
+    """A request's function, and whether it takes the prompt."""
 
     function: RequestProcessor | None
     with_prompt: bool
@@ -138,7 +138,7 @@ class _Call:
 
 
 def arity(function: Callable[..., Any]) -> int | None:
-    """3 or 2 if the function can be called with so many arguments, in that order of preference; else None."""
+    """Return 3 or 2, the number of arguments that the function accepts, 3 preferred; None if neither."""
     signature = inspect.signature(function)
     for count in (3, 2):
         try:

@@ -1,4 +1,4 @@
-"""Finding processors and making them: installed packages' entry points, names on the command line, Python objects."""
+"""Find and construct processors: entry points of installed packages, names in settings, Python objects."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _FLAG = "--logits-processors"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A processor that is ready.
+    """A constructed processor.
 
     Attributes:
-        name: by which errors call it.
-        validate: vLLM's `validate_params`, where it has that; raises ValueError for a request that it refuses.
+        name: its name in errors.
+        validate: vLLM's `validate_params`, if it has that; raises ValueError to refuse a request.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Loaded:
 
 
 def load(context: FeatureContext) -> list[Loaded]:
-    """Those of installed packages, by name, then those that the settings name, in their order; each once.
+    """Return the processors of installed packages, by name, then those of the settings, in order; each once.
 
-    They are made once for a context, so that the halves of the feature share them where both are in one process. None
-    for models whose prompts are computed whole, which sample nothing.
+    Constructed once for a context, so that both halves of the feature share them within a process. Empty for models
+    whose prompts are computed whole, which sample nothing.
 
     Raises:
-        ConfigError: one can't be loaded or made; the text names it and the remedy. An entry point of vLLM's group that
-            can't be used is left out with a warning, for it may have been installed for vLLM alone.
+        ConfigError: one can't be loaded or constructed; the text names it and the remedy. An unusable entry point of
+            vLLM's group is skipped with a warning, since it may be meant for vLLM alone.
     """
     if context not in _made_for:
         _made_for[context] = [] if context.whole_prompts else _load(context)
@@ -78,7 +78,7 @@ def _load(context: FeatureContext) -> list[Loaded]:
 def _loaded(point: EntryPoint) -> Any:
     try:
         return point.load()
-    except Exception as exc:  # whatever its module raises
+    except Exception as exc:  # a user's module may raise anything
         package = f" of the package {point.dist.name}" if point.dist else ""
         raise ConfigError(
             f"The logits processor {point.name}{package} (entry point {point.value} in {point.group}) can't be loaded: "
@@ -87,7 +87,7 @@ def _loaded(point: EntryPoint) -> Any:
 
 
 def _named(name: str) -> Any:
-    """What "module:name" stands for."""
+    """Import the object named "module:name"."""
     module_name, _, path = name.partition(":")
     if not module_name or not path:
         raise ConfigError(f"{_FLAG} {name!r} must have the form module:Class, such as my_package.processors:Mine.")
@@ -95,7 +95,7 @@ def _named(name: str) -> Any:
 
 
 def _made(found: Any, name: str, context: FeatureContext) -> Loaded:
-    """A processor of whatever was found: a class, a processor that is made already, or a function."""
+    """Return a processor from a class, an instance or a function."""
     made = _construct(found, name, context) if isinstance(found, type) else found
     return Loaded(name, _adapted(made, name), getattr(made, "validate_params", None))
 
@@ -118,7 +118,7 @@ def _adapted(made: Any, name: str) -> LogitsProcessor:
 
 
 def _construct(kind: type, name: str, context: FeatureContext) -> Any:
-    import torch  # without processors, nothing here needs it
+    import torch  # imported here: the engine half without processors needs no torch
 
     device = torch.device(context.device)
     own = ProcessorContext(
@@ -136,7 +136,7 @@ def _construct(kind: type, name: str, context: FeatureContext) -> Any:
         )
     try:
         return kind(*arguments)
-    except Exception as exc:  # whatever its constructor raises
+    except Exception as exc:  # a user's constructor may raise anything
         raise ConfigError(f"{name} can't be created: {_words(exc)}. Correct it, or leave it out.") from exc
 
 
@@ -149,7 +149,7 @@ def _takes(kind: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
 
 
 def _vllm_config(context: FeatureContext) -> SimpleNamespace:
-    """The parts of vLLM's configuration that processors look at."""
+    """Return the parts of vLLM's configuration that processors read."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model=context.model, tokenizer=context.model, get_vocab_size=lambda: context.vocab_size

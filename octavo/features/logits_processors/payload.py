@@ -1,4 +1,4 @@
-"""What the engine half sends with a step."""
+"""The payload of a step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NAME = "logits_processors"
 
 
 class Share(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A row that processors take part in.
+    """A row of an accepted request.
 
     Attributes:
-        processors: which, by number.
-        start, output: the output's tokens from this one on.
-        params, prompt: told until the worker half is sure to have them.
+        processors: indices of the processors that accepted it.
+        start, output: output tokens from index `start` on.
+        params, prompt: sent until the worker half is certain to have them.
     """
 
     slot: int
@@ -27,7 +27,7 @@ class Share(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Shares(msgspec.Struct):
-    """The rows of a step that processors take part in."""
+    """The rows of accepted requests in a step."""
 
     rows: list[Share]
 

@@ -1,7 +1,7 @@
-"""`PersistentBatch`: runs a processor of vLLM's V1 interface, which is told of changes to a batch that it remembers.
+"""`PersistentBatch`: runs a processor of vLLM's V1 interface, which keeps a batch and receives its changes.
 
-The interface is described in https://docs.vllm.ai/en/stable/design/logits_processors/: `update_state` hears of requests
-that came, went or moved, by their place in the batch; `apply` gets one row of logits for each place.
+The interface is described in https://docs.vllm.ai/en/stable/design/logits_processors/: `update_state` gets the requests
+added, removed or moved, by their index in the batch; `apply` gets one row of logits for each index.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MoveDirectionality(enum.Enum):
-    """How a request moves: to a place that is free, which is all that happens here, or in exchange."""
+    """How a request moves: to a free index, the only case here, or in exchange."""
 
     UNIDIRECTIONAL = enum.auto()
     SWAP = enum.auto()
@@ -27,12 +27,12 @@ class MoveDirectionality(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """What changed, to be taken in the order: removed, added, moved.
+    """Changes to the batch, applied in the order: removed, added, moved.
 
     Attributes:
-        batch_size: places that are taken afterwards: 0 to batch_size - 1.
-        removed: places whose request left; one that an added request takes is not among them.
-        added: (place, params, prompt's token ids, output's token ids); the last list is the request's own and grows.
+        batch_size: requests in the batch afterwards, at indices 0 to batch_size - 1.
+        removed: indices whose request left, except those that an added request takes.
+        added: (index, params, prompt's token ids, output's token ids); the last list is live and grows.
         moved: (from, to, how).
     """
 
@@ -44,16 +44,16 @@ class BatchUpdate:
 
 @dataclass(slots=True)
 class Places:
-    """Who sits where. Rows that stay keep their place unless the last of all must fill a hole.
+    """Assignment of rows to indices. Rows that stay keep theirs, except that the last one fills a gap.
 
     Attributes:
-        rows: the row at each place.
+        rows: the row at each index.
     """
 
     rows: list[Row] = field(default_factory=list)
 
     def update(self, present: Sequence[Row]) -> BatchUpdate | None:
-        """Seat those who are present and nobody else; None if nothing changes."""
+        """Change the batch to the `present` rows and return the update; None if nothing changes."""
         here, seated = set(present), set(self.rows)
         holes = [place for place, row in enumerate(self.rows) if row not in here]
         added = []
@@ -75,16 +75,16 @@ class Places:
         return BatchUpdate(len(self.rows), holes, added, moved)
 
     def clear(self, places: int) -> BatchUpdate:
-        """Everybody leaves, from so many places at least."""
+        """Remove all rows, from at least `places` indices."""
         update = BatchUpdate(0, range(max(places, len(self.rows))))
         self.rows.clear()
         return update
 
 
 class PersistentBatch(LogitsProcessor):
-    """Takes part in every request, for such a processor does not say in which it does.
+    """Accepts every request, since the interface has no way to refuse one.
 
-    One that leaves the most likely token alone (`is_argmax_invariant`) is spared the greedy ones.
+    A processor that never changes the most likely token (`is_argmax_invariant`) is skipped for greedy requests.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -96,7 +96,7 @@ class PersistentBatch(LogitsProcessor):
         return not (self._spares_greedy and params.greedy)
 
     def apply(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        import torch  # not for the engine half, which only asks whom it takes part in
+        import torch  # imported here: the engine half only calls `accepts`
 
         before = len(self._places.rows)
         try:
@@ -106,6 +106,6 @@ class PersistentBatch(LogitsProcessor):
             changed = self._processor.apply(logits[order])
             return torch.empty_like(logits).index_copy_(0, order, changed)
         except Exception:
-            # What it remembers of the batch can't be trusted any more.
+            # The state that it keeps of the batch may be inconsistent.
             self._processor.update_state(self._places.clear(before))
             raise

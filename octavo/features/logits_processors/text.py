@@ -1,4 +1,4 @@
-"""`Text`: the text half. It passes a request's arguments for the processors on."""
+"""`Text`: the text half. It forwards a request's arguments for processors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WHAT = "logits processors (--logits-processors) that could read extra_args (vll
 
 
 class Text(TextHook):
-    """Claims `extra_args`. Where there are processors, every request has an option, since they may want any of them."""
+    """Claims `extra_args`. With processors, every request gets an option, since they may accept any."""
 
     name = "logits_processors"
     params = ("extra_args",)

@@ -1,4 +1,4 @@
-"""`ProcessorsWorker`: the worker half. It lets processors at their rows, and bears their errors."""
+"""`ProcessorsWorker`: the worker half. It applies processors to their rows and contains their errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ProcessorsWorker(WorkerHook):
-    """Keeps, by slot, one `Row` for each processor that takes part in the slot's request."""
+    """Keeps, by slot, one `Row` for each processor that accepted the slot's request."""
 
     def __init__(self, name: str, loaded: Sequence[Loaded]) -> None:
         self.name = name
@@ -56,9 +56,9 @@ class ProcessorsWorker(WorkerHook):
 
 
 def run(loaded: Loaded, logits: Tensor, places: Sequence[int], rows: Sequence[Row]) -> dict[int, str]:
-    """Let one processor change these rows of logits [S, vocab]; place -> why it failed there.
+    """Apply one processor to these rows of logits [S, vocab]; return index -> error text of the rows that failed.
 
-    If it fails on several at once, each is tried by itself, so that nobody else is harmed by the one at fault.
+    If it fails on several rows at once, each is tried alone, so that only the faulty requests end.
     """
     if not loaded.processor.alone and len(rows) > 1:
         try:
@@ -78,7 +78,7 @@ def run(loaded: Loaded, logits: Tensor, places: Sequence[int], rows: Sequence[Ro
 
 
 def _apply(loaded: Loaded, logits: Tensor, places: Sequence[int], rows: Sequence[Row]) -> None:
-    """The rows of logits change only if all goes well."""
+    """Change the rows of logits only if the call succeeds."""
     index = upload(np.asarray(places), logits.device)
     part = logits.index_select(0, index).to(torch.float32)
     changed = loaded.processor.apply(part, rows)
@@ -91,6 +91,6 @@ def _apply(loaded: Loaded, logits: Tensor, places: Sequence[int], rows: Sequence
 
 
 def build_worker(context: FeatureContext) -> ProcessorsWorker | None:
-    """None without processors."""
+    """Return None without processors."""
     loaded = load(context)
     return ProcessorsWorker(NAME, loaded) if loaded else None

@@ -1,4 +1,4 @@
-"""`PoolingParams`: how a script wants its vectors, where it says so in an object."""
+"""`PoolingParams`: options of vectors as an object."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from octavo.python.inputs import one_each
 class PoolingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True):
     """
     Attributes:
-        dimensions: keep so many elements, for models that were trained for it.
-        use_activation: whether vectors get length 1, or the outputs of a classification head become probabilities; None
-            for the model's own way.
+        dimensions: number of elements to keep, for models trained for it.
+        use_activation: whether to normalize vectors to length 1, or to turn the outputs of a classification head into
+            probabilities; None for the model's default.
     """
 
     dimensions: int | None = None
@@ -30,11 +30,11 @@ PoolingSettings = PoolingParams | Sequence[PoolingParams] | None
 def settings_of(
     given: PoolingSettings, count: int, *, dimensions: int | None = None, normalize: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Dimensions and normalization for each of `count` prompts, from the object or from plain arguments.
+    """Return dimensions and normalization for each of `count` prompts, from objects or plain arguments.
 
     Raises:
-        InvalidRequestError: there are not as many objects as prompts, or both ways are used.
-        TypeError: something else than `PoolingParams`.
+        InvalidRequestError: the numbers of objects and prompts differ, or both ways are used.
+        TypeError: not a `PoolingParams`.
     """
     plain = {"dimensions": dimensions, "normalize": normalize}
     if given is None:

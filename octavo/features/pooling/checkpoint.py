@@ -1,4 +1,4 @@
-"""How a checkpoint wants its vectors made: sentence-transformers' files, the model's config, and the user's word.
+"""Pooling configuration: from sentence-transformers' files, the model's config, and the user's setting.
 
 Format: https://sbert.net/docs/sentence_transformer/usage/custom_models.html (modules.json names a folder each).
 """
@@ -38,16 +38,16 @@ _SETTINGS = "pooling_type, seq_pooling_type, normalize, use_activation, is_matry
 def pooler_of(
     files: ModelFiles, override: Mapping[str, Any], *, size: int, default: Pooling, labels: int = 0
 ) -> PoolerInfo:
-    """The model's way to make vectors.
+    """Return the model's pooling configuration.
 
     Args:
         override: the setting `pooler_config`.
         size: elements of a hidden state.
-        default: the pooling of a checkpoint that says nothing.
-        labels: outputs of its classification head.
+        default: the pooling of a checkpoint that states none.
+        labels: number of outputs of its classification head.
 
     Raises:
-        ConfigError: the checkpoint or the override asks for what Octavo can't do.
+        ConfigError: the checkpoint or the override asks for something unsupported.
         ModelFileError: a file of the checkpoint is corrupt.
     """
     pooling, normalize = default, True
@@ -71,14 +71,14 @@ def pooler_of(
 
 
 def dense_layers(files: ModelFiles, size: int) -> tuple[DenseLayer, ...]:
-    """What a sentence-transformers checkpoint puts between pooling and normalization.
+    """Return a sentence-transformers checkpoint's layers between pooling and normalization.
 
     Args:
         size: elements of a hidden state.
 
     Raises:
-        ConfigError: a layer asks for what Octavo can't do.
-        ModelFileError: a layer's files are missing or corrupt, or it doesn't take what it would get.
+        ConfigError: a layer asks for something unsupported.
+        ModelFileError: a layer's files are missing or corrupt, or its input size does not match.
     """
     if not is_sentence_transformer(files):
         return ()
@@ -120,7 +120,7 @@ def _dense_layer(folder: Path, size: int) -> DenseLayer:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each."""
+    """Return kind and folder of each module."""
     try:
         modules = json.loads((folder / _MODULES).read_bytes())
         return [(str(module["type"]).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
@@ -129,7 +129,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _from_modules(folder: Path, *, stated: bool, default: Pooling) -> tuple[Pooling, bool]:
-    """Pooling and normalization. `stated`: the user has chosen the pooling, so the checkpoint's need not be known."""
+    """Return pooling and normalization. `stated`: the user has set the pooling; the checkpoint's may be unknown."""
     pooling, normalize = default, False
     modules = _modules(folder)
     kinds = [kind for kind, _ in modules if kind != "Dropout"]
@@ -167,7 +167,7 @@ def _pooling_mode(path: Path) -> Pooling:
 
 
 def _checked(override: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's settings under our names.
+    """Return the user's settings under their names here.
 
     Raises:
         ConfigError: an unknown name or value.
@@ -214,7 +214,7 @@ def _labels(config: Mapping[str, Any], count: int) -> list[str]:
 
 
 def _head_activation(files: ModelFiles, labels: int) -> Activation:
-    """What a cross-encoder's authors put behind its head; else as Transformers' pipelines choose."""
+    """Return the activation that a cross-encoder's config states; otherwise as Transformers' pipelines choose."""
     nested = files.config.get("sentence_transformers") or {}
     stated = nested.get("activation_fn") or files.config.get("sbert_ce_default_activation_function")
     if stated is not None:

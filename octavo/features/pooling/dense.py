@@ -1,4 +1,4 @@
-"""`Dense`: a layer of sentence-transformers' that pooled vectors go through, in float32."""
+"""`Dense`: a layer of sentence-transformers applied to pooled vectors, in float32."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ACTIVATIONS: Mapping[DenseActivation, Callable[[Tensor], Tensor]] = {
 
 
 class Dense(nn.Module):
-    """Loads its weights when it is made.
+    """Loads its weights on construction.
 
     Raises:
-        ModelFileError: a tensor is missing or of another shape than the layer's.
+        ModelFileError: a tensor is missing or has the wrong shape.
     """
 
     def __init__(self, layer: DenseLayer, device: torch.device) -> None:
@@ -43,5 +43,5 @@ class Dense(nn.Module):
         load_weights(self, SafetensorsCheckpoint([Path(layer.weights)]))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """[N, inputs] to [N, outputs], float32."""
+        """Map [N, inputs] to [N, outputs], float32."""
         return self._activation(self.linear(vectors))

@@ -1,4 +1,4 @@
-"""`PoolingEngine`: the engine half. It says where in a step's batch the prompts lie that are pooled."""
+"""`PoolingEngine`: the engine half. It locates the pooled prompts in a step's batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.schedule.request import Request
 
 
 class PoolingEngine(EngineHook):
-    """Steps without such requests cost it nothing."""
+    """Steps without such requests cost nothing."""
 
     opt_in = True
     admits_for_good = True
@@ -47,10 +47,10 @@ class PoolingEngine(EngineHook):
 
 
 def build_engine(context: FeatureContext) -> PoolingEngine:
-    """Idle until the first such request.
+    """Return the engine half. No cost until the first such request.
 
     Raises:
-        ConfigError: the checkpoint or the settings ask for a way to make vectors that there is not.
+        ConfigError: the checkpoint or the settings ask for unsupported pooling.
     """
     hook = PoolingEngine(NAME)
     hook.tasks = ("embed", "token_embed", *(["classify"] if context.num_labels else []))

@@ -1,4 +1,4 @@
-"""What `LLM` does with prompts that become vectors, labels and scores."""
+"""`Methods`: the methods of `LLM` for vectors, labels and scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 
 
 class PoolingDriver:
-    """Prepares requests and drives a loop until they have ended."""
+    """Prepares requests and runs a loop until they have ended."""
 
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo) -> None:
         self.preparer = PoolingPreparer(tokenizer, info)
@@ -57,7 +57,7 @@ class PoolingDriver:
     def run(
         self, core: SharedLoop, requests: Sequence[GenerateRequest], progress: PromptProgress
     ) -> list[PooledOutput]:
-        """The results in the requests' order; whatever interrupts it aborts what is left.
+        """Return the results in the requests' order; abort the rest on any exception.
 
         Raises:
             InvalidRequestError, PoolingFailedError: the first that could not be computed.
@@ -73,13 +73,13 @@ class PoolingDriver:
 
 
 class Methods(ABC):
-    """The part of `LLM` that makes vectors, labels and scores.
+    """Mixin of `LLM`.
 
-    Arguments that all methods have:
-        truncate_prompt_tokens: cut longer prompts; -1 to what the model takes.
+    Common arguments:
+        truncate_prompt_tokens: cut longer prompts; -1 to the model's maximum.
         use_tqdm: as in `LLM.generate`.
         lora_request: refused unless None.
-        pooling_params: one for all prompts, or one each, in place of `dimensions` and `normalize`.
+        pooling_params: one for all prompts, or one for each, in place of `dimensions` and `normalize`.
         tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`.
     """
 
@@ -105,11 +105,11 @@ class Methods(ABC):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         pooling_params: PoolingSettings = None,
     ) -> list[EmbeddingRequestOutput]:
-        """A vector of each prompt, in `outputs.embedding`.
+        """Return a vector for each prompt, in `outputs.embedding`.
 
         Args:
-            dimensions: keep so many elements, for models that were trained for it.
-            normalize: whether vectors get length 1; by default as the model's authors have it.
+            dimensions: number of elements to keep, for models trained for it.
+            normalize: whether to scale vectors to length 1; by default the checkpoint's setting.
 
         Raises:
             InvalidRequestError: a prompt can't be served, or the model makes no vectors.
@@ -136,7 +136,7 @@ class Methods(ABC):
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """What the task makes of each prompt, in `outputs.data`: by default a vector of each token."""
+        """Return the task's result for each prompt, in `outputs.data`: by default a vector for each token."""
         refuse(lora_request=lora_request)
         if pooling_task not in get_args(Task):
             raise InvalidRequestError(
@@ -167,7 +167,7 @@ class Methods(ABC):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         pooling_params: PoolingSettings = None,
     ) -> list[ClassificationRequestOutput]:
-        """The classification head's probabilities for each prompt, in `outputs.probs`."""
+        """Return the classification head's probabilities for each prompt, in `outputs.probs`."""
         refuse(lora_request=lora_request)
         prompts = as_list(prompts)
         params = [self._pooling.preparer.params("classify", **one) for one in settings_of(pooling_params, len(prompts))]
@@ -187,9 +187,9 @@ class Methods(ABC):
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together, in `outputs.score`: one with each of many, or pair by pair.
+        """Return similarity scores of texts, in `outputs.score`: one with each of many, or pair by pair.
 
-        A cross-encoder's score is its head's output; else it is the cosine of the two embeddings.
+        The score is the output of a cross-encoder's head, or else the cosine of the two embeddings.
         """
         refuse(lora_request=lora_request)
         first, second = ([one] if isinstance(one, str) else list(one) for one in (data_1, data_2))
@@ -205,7 +205,7 @@ class Methods(ABC):
     def _pool(
         self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: UseTqdm, tokenizing: dict[str, Any]
     ) -> list[tuple[list[int], PooledOutput]]:
-        """Each prompt's tokens and result."""
+        """Return each prompt's tokens and result."""
         pairs = zip(prompts, params, strict=True)
         requests = [self._pooling.prepare(prompt, one, **tokenizing) for prompt, one in pairs]
         with open_progress(use_tqdm, len(requests)) as progress:
@@ -214,5 +214,5 @@ class Methods(ABC):
 
 
 def _tokenizing(truncate: int | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Of the two ways to say how much of a prompt is kept, the plain argument wins."""
+    """Merge the tokenizing options; the plain argument takes precedence."""
     return tokenization(kwargs) | ({} if truncate is None else {"truncate": truncate})

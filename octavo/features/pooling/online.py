@@ -1,4 +1,4 @@
-"""`Methods`: the part of `AsyncLLM` that makes vectors."""
+"""`Methods`: `AsyncLLM.encode`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.text.prompts.prompt import Prompt
 
 
 class Methods(ABC):
-    """What `AsyncLLM` gets from this feature."""
+    """Mixin of `AsyncLLM`."""
 
     @property
     @abstractmethod
@@ -38,12 +38,12 @@ class Methods(ABC):
         request_id: str | None = None,
         **options: Any,
     ) -> PoolingRequestOutput:
-        """What the task makes of a prompt, in `outputs.data`: one vector, or for "token_embed" a vector of each token.
+        """Return the task's result for a prompt, in `outputs.data`: one vector, or one for each token ("token_embed").
 
-        Cancelling it aborts the request. `options` are those of `PoolingPreparer.prepare`.
+        Cancellation aborts the request. `options` are those of `PoolingPreparer.prepare`.
 
         Raises:
-            InvalidRequestError: the prompt can't be served, or the model makes no such thing.
+            InvalidRequestError: the prompt can't be served, or the model does not support the task.
             EngineDeadError: the engine has stopped.
         """
         await self._started()

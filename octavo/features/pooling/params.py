@@ -1,4 +1,4 @@
-"""Types of vectors: what a request asks for, what comes back, and what a model offers."""
+"""Types: parameters of requests, their results, and a model's pooling configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DenseActivation = Literal["identity", "tanh", "relu", "gelu", "sigmoid", "silu"]
 
 
 class DenseLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer that pooled vectors go through, as sentence-transformers' module Dense.
+    """A layer applied to pooled vectors, as sentence-transformers' module Dense.
 
     Attributes:
         weights: a safetensors file with `linear.weight` [outputs, inputs] and, with `bias`, `linear.bias` [outputs].
@@ -34,15 +34,15 @@ class DenseLayer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What becomes of the hidden states of a prompt. Nothing in it is left to the model.
+    """How to pool the hidden states of a prompt, with the model's defaults filled in.
 
     Attributes:
         task: "embed" makes one vector, "classify" feeds it to the model's classification head, "token_embed" makes a
             vector of each token.
-        pooling: how one vector is made of many: their mean, or that of the first or the last token.
-        activation: what the result goes through at the end; "normalize" makes its Euclidean length 1.
-        dimensions: how many of the vector's first elements are kept, before the activation; None for all.
-        segment: the first token of the second of two texts, for models that tell them apart by token types.
+        pooling: the mean of all hidden states, or that of the first or the last token.
+        activation: function applied at the end; "normalize" scales to Euclidean length 1.
+        dimensions: number of leading elements to keep, before the activation; None for all.
+        segment: index of the first token of the second text, for models with token types.
     """
 
     task: Task = "embed"
@@ -53,7 +53,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def sees_all(self) -> bool:
-        """Whether it needs the hidden states of the whole prompt, so that none of it may come from the cache."""
+        """Whether it needs the hidden states of the whole prompt, so that the prefix cache can't be used."""
         return self.pooling != "last" or self.task == "token_embed"
 
 
@@ -64,29 +64,29 @@ class Pooled(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
     def values(self) -> list[float]:
-        """All elements, row after row."""
+        """Return all elements, row by row."""
         numbers = array("f", self.data)
         if sys.byteorder == "big":
             numbers.byteswap()
         return numbers.tolist()
 
     def rows(self) -> list[list[float]]:
-        """The elements of each token's vector, or those of the only one."""
+        """Return the elements of each token's vector, or of the only vector."""
         values, size = self.values(), self.shape[-1]
         return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 class PoolerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model's vectors are made, unless a request says otherwise.
+    """A model's pooling configuration, the default of requests.
 
     Attributes:
         pooling: as in `PoolingParams`.
         normalize: whether embeddings have length 1.
         size: elements of an embedding.
-        matryoshka: the lengths to which embeddings may be cut; [] for any, None where cutting spoils them.
-        labels: what the outputs of the classification head stand for; [] without a head.
-        activation: what those outputs go through.
-        task: what is made of a prompt where nothing is said.
+        matryoshka: lengths to which embeddings may be cut; [] for any, None if the model does not support it.
+        labels: names of the classification head's outputs; [] without a head.
+        activation: function applied to those outputs.
+        task: the default task.
     """
 
     pooling: Pooling
@@ -99,14 +99,14 @@ class PoolerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pooler_info(info: ModelInfo) -> PoolerInfo | None:
-    """How the served model's vectors are made; None if it makes none."""
+    """Return the served model's pooling configuration; None if it has none."""
     told = info.feature_info.get(NAME)
     return None if told is None else msgspec.msgpack.decode(told, type=PoolerInfo)
 
 
 @dataclass(slots=True)
 class PooledOutput:
-    """What a front end gets for one request."""
+    """The result of one request, as front ends get it."""
 
     request_id: str
     pooled: Pooled
@@ -117,14 +117,14 @@ class PooledOutput:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """`data` is one vector, or a vector a token."""
+    """`data` is one vector, or one for each token."""
 
     data: list[float] | list[list[float]]
 
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """One vector of a whole prompt, of length 1 if it is normalized."""
+    """The vector of a whole prompt, of length 1 if normalized."""
 
     embedding: list[float]
 
@@ -153,7 +153,7 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """What `LLM.encode` gives for one prompt."""
+    """Result of `LLM.encode` for one prompt."""
 
     request_id: str
     outputs: PoolingOutput
@@ -164,7 +164,7 @@ class PoolingRequestOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """What `LLM.embed` gives for one prompt."""
+    """Result of `LLM.embed` for one prompt."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -175,7 +175,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class ClassificationRequestOutput:
-    """What `LLM.classify` gives for one prompt."""
+    """Result of `LLM.classify` for one prompt."""
 
     request_id: str
     outputs: ClassificationOutput
@@ -186,7 +186,7 @@ class ClassificationRequestOutput:
 
 @dataclass(slots=True)
 class ScoringRequestOutput:
-    """What `LLM.score` gives for one pair."""
+    """Result of `LLM.score` for one pair."""
 
     request_id: str
     outputs: ScoringOutput

@@ -1,4 +1,4 @@
-"""What the engine half sends with a step."""
+"""The payload of a step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         row, slot: the batch's row, and the slot of its request.
         start, count: its tokens are [start, start + count) of the batch.
-        first: the part's position in the prompt.
-        ends: the prompt ends with it.
+        first: position of its first token in the prompt.
+        ends: whether the prompt ends with it.
     """
 
     row: int

@@ -1,4 +1,4 @@
-"""From a user's texts to requests for vectors; everything that can be refused is refused here."""
+"""Prepare and validate requests for vectors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _WHAT: dict[str, str] = {"classify": "labels", "embed": "embeddings", "token_emb
 
 
 class PoolingFailedError(OctavoError):
-    """The engine could not make the vector; the text says why (HTTP 500)."""
+    """The engine could not compute the vector; the text gives the reason (HTTP 500)."""
 
 
 class PoolingPreparer:
-    """Tokenizes and checks what is to become vectors. Pure: it may be used from any thread."""
+    """Tokenizes and checks inputs. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo) -> None:
         self.info = info
@@ -52,14 +52,15 @@ class PoolingPreparer:
     def params(
         self, task: Task = "embed", *, dimensions: int | None = None, normalize: bool | None = None
     ) -> PoolingParams:
-        """What a request asks for, with the model's own way where it says nothing.
+        """Return a request's parameters, with the model's defaults filled in.
 
         Args:
             dimensions: elements to keep of each vector.
-            normalize: for "classify", whether the model's activation is applied to the head's outputs.
+            normalize: whether to normalize; for "classify", whether to apply the model's activation to the head's
+                outputs.
 
         Raises:
-            InvalidRequestError: the model can't do the task, or its vectors can't be cut to that length.
+            InvalidRequestError: the model does not support the task, or its vectors can't be cut to that length.
         """
         pooler = self._pooler(task)
         if task == "classify":
@@ -91,13 +92,13 @@ class PoolingPreparer:
         side: Side = "right",
         param: str = "input",
     ) -> GenerateRequest:
-        """A request for one vector.
+        """Return a request for one prompt.
 
         Args:
             prompt: as for generation; or two texts, for a model that reads them as one sequence.
-            truncate: keep so many tokens; -1 as many as the model takes; None refuses what is longer.
-            side: where tokens are lost.
-            param: the field that the prompt came from, for errors.
+            truncate: most tokens to keep; -1 for the model's maximum; None refuses longer prompts.
+            side: end of the prompt at which to cut.
+            param: name of the prompt's field, for errors.
 
         Raises:
             InvalidRequestError: the message names the field, the value and the limit.
@@ -205,7 +206,7 @@ class PoolingPreparer:
 
 
 async def pool(engine: EngineClient, request: GenerateRequest) -> PooledOutput:
-    """The vector that a prepared request asks for. Cancelling the task that waits for it aborts the request.
+    """Compute a prepared request. Cancelling the waiting task aborts the request.
 
     Raises:
         InvalidRequestError: the engine can't serve it.
@@ -221,7 +222,7 @@ async def pool(engine: EngineClient, request: GenerateRequest) -> PooledOutput:
 
 
 def pooled_output(delta: TokenDelta) -> PooledOutput:
-    """What the last news of a request says.
+    """Return the result in the last update of a request.
 
     Raises:
         InvalidRequestError, PoolingFailedError: as `pool`.
@@ -236,7 +237,7 @@ def pooled_output(delta: TokenDelta) -> PooledOutput:
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """The cosine of the angle between two vectors; 0 if one has no length."""
+    """Return the cosine of the angle between two vectors; 0 if either is zero."""
     dot = sum(x * y for x, y in zip(a, b, strict=True))
     norms = sum(x * x for x in a) * sum(y * y for y in b)
     return dot / norms**0.5 if norms else 0.0

@@ -1,4 +1,4 @@
-"""How well texts go together: by a cross-encoder that reads them as one, or by the angle between their vectors."""
+"""Scores of pairs of texts: by a cross-encoder, or by the cosine of their embeddings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from octavo.features.pooling.requests import Pair, PoolingPreparer, cosine
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
-    """What to compute for a list of pairs.
+    """The requests for a list of pairs.
 
     Attributes:
-        requests: for the engine.
-        members: for each pair, the places of the requests that tell of it.
-        score: the score of a pair, from its requests' results.
+        requests: requests for the engine.
+        members: for each pair, the indices of its requests.
+        score: function from the results of a pair's requests to its score.
     """
 
     requests: list[GenerateRequest]
@@ -27,22 +27,22 @@ class ScorePlan:
     score: Callable[[Sequence[Pooled]], float]
 
     def scores(self, results: Sequence[Pooled]) -> list[float]:
-        """One a pair, from the results of `requests`."""
+        """Return the score of each pair, from the results of `requests`."""
         return [self.score([results[place] for place in places]) for places in self.members]
 
     def tokens(self, pair: int) -> list[int]:
-        """All tokens that the pair's requests have."""
+        """Return all tokens of a pair's requests."""
         return [token for place in self.members[pair] for token in self.requests[place].tokens]
 
 
 def is_cross_encoder(info: ModelInfo) -> bool:
-    """Whether the model gives one score for two texts read as one."""
+    """Whether the model scores two texts as one sequence."""
     pooler = pooler_info(info)
     return "classify" in info.tasks and pooler is not None and len(pooler.labels) == 1
 
 
 def check_scores(info: ModelInfo) -> None:
-    """Raises UnsupportedError for a model whose head gives several labels: none of them is a score."""
+    """Raise UnsupportedError for a model whose head has several labels: none of them is a score."""
     if "classify" in info.tasks and not is_cross_encoder(info):
         pooler = pooler_info(info)
         labels = len(pooler.labels) if pooler else 0
@@ -59,12 +59,11 @@ def plan_scores(
     *,
     activate: bool | None = None,
 ) -> ScorePlan:
-    """One request a pair for a cross-encoder, else one for each text that occurs.
+    """Plan one request for each pair with a cross-encoder, otherwise one for each distinct text.
 
     Args:
-        prepare: `preparer.prepare` with options of its own; called with the text or the pair, and the params.
-        activate: whether a cross-encoder's activation is applied to its head's outputs, which it is unless this is
-            False. Without it scores have no bounds.
+        prepare: `preparer.prepare` with options bound; called with the text or the pair, and the params.
+        activate: False returns a cross-encoder's raw, unbounded outputs, without its activation.
 
     Raises:
         InvalidRequestError: a text can't be served.
@@ -86,10 +85,10 @@ def plan_scores(
 
 
 def paired(first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> list[Pair]:
-    """One text with each of many, or as many with as many.
+    """Pair one text with each of many, or texts one to one.
 
     Raises:
-        InvalidRequestError: the numbers don't match, or there is nothing; `names` are the fields.
+        InvalidRequestError: the numbers don't match, or a side is empty; `names` are the fields.
     """
     for texts, name in zip((first, second), names, strict=True):
         if not texts:

@@ -12,7 +12,7 @@ from octavo.features import FeatureSettings
 class Settings(FeatureSettings):
     """
     Attributes:
-        pooler_config: how vectors are made, overriding the checkpoint: `pooling_type` (MEAN, CLS, LAST), `normalize`,
+        pooler_config: overrides of the checkpoint's pooling: `pooling_type` (MEAN, CLS, LAST), `normalize`,
             `is_matryoshka`, `matryoshka_dimensions`, and the `task` of /pooling.
     """
 

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class Text(TextHook):
-    """Claims no field of other requests: those for vectors have routes and methods of their own."""
+    """Claims no request fields: pooling has routes and methods of its own."""
 
     name = "pooling"
 
     @cached_property
     def preparer(self) -> PoolingPreparer:
-        from octavo.features.pooling.requests import PoolingPreparer  # needs the front end's own
+        from octavo.features.pooling.requests import PoolingPreparer  # imported here: it imports front-end modules
 
         return PoolingPreparer(self.context.tokenizer, self.context.info)

@@ -1,4 +1,4 @@
-"""`PoolingWorker`: the worker half. It makes vectors of hidden states, in float32, on the device that computed them."""
+"""`PoolingWorker`: the worker half. It pools hidden states in float32, on the device that computed them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNUSABLE = "The model produced no usable vector (NaN or infinite) for this requ
 
 @dataclass(slots=True)
 class _Prompt:
-    """One slot's request, and what is kept of the chunks of its prompt that were computed: the sum of their states [H],
+    """One slot's request, and the accumulated result of its computed chunks: the sum of their states [H],
     the state of the first token [H], or all of them."""
 
     params: PoolingParams
@@ -36,7 +36,7 @@ class _Prompt:
 
 
 class PoolingWorker(WorkerHook):
-    """Rows that want the same are pooled together, in a handful of operations."""
+    """Rows with equal parameters are pooled together, in a few operations."""
 
     def __init__(self, name: str, dense: Sequence[Dense] = ()) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class PoolingWorker(WorkerHook):
         return model
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:
-        """A prompt begins in this slot, anew if it was preempted."""
+        """Start a prompt in this slot, or restart it after a preemption."""
         self._prompts.pop(slot, None)
         if options is not None:
             self._prompts[slot] = _Prompt(self._decode(options))
@@ -79,7 +79,7 @@ class PoolingWorker(WorkerHook):
         return (lambda: _findings(found)) if found else None
 
     def _vectors(self, hidden: Tensor, spans: list[Span], params: PoolingParams) -> Tensor:
-        """[N, H] float32 of the N spans that end; what the others leave to their next chunk is kept."""
+        """Return [N, H] float32 of the N spans that end; accumulate the others for their next chunk."""
         if params.pooling == "mean":
             vectors = self._sums(hidden, spans)
         else:
@@ -103,7 +103,7 @@ class PoolingWorker(WorkerHook):
         return vectors / upload(np.asarray(lengths, dtype=np.float32)[:, None], hidden.device)
 
     def _sums(self, hidden: Tensor, spans: list[Span]) -> Tensor:
-        """[len(spans), H]: over each span's tokens."""
+        """Return [len(spans), H]: the sum over each span's tokens."""
         counts = np.asarray([span.count for span in spans])
         states = hidden
         if counts.sum() < len(hidden):
@@ -134,7 +134,7 @@ class PoolingWorker(WorkerHook):
 
 
 class SegmentedPoolingWorker(PoolingWorker):
-    """For encoders, some of which distinguish the tokens of two texts."""
+    """For encoders with token types, which distinguish the tokens of two texts."""
 
     def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
         self._types = torch.zeros(max_tokens, dtype=torch.int64, device=self._device.torch_device)
@@ -142,7 +142,7 @@ class SegmentedPoolingWorker(PoolingWorker):
         return {"token_types": self._types}
 
     def lay_out(self, plan: StepPlan, payload: Spans | None) -> None:
-        """Mark the tokens of second texts; the buffer is only sent if this step or the last one has any."""
+        """Mark the tokens of second texts; upload the buffer only if this step or the last one has any."""
         types = np.zeros(plan.total_tokens, dtype=np.int64)
         for span in payload.spans if payload else ():
             if (segment := self._prompts[span.slot].params.segment) is not None:
@@ -166,7 +166,7 @@ def _activated(vectors: Tensor, activation: Activation) -> Tensor:
 
 
 def _findings(found: list[tuple[Span, Download, int | None]]) -> tuple[Mapping[int, bytes], Mapping[int, str]]:
-    """By row; `place` is the row of what was downloaded, None for all of it."""
+    """Return findings by batch row; `place` is a row's index in the download, None for the whole."""
     made: dict[int, bytes] = {}
     errors: dict[int, str] = {}
     for span, sent, place in found:
@@ -180,7 +180,7 @@ def _findings(found: list[tuple[Span, Download, int | None]]) -> tuple[Mapping[i
 
 
 def build_worker(context: FeatureContext) -> PoolingWorker:
-    """Load the dense layers; the rest costs nothing until the first request that is pooled."""
+    """Return the worker half with the dense layers loaded. No other cost until the first pooled request."""
     layers = dense_layers(context.files, context.hidden_size) if context.files else ()
     dense = [Dense(layer, torch.device(context.device)) for layer in layers]
     return SegmentedPoolingWorker(NAME, dense) if context.whole_prompts else PoolingWorker(NAME, dense)

@@ -1,4 +1,4 @@
-"""`EmbedsEngine`: the engine half. It cuts out of requests' embeddings what a step computes."""
+"""`EmbedsEngine`: the engine half. It selects the embeddings that a step computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.schedule.request import Request
 
 
 class EmbedsEngine(EngineHook):
-    """Whatever computes a placeholder, for the first time or again, finds its embedding in the step's payload."""
+    """Each step that computes a placeholder, initially or again, carries its embedding in the payload."""
 
     opt_in = True
     admits_for_good = True
@@ -39,7 +39,7 @@ class EmbedsEngine(EngineHook):
         pieces: list[Piece] = []
         start = 0
         for request, count in zip(rows, draft.num_tokens, strict=True):
-            first = request.num_computed - count  # which counts this step's already
+            first = request.num_computed - count  # num_computed includes this step
             if first < request.num_prompt and request in self._spans:
                 for span in self._spans[request]:
                     pieces += _piece(span, first, first + count, start - first)
@@ -52,7 +52,7 @@ class EmbedsEngine(EngineHook):
 
 
 def _piece(span: EmbedSpan, first: int, end: int, shift: int) -> Iterator[Piece]:
-    """What of a span is at positions [first, end), if anything is; they are `shift` further on in the batch."""
+    """Return the part of a span at positions [first, end), or None; batch index = position + `shift`."""
     begin, stop = max(first, span.start), min(end, span.start + span.count)
     if begin < stop:
         size = len(span.data) // span.count
@@ -60,10 +60,10 @@ def _piece(span: EmbedSpan, first: int, end: int, shift: int) -> Iterator[Piece]
 
 
 def build_engine(context: FeatureContext) -> EmbedsEngine | None:
-    """None unless the settings enable it. Idle until the first such request.
+    """Return None unless the settings enable it. No cost until the first such request.
 
     Raises:
-        ConfigError: it is enabled for a model that makes no text.
+        ConfigError: enabled for a model that generates no text.
     """
     if not context.settings_of(Settings).enable_prompt_embeds:
         return None

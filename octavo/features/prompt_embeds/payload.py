@@ -1,4 +1,4 @@
-"""What the engine half sends with a step."""
+"""The payload of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts with embeddings: read, checked, and laid out among the prompt's tokens."""
+"""Read and check prompts with embeddings, and lay them out among the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 
 PARAM = "prompt_embeds"
 _EXPONENTS: dict[FloatType, int] = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
-"""The bits that are all set in infinities and NaN, and in no other number."""
+"""Exponent bits: all set in infinities and NaN only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embeds:
-    """Embeddings that follow each other: `data` is [count, size] of `dtype`, little-endian; they came from `param`."""
+    """Consecutive embeddings: `data` is [count, size] of `dtype`, little-endian; `param` is their field, for errors."""
 
     dtype: FloatType
     count: int
@@ -41,16 +41,16 @@ class Embeds:
     param: str
 
     def part(self, begin: int, end: int) -> Embeds:
-        """Those from number `begin` up to `end`."""
+        """Return the embeddings [begin, end)."""
         row = self.size * FLOAT_BYTES[self.dtype]
         return replace(self, count=end - begin, data=self.data[begin * row : end * row])
 
 
 def read_embeds(given: Any, param: str = PARAM) -> Embeds:
-    """A file of `torch.save` in base64, or a torch tensor on whichever device.
+    """Read a `torch.save` file in base64, or a torch tensor on any device.
 
     Raises:
-        InvalidRequestError: it is something else, or not dense, float32, float16 or bfloat16, and of a prompt's shape.
+        InvalidRequestError: neither, or not dense, of another dtype than float32, float16 and bfloat16, or misshapen.
     """
     if given is None or (isinstance(given, str) and not given):
         raise InvalidRequestError(
@@ -98,10 +98,10 @@ def _embeds(dtype: FloatType, shape: tuple[int, ...], data: bytes, param: str) -
 def lay_out(
     prompt: Mapping[str, Any], tokenizer: Tokenizer, info: ModelInfo, params: SamplingParams, *, truncated: bool
 ) -> ReadPrompt:
-    """Make a prompt with embeddings one of token ids, some of them placeholders.
+    """Convert a prompt with embeddings to token ids with placeholders.
 
     Raises:
-        InvalidRequestError: what was given can't be served; the message names the field, the value and the remedy.
+        InvalidRequestError: the prompt can't be served; the message names the field, the value and the remedy.
     """
     _check_asked(info, params, truncated=truncated)
     given = prompt[PARAM]
@@ -121,7 +121,7 @@ def lay_out(
 
 
 def _check_asked(info: ModelInfo, params: SamplingParams, *, truncated: bool) -> None:
-    """Refuses what can't be had of a prompt with embeddings."""
+    """Raise InvalidRequestError for options that prompts with embeddings don't support."""
     if NAME not in info.features:
         raise UnsupportedError(
             "You must set `--enable-prompt-embeds` (enable_prompt_embeds=True) to input `prompt_embeds`.", param=PARAM
@@ -140,7 +140,7 @@ def _check_asked(info: ModelInfo, params: SamplingParams, *, truncated: bool) ->
 
 
 def _check(embeds: Sequence[Embeds], info: ModelInfo) -> None:
-    """Refuses embeddings that the model has no use for."""
+    """Raise InvalidRequestError for embeddings of another size than the model's, or not finite."""
     count = sum(one.count for one in embeds)
     if count >= info.max_model_len:
         raise InvalidRequestError(context_error(info.max_model_len, count, field="prompt"), param=embeds[0].param)
@@ -163,16 +163,16 @@ def _check(embeds: Sequence[Embeds], info: ModelInfo) -> None:
 
 
 def _bits(embeds: Embeds) -> np.ndarray:
-    """[count, size] unsigned integers."""
+    """Return the bits as [count, size] unsigned integers."""
     kind = np.dtype(f"<u{FLOAT_BYTES[embeds.dtype]}")
     return np.frombuffer(embeds.data, dtype=kind).reshape(embeds.count, embeds.size)
 
 
 def _placed(prompt: Mapping[str, Any]) -> tuple[list[int], list[Embeds]]:
-    """A prompt's token ids, with placeholders, and its embeddings in the order of those; see `EmbedsPrompt`.
+    """Return a prompt's token ids with placeholders, and its embeddings in their order; see `EmbedsPrompt`.
 
     Raises:
-        InvalidRequestError: the parts are not of one length.
+        InvalidRequestError: the parts differ in length.
     """
     embeds = read_embeds(prompt[PARAM])
     tokens, mask = prompt.get("prompt_token_ids"), prompt.get("prompt_is_token_ids")
@@ -191,7 +191,7 @@ def _placed(prompt: Mapping[str, Any]) -> tuple[list[int], list[Embeds]]:
 
 
 def _of_pieces(mixture: Mixture, tokenizer: Tokenizer) -> tuple[list[int], list[Embeds]]:
-    """The same of a prompt in pieces. Its texts are tokenized each by itself, as between special tokens."""
+    """Likewise for a prompt in pieces. Each text is tokenized alone, as between special tokens."""
     tokens: list[int] = []
     embeds: list[Embeds] = []
     for place, piece in enumerate(mixture.pieces):
@@ -204,7 +204,7 @@ def _of_pieces(mixture: Mixture, tokenizer: Tokenizer) -> tuple[list[int], list[
 
 
 def _digests(embeds: Embeds) -> list[bytes]:
-    """One a row: equal rows of equal dtype have equal ones."""
+    """Return a digest for each row; equal rows of equal dtype have equal digests."""
     size = embeds.size * FLOAT_BYTES[embeds.dtype]
     rows, kind = memoryview(embeds.data), embeds.dtype.encode()
     return [

@@ -1,4 +1,4 @@
-"""`EmbedSpan`: embeddings of a prompt, as they travel in a request's option."""
+"""`EmbedSpan`: embeddings of a prompt, as a request's option holds them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ FLOAT_BYTES: dict[FloatType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class EmbedSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Embeddings that follow each other.
+    """Consecutive embeddings.
 
     Attributes:
-        start: the first one's position in the prompt.
-        count: how many there are.
-        dtype: of `data`, which is little-endian: [count, hidden size].
+        start: position of the first one in the prompt.
+        count: number of embeddings.
+        dtype: dtype of `data`, which is [count, hidden size], little-endian.
     """
 
     start: int

@@ -16,6 +16,6 @@ class Text(TextHook):
     prompt_fields = ("prompt_embeds",)
 
     def read_prompt(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
-        from octavo.features.prompt_embeds.read import lay_out  # loads numpy, which others don't need
+        from octavo.features.prompt_embeds.read import lay_out  # imported here: it needs numpy
 
         return lay_out(prompt, self.context.tokenizer, self.context.info, params, truncated=truncated)

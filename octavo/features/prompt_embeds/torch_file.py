@@ -1,8 +1,8 @@
-"""One tensor out of a file of `torch.save`, without torch and without running anything that the file holds.
+"""Read a tensor from a `torch.save` file, without torch and without executing anything in the file.
 
-The format is a zip archive, uncompressed: `NAME/data.pkl` pickles what was saved, and names the storages that lie
-beside it as `NAME/data/KEY`. Of pickle's operations only those that write down a plain tensor are known here, and of
-what they may call only torch's rebuilding of a tensor, which is done by hand.
+The format is an uncompressed zip archive: `NAME/data.pkl` pickles the object and refers to storages in the files
+`NAME/data/KEY`. Only the pickle operations of a plain tensor are supported, and the only callable is torch's function
+that rebuilds a tensor, which is implemented here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MAX_DIMENSIONS = 8
 
 
 class NotATensorError(ValueError):
-    """What was given holds no plain tensor of floats; the text ends a sentence that begins with its name."""
+    """The file holds no plain tensor of floats; the text completes a sentence that begins with the field's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """`data` holds the elements one after the other, the last dimension's first, little-endian."""
+    """`data` holds the elements in row-major order, little-endian."""
 
     dtype: FloatType
     shape: tuple[int, ...]
@@ -38,17 +38,16 @@ class SavedTensor:
 
 
 def read_tensor(file: bytes) -> SavedTensor:
-    """The tensor that `torch.save(tensor, file)` wrote.
+    """Return the tensor that `torch.save(tensor, file)` wrote.
 
     Raises:
-        NotATensorError: it is no such file, or what was saved is something else than a dense tensor of float32, float16
-            or bfloat16.
+        NotATensorError: not such a file, or not a dense tensor of float32, float16 or bfloat16.
     """
     try:
         return _read(file)
     except NotATensorError:
         raise
-    except Exception as exc:  # whatever the libraries raise is about these bytes
+    except Exception as exc:  # corrupt bytes raise many types, here and in zipfile
         raise NotATensorError(f"is no file of torch.save ({exc})") from exc
 
 
@@ -83,7 +82,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor: elements of a storage, as their strides say."""
+    """A tensor: a strided view of a storage."""
 
     storage: _Storage
     offset: int
@@ -103,18 +102,18 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """Something that a pickle would import."""
+    """A name that the pickle would import."""
 
     module: str
     name: str
 
 
 class _Mark:
-    """Where a pickle's tuple begins on the stack."""
+    """Beginning of a tuple on the stack."""
 
 
 def _unpickle(pickle: bytes) -> Any:
-    """What the pickle describes. A stack machine of the operations that torch.save uses, and no others."""
+    """Return the pickled object. A stack machine of only the operations that torch.save uses."""
     if len(pickle) > _MAX_PICKLE:
         raise NotATensorError("holds more than a tensor; save the tensor itself")
     stack: list[Any] = []
@@ -167,7 +166,7 @@ def _storage(identity: Any) -> _Storage:
 
 
 def _call(what: Any, arguments: Any) -> Any:
-    """What a pickle's call makes: a tensor, or the empty dictionary of its hooks."""
+    """Return the result of a pickled call: a tensor, or the empty dictionary of its hooks."""
     if what == _Name("collections", "OrderedDict") and arguments == ():
         return {}
     if not isinstance(what, _Name) or what.module != "torch._utils" or what.name not in _REBUILDS:

@@ -1,4 +1,4 @@
-"""`EmbedsWorker`: the worker half. It puts a step's embeddings among those of the tokens."""
+"""`EmbedsWorker`: the worker half. It writes a step's embeddings over those of the placeholders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMPY: dict[FloatType, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": 
 
 
 class EmbedsWorker(WorkerHook):
-    """Keeps nothing: all is in the payload. Embeddings are rounded to the dtype of the model's own."""
+    """Stateless: everything is in the payload. Embeddings are rounded to the model's dtype."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -25,12 +25,12 @@ class EmbedsWorker(WorkerHook):
     def embed(self, x: Tensor, payload: Pieces) -> None:
         for piece in payload.pieces:
             rows = np.frombuffer(piece.data, dtype=_NUMPY[piece.dtype]).reshape(-1, x.shape[1])
-            given = upload(rows.copy(), x.device)  # what came over the wire is not to be written, and torch warns of it
+            given = upload(rows.copy(), x.device)  # a copy, since torch warns about read-only memory
             x[piece.start : piece.start + len(rows)] = (
                 given.view(torch.bfloat16) if piece.dtype == "bfloat16" else given
             )
 
 
 def build_worker(context: FeatureContext) -> EmbedsWorker | None:
-    """None unless the settings want it."""
+    """Return None unless the settings enable it."""
     return EmbedsWorker(NAME) if context.settings_of(Settings).enable_prompt_embeds else None

@@ -1,4 +1,4 @@
-"""Thinking budget: reasoning that reaches its limit of tokens is ended, and the model goes on with its answer.
+"""Thinking budget: end reasoning at a limit of tokens, so that the model continues with its answer.
 
-`engine.py` counts tokens and decides which one must come next, `worker.py` forbids all others.
+`engine.py` counts tokens and forces the end mark, `worker.py` masks all other tokens.
 """

@@ -1,4 +1,4 @@
-"""`ThinkingBudget`: how long a model may reason before it must answer."""
+"""`ThinkingBudget`: the limit on a request's reasoning."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     """
     Attributes:
-        tokens: of reasoning, the marks not counted; then the end mark is written for the model.
-        begin, end: the marks around reasoning.
-        open: the prompt ends within reasoning; else the output's first words show whether there is any.
+        tokens: most tokens of reasoning, marks not counted; then the end mark is forced.
+        begin, end: token ids of the marks around reasoning.
+        open: whether the prompt ends within reasoning; otherwise the output's first tokens decide.
     """
 
     tokens: int

@@ -1,4 +1,4 @@
-"""`ThinkingEngine`: the engine half. It reads along, and once the budget is used up it dictates the end mark."""
+"""`ThinkingEngine`: the engine half. It counts tokens of reasoning and forces the end mark at the limit."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 
 class _State(Enum):
     UNDECIDED = auto()
-    """The output has only just begun; it may or may not begin with reasoning."""
+    """At the output's beginning: it may or may not begin with reasoning."""
     THINKING = auto()
     ENDING = auto()
-    """The end mark is being dictated."""
+    """The end mark is being forced."""
     DONE = auto()
 
 
 class Watch:
-    """One output, read as far as its reasoning goes.
+    """The state of one output, up to the end of its reasoning.
 
     Attributes:
-        forced: the tokens that must come next, in order.
+        forced: the next tokens, in order.
     """
 
     def __init__(self, budget: ThinkingBudget, tokenizer: Tokenizer) -> None:
@@ -50,11 +50,11 @@ class Watch:
         return self._state is _State.DONE
 
     def may_end_within(self, pending: int) -> bool:
-        """Whether the last of `pending` tokens that are still unknown may have to be dictated."""
+        """Whether the last of `pending` unknown tokens may have to be forced."""
         return self._state is _State.ENDING or (not self.done and self._count + pending > self._budget.tokens)
 
     def read(self, token: int) -> None:
-        """Take the next token of the output."""
+        """Advance by the next token of the output."""
         if self._state is _State.ENDING:
             self.forced.pop(0)
             self._state = _State.ENDING if self.forced else _State.DONE
@@ -92,7 +92,7 @@ class Watch:
 
 
 class ThinkingEngine(EngineHook):
-    """Requests without a budget cost it one dictionary look-up a step."""
+    """Requests without a budget cost one dictionary look-up a step."""
 
     opt_in = True
     admits_for_good = True
@@ -104,7 +104,7 @@ class ThinkingEngine(EngineHook):
         self._watches: dict[Request, Watch] = {}
 
     def admit(self, request: Request, num_tokens: int) -> int:
-        """Nothing until the tokenizer is there, which the first request with a budget has loaded in a thread."""
+        """Admit nothing until the tokenizer is loaded, by a thread that the first request with a budget starts."""
         option = request.spec.options.get(self.name)
         if option is None or request in self._watches:
             return num_tokens
@@ -126,7 +126,7 @@ class ThinkingEngine(EngineHook):
             )
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
-        """A token that may have to be dictated is not sampled before those in front of it are known."""
+        """Hold back a token that may have to be forced until the tokens before it are known."""
         if not self._watches:
             return
         for request, samples in zip(rows, draft.samples, strict=True):
@@ -157,5 +157,5 @@ class ThinkingEngine(EngineHook):
 
 
 def build_engine(context: FeatureContext) -> ThinkingEngine:
-    """Costs nothing until the first request with a budget."""
+    """Return the engine half. No cost until the first request with a budget."""
     return ThinkingEngine(NAME, context.load_tokenizer)

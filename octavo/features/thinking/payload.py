@@ -1,4 +1,4 @@
-"""What the engine half sends with a step."""
+"""The payload of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NAME = "thinking"
 
 
 class Forced(msgspec.Struct):
-    """Slot -> the one token that may come next."""
+    """Slot -> the only allowed next token."""
 
     tokens: dict[int, int]
 

@@ -1,4 +1,4 @@
-"""`Text`: the text half. It reads the budget from a request and finds out whether the prompt ends within reasoning."""
+"""`Text`: the text half. It reads the budget from a request and checks whether the prompt ends within reasoning."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 PARAM = "thinking_token_budget"
 _TAIL = 16
-"""Tokens at the end of a prompt in which a mark of reasoning may stand."""
+"""Tokens at the end of a prompt to search for marks of reasoning."""
 
 
 class Text(TextHook):
-    """Claims the budget, under each of its three names."""
+    """Claims the budget under its three names."""
 
     name = "thinking"
     params = text_params = (PARAM,)
@@ -39,7 +39,7 @@ class Text(TextHook):
         return {}
 
     def idle(self, body: Any) -> list[Idle]:
-        """A limit on the reasoning of a model that marks none."""
+        """Report a budget as idle if the model has no marks of reasoning."""
         name, value = next(iter(self._given(body).items()), ("", -1))
         if self.context.reasoning is not None or value < 0:
             return []

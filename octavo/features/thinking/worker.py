@@ -1,4 +1,4 @@
-"""`ThinkingWorker`: the worker half. It leaves one token possible where the engine half says which."""
+"""`ThinkingWorker`: the worker half. It masks all but the forced token of a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.worker.hooks import WorkerHook
 
 
 class ThinkingWorker(WorkerHook):
-    """Keeps nothing: all is in the payload."""
+    """Stateless: everything is in the payload."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""What clients get. A field that is UNSET is left out of the JSON."""
+"""Response bodies. A field that is UNSET is left out of the JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingItem(msgspec.Struct, frozen=True, kw_only=True):
-    """What was made of one input: one vector, or a vector a token; or base64 of the numbers, row after row."""
+    """The result of one input: one vector, or one for each token; or base64 of the numbers, row by row."""
 
     object: str = "pooling"
     index: int
@@ -109,7 +109,7 @@ class BilledUnits(msgspec.Struct, frozen=True):
 
 
 class RerankMeta(msgspec.Struct, frozen=True):
-    """What Cohere's clients read."""
+    """Metadata that Cohere's clients read."""
 
     api_version: ApiVersion = ApiVersion()
     billed_units: BilledUnits = BilledUnits()

@@ -1,4 +1,4 @@
-"""`POST /v2/embed`: embeddings as Cohere's API has them (https://docs.cohere.com/reference/embed)."""
+"""`POST /v2/embed`: embeddings in the form of Cohere's API (https://docs.cohere.com/reference/embed)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TYPES = ("search_document", "search_query", "classification", "clustering")
 
 
 class EmbedBody(VectorBody):
-    """`POST /v2/embed`. `input_type` changes nothing: a text has one vector, whatever that is for."""
+    """`POST /v2/embed`. `input_type` has no effect: a text's vector does not depend on its use."""
 
     texts: Annotated[list[str], Field(min_length=1)]
     embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)] | None = None
@@ -35,7 +35,7 @@ class EmbedBody(VectorBody):
 
 
 async def embed(ctx: ServerContext, request: Request) -> Response:
-    """A vector of each text, in each of the forms that are asked for."""
+    """Return a vector for each text, in each requested format."""
     body = await parse_body(request, EmbedBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "embd-")
     if body.input_type not in (None, *_TYPES):
@@ -74,7 +74,7 @@ async def embed(ctx: ServerContext, request: Request) -> Response:
 
 
 def _written(pooled: Pooled, form: str) -> list[float] | list[int] | str:
-    """The numbers; or as text; or their signs, eight to a byte, the first in its highest bit."""
+    """Return a vector as numbers, as base64, or as sign bits, eight to a byte, highest bit first."""
     if form == "float":
         return pooled.values()
     if form == "base64":

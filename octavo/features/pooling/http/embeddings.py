@@ -32,7 +32,7 @@ _BYTES = ("bytes", "bytes_only")
 
 
 async def embeddings(ctx: ServerContext, request: Request) -> Response:
-    """A vector of each input."""
+    """Return a vector for each input."""
     body = await parse_body(request, EmbeddingBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "embd-")
     params = preparer_of(ctx).params("embed", dimensions=body.dimensions, normalize=_normalize(body))
@@ -49,7 +49,7 @@ async def embeddings(ctx: ServerContext, request: Request) -> Response:
 
 
 async def pooling(ctx: ServerContext, request: Request) -> Response:
-    """What a task makes of each input."""
+    """Return the task's result for each input."""
     body = await parse_body(request, PoolingBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "pooling-")
     task = _task(ctx, body.task)
@@ -68,7 +68,7 @@ async def pooling(ctx: ServerContext, request: Request) -> Response:
 
 
 async def classify(ctx: ServerContext, request: Request) -> Response:
-    """The label of each input."""
+    """Return the label of each input."""
     body = await parse_body(request, ClassifyBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "classify-")
     params = preparer_of(ctx).params("classify", normalize=body.use_activation)
@@ -95,7 +95,7 @@ def _normalize(body: EmbeddingBody) -> bool | None:
 
 
 def _task(ctx: ServerContext, given: str | None) -> Task:
-    """What to make of the inputs; unless it is said, what the model is there for."""
+    """Return the requested task; by default the model's main task."""
     if given is not None and given not in get_args(Task):
         raise InvalidRequestError(
             f"Unsupported task: {given!r}. Choose one of {', '.join(get_args(Task))}.", param="task", value=given
@@ -115,7 +115,7 @@ def _base64(pooled: Pooled, body: EmbeddingBody) -> str:
 def _bytes_response(
     body: EmbeddingBody, reply: Reply, jobs: Sequence[GenerateRequest], results: Sequence[Pooled]
 ) -> Response:
-    """One vector behind the other; unless the bytes alone are wanted, a header tells where each begins and ends."""
+    """Concatenate the vectors; a header gives the range of each, unless only the bytes are requested."""
     parts = [_bytes(pooled, body) for pooled in results]
     headers = {}
     if body.encoding_format == "bytes":

@@ -1,4 +1,4 @@
-"""Vectors as bytes: the number formats and byte orders that clients may ask for."""
+"""Encode vectors as bytes, in the number formats and byte orders that requests may name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Endianness = Literal["native", "big", "little"]
 
 
 def encode(pooled: Pooled, dtype: EmbedDtype = "float32", endianness: Endianness = "native") -> bytes:
-    """The numbers, row after row, in a format and a byte order (`rounding.rounded`)."""
+    """Return the numbers, row by row, in a format (`rounding.rounded`) and a byte order."""
     order = sys.byteorder if endianness == "native" else endianness
     if (dtype, order) == ("float32", "little"):
         return pooled.data
-    # numpy costs a server 12 MB and a tenth of a second: one that never needs it does without.
+    # Imported here: numpy costs a server 12 MB and 0.1 s, and most never need it.
     from octavo.features.pooling.http.rounding import rounded
 
     made = rounded(pooled, dtype)
@@ -24,7 +24,7 @@ def encode(pooled: Pooled, dtype: EmbedDtype = "float32", endianness: Endianness
 
 
 def signs(pooled: Pooled) -> bytes:
-    """Whether each number is positive: eight to a byte, the first in its highest bit."""
+    """Return a bit for each number, set if it is positive: eight to a byte, highest bit first."""
     from octavo.features.pooling.http.rounding import packed_signs
 
     return packed_signs(pooled).tobytes()

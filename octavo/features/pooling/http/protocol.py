@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's embeddings, Cohere's and Jina's rerank, and what servers of this ecosystem add."""
+"""Request bodies: OpenAI's embeddings, Cohere's and Jina's rerank, and other servers' extensions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.server.openai.protocol import Message
 
 
 def _document(value: Any) -> Any:
-    """A text, or an object with one."""
+    """Return a document's text: the document itself, or a field of an object."""
     if isinstance(value, dict) and isinstance(value.get("text"), str):
         return value["text"]
     if isinstance(value, str):
@@ -26,7 +26,7 @@ Document = Annotated[str, BeforeValidator(_document), WithJsonSchema({"anyOf": [
 
 
 class VectorBody(BaseModel):
-    """What all of them have in common. `truncate_prompt_tokens` is -1 for as many tokens as the model takes."""
+    """Common fields. `truncate_prompt_tokens` of -1 means the model's maximum."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -46,7 +46,7 @@ class VectorBody(BaseModel):
 
 
 class InputBody(VectorBody):
-    """Texts or token ids in `input`, or one conversation in `messages`, as the chat template writes it."""
+    """Texts or token ids in `input`, or one conversation in `messages`, rendered by the chat template."""
 
     input: Inputs | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
@@ -57,10 +57,10 @@ class InputBody(VectorBody):
 
 
 class EmbeddingBody(InputBody):
-    """`POST /v1/embeddings`. `normalize` has the model's own way unless it is given; `use_activation` is the same.
+    """`POST /v1/embeddings`. `normalize` defaults to the model's own setting; `use_activation` is an alias.
 
-    Numbers come as JSON ("float"), as text in base64, as bytes with their places in the header `metadata`, or as bytes
-    alone; `embed_dtype` and `endianness` bear on all but the first.
+    Numbers are returned as JSON ("float"), as base64, as bytes with their ranges in the header `metadata`, or as bytes
+    alone; `embed_dtype` and `endianness` apply to all but the first.
     """
 
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
@@ -72,7 +72,7 @@ class EmbeddingBody(InputBody):
 
 
 class PoolingBody(EmbeddingBody):
-    """`POST /pooling`: what a `task` makes of each input; unless it is said, what the model is there for."""
+    """`POST /pooling`: the result of a `task` for each input; by default the model's main task."""
 
     task: str | None = None
 
@@ -84,13 +84,13 @@ class ClassifyBody(InputBody):
 
 
 class PairsBody(VectorBody):
-    """What asks for scores of pairs. `use_activation` is for cross-encoders: false for their heads' bare outputs."""
+    """Fields of requests for scores. `use_activation`: false for the raw outputs of a cross-encoder's head."""
 
     use_activation: bool | None = None
 
 
 class ScoreBody(PairsBody):
-    """`POST /score`: one text with each of many, or pair by pair. Either of the pairs of names will do."""
+    """`POST /score`: one text with each of many, or pair by pair. Two pairs of field names are accepted."""
 
     text_1: Texts = None
     text_2: Texts = None
@@ -101,7 +101,7 @@ class ScoreBody(PairsBody):
     data_2: Texts = None
 
     def sides(self) -> tuple[tuple[list[str], list[str]], tuple[str, str]]:
-        """The texts, and the names of the fields that they came in.
+        """Return the texts and the names of their fields.
 
         Raises:
             InvalidRequestError: no pair of fields is complete.
@@ -118,7 +118,7 @@ class ScoreBody(PairsBody):
 
 
 class RerankBody(PairsBody):
-    """`POST /rerank`: documents in the order of their relevance to a query. `top_n` of 0 means all, and a
+    """`POST /rerank`: documents in the order of relevance to a query. `top_n` of 0 means all, and a
     `max_tokens_per_doc` of 0 whole documents."""
 
     query: str

@@ -1,4 +1,4 @@
-"""Numbers rounded to the formats of fewer bits."""
+"""Round numbers to formats of fewer bits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from octavo.features.pooling.params import Pooled
 
 
 def rounded(pooled: Pooled, dtype: EmbedDtype) -> NDArray[np.generic]:
-    """The numbers as one flat array, each rounded to the nearest of the format, to the even one of two.
+    """Return the numbers as a flat array, rounded to the format, ties to even.
 
-    What is too large becomes infinite, or in "fp8_e4m3", which has no infinity, the largest. The formats of 8 bits are
-    those of the OCP specification (https://www.opencompute.org/documents/ocp-8-bit-floating-point-specification-ofp8).
+    Overflow becomes infinity, or in "fp8_e4m3", which has none, the largest number. The 8-bit formats are those of the
+    OCP specification (https://www.opencompute.org/documents/ocp-8-bit-floating-point-specification-ofp8).
     """
     numbers = _numbers(pooled)
     match dtype:
@@ -31,7 +31,7 @@ def rounded(pooled: Pooled, dtype: EmbedDtype) -> NDArray[np.generic]:
 
 
 def packed_signs(pooled: Pooled) -> NDArray[np.uint8]:
-    """A bit for each number, set where it is above 0: eight to a byte, the first in its highest bit."""
+    """Return a bit for each number, set if it is positive: eight to a byte, highest bit first."""
     return np.packbits(_numbers(pooled) > 0)
 
 
@@ -40,7 +40,7 @@ def _numbers(pooled: Pooled) -> NDArray[np.float32]:
 
 
 def _bfloat16(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper halves of the bits, rounded. No number stays none: its sign and payload are not kept."""
+    """Return the rounded upper halves of the bits. NaN stays NaN, without its sign and payload."""
     bits = numbers.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)
@@ -50,7 +50,7 @@ def _fp8(numbers: NDArray[np.float32], exponent: int) -> NDArray[np.uint8]:
     values = _fp8_values(exponent)
     middles = (values[1:] + values[:-1]) / 2
     sizes = np.abs(numbers.astype(np.float64))
-    code = np.searchsorted(middles, sizes)  # of two that are equally near the lower one
+    code = np.searchsorted(middles, sizes)  # the lower one of a tie
     tied = (code < len(middles)) & (sizes == middles[np.minimum(code, len(middles) - 1)])
     code = code + (tied & (code % 2 == 1))
     code = np.where(np.isnan(numbers), 0x7F, code)
@@ -58,7 +58,7 @@ def _fp8(numbers: NDArray[np.float32], exponent: int) -> NDArray[np.uint8]:
 
 
 def _fp8_values(exponent: int) -> NDArray[np.float64]:
-    """Code -> value of the positive numbers; infinity stands as the power of two that it takes the place of."""
+    """Return code -> value of the positive numbers; infinity as the power of two that its code would be."""
     mantissa = 7 - exponent
     bias, steps = (1 << (exponent - 1)) - 1, 1 << mantissa
     last = 0x7E if exponent == 4 else 0x7C

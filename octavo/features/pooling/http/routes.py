@@ -27,11 +27,11 @@ def routes(ctx: ServerContext) -> APIRouter:
     router = APIRouter(tags=["vectors"])
 
     async def create_embeddings(request: Request) -> Response:
-        """Vectors of texts, as OpenAI's API has it."""
+        """Vectors of texts, in the form of OpenAI's API."""
         return await embeddings.embeddings(ctx, request)
 
     async def create_embed(request: Request) -> Response:
-        """Vectors of texts, as Cohere's API has it."""
+        """Vectors of texts, in the form of Cohere's API."""
         return await cohere.embed(ctx, request)
 
     async def create_pooling(request: Request) -> Response:
@@ -43,11 +43,11 @@ def routes(ctx: ServerContext) -> APIRouter:
         return await embeddings.classify(ctx, request)
 
     async def create_score(request: Request) -> Response:
-        """How well texts go together."""
+        """Similarity scores of pairs of texts."""
         return await scores.score(ctx, request)
 
     async def create_rerank(request: Request) -> Response:
-        """Documents in the order of their relevance, as Jina's and Cohere's APIs have it."""
+        """Documents in the order of relevance, in the form of Jina's and Cohere's APIs."""
         return await scores.rerank(ctx, request)
 
     endpoints = (

@@ -20,7 +20,7 @@ from octavo.server.score import ScoreItem
 
 
 async def score(ctx: ServerContext, request: Request) -> Response:
-    """How well texts go together, one with each of many, or pair by pair."""
+    """Score texts: one with each of many, or pair by pair."""
     body = await parse_body(request, ScoreBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "score-")
     (first, second), names = body.sides()
@@ -33,7 +33,7 @@ async def score(ctx: ServerContext, request: Request) -> Response:
 
 
 async def rerank(ctx: ServerContext, request: Request) -> Response:
-    """Documents in the order of their relevance to a query, the best first."""
+    """Order documents by relevance to a query, best first."""
     body = await parse_body(request, RerankBody, ctx.config.max_body_bytes)
     reply = Reply.of(ctx, request, body, "rerank-")
     check_count(ctx.config.max_inputs, len(body.documents), "documents")
@@ -59,7 +59,7 @@ async def rerank(ctx: ServerContext, request: Request) -> Response:
 async def _plan(
     ctx: ServerContext, body: PairsBody, reply: Reply, pairs: Sequence[Pair], param: str, longest: int | None = None
 ) -> ScorePlan:
-    """`longest`: how many tokens of each pair's second text are read; None or 0 for all."""
+    """Prepare the requests. `longest`: most tokens to read of each pair's second text; None or 0 for all."""
     prepare = preparation(ctx, body, reply)
     shorten = ctx.frontend.tokenizer.shorten
 

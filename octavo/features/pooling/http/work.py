@@ -1,4 +1,4 @@
-"""One HTTP request's way through the engine: its inputs prepared, counted, computed together, and released."""
+"""Serve an HTTP request: prepare its inputs, reserve queue places, compute them together, and release."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LIMITED: dict[str, Limited] = {
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What is the same in every answer."""
+    """Common fields of an answer."""
 
     id: str
     created: int
@@ -57,7 +57,7 @@ class Reply:
 
     @classmethod
     def of(cls, ctx: ServerContext, request: Request, body: VectorBody, prefix: str) -> Reply:
-        """Checks that the model is served and the body has nothing that can't be had."""
+        """Check that the model is served and the body asks for nothing unsupported."""
         warnings = check_undeclared(body, strict=ctx.config.strict_params, known=_LIMITED)
         return cls(
             id=answer_id(request, body.request_id, prefix),
@@ -67,7 +67,7 @@ class Reply:
         )
 
     def listing(self, kind: type[Listing], items: list[Any], jobs: Sequence[GenerateRequest]) -> Listing:
-        """An answer with an item for each input."""
+        """Return an answer with an item for each input."""
         return kind(
             id=self.id,
             created=self.created,
@@ -79,14 +79,14 @@ class Reply:
 
 
 def preparer_of(ctx: ServerContext) -> PoolingPreparer:
-    """The one of the server's front end."""
+    """Return the preparer of the server's front end."""
     hook = ctx.frontend.preparer.hook(NAME)
     assert isinstance(hook, Text)
     return hook.preparer
 
 
 def preparation(ctx: ServerContext, body: VectorBody, reply: Reply) -> Callable[..., GenerateRequest]:
-    """`PoolingPreparer.prepare` with what the body says for all its inputs."""
+    """Return `PoolingPreparer.prepare` with the body's options for all inputs."""
 
     def prepare(prompt: Prompt | Pair, params: PoolingParams, *, param: str = "input") -> GenerateRequest:
         return preparer_of(ctx).prepare(
@@ -107,7 +107,7 @@ def preparation(ctx: ServerContext, body: VectorBody, reply: Reply) -> Callable[
 async def prepare_inputs(
     ctx: ServerContext, body: InputBody, reply: Reply, params: PoolingParams
 ) -> list[GenerateRequest]:
-    """A request for each input, or for the conversation; errors name an input's place if there are several."""
+    """Return a request for each input, or for the conversation; errors give an input's index if there are several."""
     given = (body.input is None) + (body.messages is None) == 1
     require(given, "input" if body.messages is None else "messages", None, "Give one of input and messages.")
     if body.messages is not None:
@@ -133,7 +133,7 @@ async def prepare_inputs(
 async def _prepare_messages(
     ctx: ServerContext, body: InputBody, reply: Reply, messages: Sequence[Message], params: PoolingParams
 ) -> GenerateRequest:
-    """One request for what the chat template makes of a conversation, which has its special tokens already."""
+    """Return a request for a rendered conversation, which contains its special tokens already."""
     if ctx.frontend.chat is None and body.chat_template is None:
         raise InvalidRequestError(
             "This model has no chat template, so messages can't be made into a prompt. Send input, or start the server "
@@ -153,12 +153,12 @@ async def _prepare_messages(
 
 
 async def in_thread_if_long(texts: Sequence[Any], work: Callable[[], T]) -> T:
-    """The result of `work`, which tokenizes the texts."""
+    """Run `work`, which tokenizes the texts; in a thread if they are long."""
     return await aside(sum(len(text) for text in texts), work)
 
 
 async def compute(ctx: ServerContext, request: Request, jobs: Sequence[GenerateRequest]) -> list[Pooled]:
-    """The results in the jobs' order. If the client leaves, or one fails, the others are aborted."""
+    """Return the results in the jobs' order; abort all if the client disconnects or one fails."""
     done: dict[int, Pooled] = {}
 
     async def collect() -> list[Pooled]:
