@@ -280,10 +280,10 @@ def _fit(
     block_bytes = block_size * loaded.kv_bytes_per_token
     asked = _asked_blocks(config, block_bytes)
     if asked is not None:
-        cache_bytes = asked * block_bytes
+        cache_bytes: int | None = asked * block_bytes
     else:
         cache_bytes = loaded.kv_budget if stated is None else stated
-        assert cache_bytes is not None, "without a stated size the worker measures its budget"
+    assert cache_bytes is not None, "without a stated size the worker measures its budget"
     num_blocks = asked or min(cache_bytes // block_bytes, max(held(2 * block_size), num_seqs * held(wanted or longest)))
     tokens = bisect.bisect_right(range(longest + 1), num_blocks, key=held) - 1
     if wanted is not None and tokens < wanted:

@@ -103,7 +103,7 @@ def serve() -> None:
 
 
 def compile_job(job: Job) -> None:
-    driver.set_active(NoDriver(GPUTarget(*job.target)))  # type: ignore[arg-type]
+    driver.set_active(NoDriver(GPUTarget(*job.target)))
     kernel = getattr(importlib.import_module(job.module), job.name)
     kernel.run(*map(_stand_in, job.args), grid=(1,), warmup=True, **job.options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 class Event(Protocol):
     """A point in a device's queue of work."""
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other: Self, /) -> float:
         """Return the milliseconds from this event to the other; both must have passed."""
         ...
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from octavo.core.errors import DeviceLostError, EngineStateError, UnsupportedError
 from octavo.core.output import StepOutput
@@ -30,16 +30,23 @@ class Step(Protocol):
         ...
 
 
-class Executor(Protocol):
+S = TypeVar("S", bound=Step)
+
+
+class ExecutorOf(Protocol[S]):
     """Runs steps strictly in launch order. `forward` and `sample` only enqueue work, on devices that support it."""
 
-    def forward(self, plan: StepPlan) -> Step: ...
+    def forward(self, plan: StepPlan) -> S: ...
 
-    def sample(self, step: Step, payload: dict[str, Any]) -> None: ...
+    def sample(self, step: S, payload: dict[str, Any]) -> None: ...
 
     def watch(self, spans: Spans) -> None:
         """Record the parts of each step in a profile's spans."""
         ...
+
+
+Executor = ExecutorOf[Any]
+"""An executor with steps of its own kind: `sample` takes only steps that its `forward` returned."""
 
 
 class Staged(Protocol):

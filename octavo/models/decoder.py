@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,10 @@ from octavo.nn.stream import Stream
 
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, stream: Stream, norm: RMSNorm, step: StepInput, /) -> Tensor: ...
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
@@ -191,6 +197,7 @@ class CausalLM(nn.Module):
         (self.head if isinstance(self.head, TiedHead) else self.embedding).emit_lookup(b)
         attended = b.scratch("attended", self.spec.num_heads * self.spec.head_dim * 4)
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
             layer.emit(b, self.embedding.dtype, attended if i < len(self.layers) - 1 else ATTENDED)
         b.mark("head")
         self.head.emit_after_norm(b, self.norm, LOGITS)

@@ -105,8 +105,8 @@ def _original(params: Config, config: Config, limit: int) -> int:
 
 
 def _llama3(params: Config, config: Config, limit: int) -> Llama3Scaling:
-    factors = (float(_rope(params, "llama3", name)) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return Llama3Scaling(*factors, _original(params, config, limit))
+    factor, low, high = (float(_rope(params, "llama3", f"{name}factor")) for name in ("", "low_freq_", "high_freq_"))
+    return Llama3Scaling(factor, low, high, _original(params, config, limit))
 
 
 def _yarn(params: Config, config: Config, limit: int) -> YarnScaling:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor
 
-from octavo.models.decoder import CausalLM
+from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.model import Model
 from octavo.nn.linear import Projection
 from octavo.nn.ops import products
@@ -36,7 +36,8 @@ def _groups(model: Model) -> list[products.Like]:
     if not isinstance(model, CausalLM) or products.products() is None:
         return []
     groups: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-    last = {layer for block in model.layers for layer in (block.attention.out, block.mlp.down)}
+    blocks = [block for block in model.layers if isinstance(block, DecoderLayer)]
+    last = {layer for block in blocks for layer in (block.attention.out, block.mlp.down)}
     added: set[torch.Size] = set()
     gated: set[torch.Size] = set()
     for module in model.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +14,15 @@ from octavo.nn.linear import Projection
 from octavo.nn.quant.base import Scheme
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.packed import Matrix, emit_lookup, table_of
-from octavo.nn.weights import Blocks, Keep, TensorSpec, Wanted, WeightLayer, fused, tensor_bytes
+from octavo.nn.weights import Blocks, Keep, Stored, TensorSpec, Wanted, WeightLayer, fused, plain, tensor_bytes
 
 
 class Embedding(WeightLayer):
     """Token ids to vectors. Where it takes `Blocks`, it only keeps them for the native program to look up."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, /) -> Tensor: ...
 
     def __init__(
         self,
@@ -32,7 +37,8 @@ class Embedding(WeightLayer):
     ) -> None:
         super().__init__(path, device)
         self.dtype, self.rows, self.size = dtype, rows, size
-        self.weight: Tensor | Blocks = torch.empty(0)
+        self.weight = torch.empty(0)
+        self.blocks: Blocks | None = None
         self.takes_blocks = takes_blocks
         self.keep = keep
         self._matrix: Matrix | None = None
@@ -50,15 +56,26 @@ class Embedding(WeightLayer):
             )
         ]
 
-    def place(self, tensors: Sequence[Tensor | None]) -> None:
+    def place(self, tensors: Sequence[Stored | None]) -> None:
         (weight,) = tensors
-        assert weight is not None
-        self.weight = weight if isinstance(weight, Blocks) else self.keep([weight])
+        if isinstance(weight, Blocks):
+            self.blocks = weight
+        else:
+            self.weight = self.keep([plain(weight)])
+
+    @property
+    def table(self) -> Stored:
+        """The table [rows, size], in the form in which it was placed."""
+        return self.weight if self.blocks is None else self.blocks
+
+    def release(self) -> None:
+        """Drop the table, once it is kept in another form."""
+        self.weight, self.blocks = torch.empty(0), None
 
     def pack(self) -> None:
         """Keep the table as the CPU kernels read it, for `emit_lookup`."""
-        self._matrix = table_of(self.weight)
-        self.weight = torch.empty(0)
+        self._matrix = table_of(self.table)
+        self.release()
 
     def emit_lookup(self, b: ProgramBuilder) -> None:
         """Add the look-up of the table's rows, into the residual stream, to a native program."""
@@ -69,7 +86,7 @@ class Embedding(WeightLayer):
     def nbytes(self) -> int:
         if self._matrix is not None:
             return self._matrix.nbytes
-        return tensor_bytes(*([] if isinstance(self.weight, Blocks) else [self.weight]))
+        return tensor_bytes(self.weight)
 
 
 class TiedHead(Projection):
@@ -94,10 +111,10 @@ class TiedHead(Projection):
     def wanted(self) -> list[Wanted]:
         return []
 
-    def place(self, tensors: Sequence[Tensor | None]) -> None:
+    def place(self, tensors: Sequence[Stored | None]) -> None:
         """Share the embedding's table, which is placed by now. A table of `Blocks` is dropped once it is packed."""
-        self.scheme.share(self.source.weight)
-        if isinstance(self.source.weight, Blocks):
+        self.scheme.share(self.source.table)
+        if self.source.blocks is not None:
             self.release_source()
 
     def pack(self) -> None:
@@ -106,4 +123,4 @@ class TiedHead(Projection):
 
     def release_source(self) -> None:
         """Drop the embedding's own table: the weights are kept in another form from now on."""
-        self.source.weight = torch.empty(0)
+        self.source.release()

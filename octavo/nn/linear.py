@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from octavo.nn.quant.base import Fusing, Part, Scheme
 from octavo.nn.quant.packed import Matrix, emit_lookup, packed
 from octavo.nn.shard import COL, ROW, Heads, Shard, cut
 from octavo.nn.stream import Stream
-from octavo.nn.weights import Wanted, WeightLayer
+from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
 
 Delta = Callable[[Tensor, Tensor], None]
@@ -38,6 +39,10 @@ class Projection(WeightLayer):
     has_bias = False
     gates = False
     """Whether the outputs are a gate and what it gates, side by side."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, /) -> Tensor: ...
 
     def __init__(self, path: str, device: torch.device, scheme: Scheme, mesh: Mesh = ALONE) -> None:
         super().__init__(path, device)
@@ -207,7 +212,8 @@ class Linear(Projection):
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The output's parts, as views."""
-        return y.split(self.sizes, dim=-1)
+        parts: tuple[Tensor, ...] = y.split(self.sizes, dim=-1)
+        return parts
 
     def wanted(self) -> list[Wanted]:
         return [
@@ -221,8 +227,10 @@ class Linear(Projection):
             for suffix, spec in self.scheme.stored(part).items()
         ]
 
-    def place(self, tensors: Sequence[Tensor | None]) -> None:
-        source = iter(tensors)
+    def place(self, tensors: Sequence[Stored | None]) -> None:
+        given = [tensor for tensor in tensors if tensor is not None]
+        assert len(given) == len(tensors), "a linear layer's tensors are not optional"
+        source = iter(given)
         parts = self._stored_parts
         self.scheme.prepare([{suffix: next(source) for suffix in self.scheme.stored(part)} for part in parts])
 

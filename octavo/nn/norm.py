@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +12,15 @@ from torch.nn import functional as F
 from octavo.native.bindings import Dtype
 from octavo.native.program import ProgramBuilder
 from octavo.nn.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
-from octavo.nn.weights import TensorSpec, Wanted, WeightLayer, owned, tensor_bytes
+from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
 
 
 class RMSNorm(WeightLayer):
     """Root-mean-square normalization over the last dimension (Zhang & Sennrich 2019)."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, /) -> Tensor: ...
 
     def __init__(self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float) -> None:
         super().__init__(path, device)
@@ -45,10 +50,9 @@ class RMSNorm(WeightLayer):
     def wanted(self) -> list[Wanted]:
         return [Wanted(f"{self.path}.weight", TensorSpec((self.size,), self.dtype))]
 
-    def place(self, tensors: Sequence[Tensor | None]) -> None:
+    def place(self, tensors: Sequence[Stored | None]) -> None:
         (weight,) = tensors
-        assert weight is not None
-        self.weight = owned(weight)
+        self.weight = owned(plain(weight))
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +61,10 @@ class RMSNorm(WeightLayer):
 
 class LayerNorm(WeightLayer):
     """Normalization to mean 0 and variance 1 over the last dimension (Ba et al. 2016); scale and perhaps bias."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, /) -> Tensor: ...
 
     def __init__(
         self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float, *, bias: bool = True
@@ -74,8 +82,8 @@ class LayerNorm(WeightLayer):
         names = ["weight", "bias"] if self.has_bias else ["weight"]
         return [Wanted(f"{self.path}.{name}", TensorSpec((self.size,), self.dtype)) for name in names]
 
-    def place(self, tensors: Sequence[Tensor | None]) -> None:
-        placed = [owned(tensor) for tensor in tensors if tensor is not None]
+    def place(self, tensors: Sequence[Stored | None]) -> None:
+        placed = [owned(plain(tensor)) for tensor in tensors if tensor is not None]
         self.weight, self.bias = placed[0], placed[1] if self.has_bias else None
 
     @property

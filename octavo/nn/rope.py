@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from octavo.nn.ops.rope import apply_rope, apply_rope_joint
 from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
-from octavo.nn.weights import TensorSpec, Wanted, WeightLayer, tensor_bytes
+from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, plain, tensor_bytes
 
 FACTORS = "rope_freqs.weight"
 
@@ -21,6 +22,10 @@ class Rope(WeightLayer):
     Attributes:
         cos_sin: [max_position, rotary_dim] float32, cosines in the first half of each row, sines in the second.
     """
+
+    if TYPE_CHECKING:
+
+        def __call__(self, q: Tensor, k: Tensor, positions: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
     def __init__(self, device: torch.device, spec: RopeSpec) -> None:
         super().__init__("rope", device)
@@ -40,9 +45,9 @@ class Rope(WeightLayer):
         spec = TensorSpec((self.spec.rotary_dim // 2,), torch.float32)
         return [Wanted(FACTORS, spec, optional=True)]
 
-    def place(self, tensors: Sequence[Tensor | None]) -> None:
+    def place(self, tensors: Sequence[Stored | None]) -> None:
         (divisors,) = tensors
-        self.cos_sin = cos_sin_table(self.spec, None if divisors is None else divisors.cpu()).to(self.device)
+        self.cos_sin = cos_sin_table(self.spec, None if divisors is None else plain(divisors).cpu()).to(self.device)
 
     @property
     def nbytes(self) -> int:

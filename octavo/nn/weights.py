@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +77,16 @@ class Wanted:
     index: Index | None = None
 
 
+Stored = Tensor | Blocks
+"""A tensor of a checkpoint, or a quantized matrix that was wanted as `Blocks`."""
+
+
+def plain(stored: Stored | None) -> Tensor:
+    """Return a tensor that was not wanted as `Blocks` and is not optional."""
+    assert isinstance(stored, Tensor), "the layer wants a plain tensor"
+    return stored
+
+
 class WeightLayer(nn.Module, ABC):
     """A module with weights of its own. It holds no tensor before `place`, so building a model costs no memory.
 
@@ -104,7 +113,7 @@ class WeightLayer(nn.Module, ABC):
         """The tensors to fetch, in the order in which `place` expects them."""
 
     @abstractmethod
-    def place(self, tensors: Sequence[Any]) -> None:
+    def place(self, tensors: Sequence[Stored | None]) -> None:
         """Take the tensors, already of the wanted shape and dtype and on the layer's device; None for absent ones,
         `Blocks` for those wanted so.
 

@@ -44,4 +44,5 @@ def _mix(z: Tensor) -> Tensor:
 
 def _shift_right(z: Tensor, count: int) -> Tensor:
     """Logical shift of int64, whose built-in shift is arithmetic."""
-    return (z >> count) & (2 ** (64 - count) - 1)
+    shifted: Tensor = (z >> count) & (2 ** (64 - count) - 1)
+    return shifted

@@ -123,7 +123,7 @@ class PreparedParams:
     def changes(self) -> bool:
         """Whether any processor changes the logits, apart from filters and `allowed`."""
         penalties = (self.repetition, self.frequency, self.presence)
-        return penalties != (1, 0, 0) or any(map(len, (self.banned_ids, self.bias_ids, self.packed_words)))
+        return penalties != (1, 0, 0) or bool(len(self.banned_ids) or len(self.bias_ids) or len(self.packed_words))
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import StepPlan
@@ -49,7 +50,7 @@ class NativeReplay:
             block_size=slots.block_size,
             groups=len(slots.block_tables),
         )
-        self._results: tuple[Tensor, Ints, Ints] = torch.empty(0), self._chosen, self._peaks
+        self._results: tuple[Tensor, Ints, NDArray[np.float32]] = torch.empty(0), self._chosen, self._peaks
         self._laid_out = False
         self._adoptions = 0
 

@@ -32,7 +32,7 @@ from octavo.worker.worker import Loaded, Worker
 
 log = logging.getLogger(__name__)
 
-_FORMATS = get_args(LoadFormat)
+_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 
 
 class WorkerWeights:
@@ -57,8 +57,9 @@ class WorkerWeights:
             EngineStateError: there is not enough memory.
         """
         worker = self._worker
-        form = load_format or ("auto" if path is not None else worker.load_format)
-        if form not in _FORMATS:
+        named = load_format or ("auto" if path is not None else worker.load_format)
+        form = next((known for known in _FORMATS if known == named), None)
+        if form is None:
             raise InvalidRequestError(
                 f"load_format must be one of {', '.join(_FORMATS)}.", param="load_format", value=load_format
             )

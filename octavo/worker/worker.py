@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig
 from octavo.core.cache_groups import CacheGroup, groups_of
@@ -216,6 +216,7 @@ class Worker:
         if isinstance(model, NativeDecoder) and isinstance(loaded.model, NativeDecoder):
             model.adopt(loaded.model)
             return
+        assert isinstance(model, nn.Module)
         replace_weights(model, loaded.source, in_place=self.device.resident)
         self._stored_scales = loaded.scales
         if rescale and is_fp8(self.kv_dtype) and model.attention_layers[0].cache.numel():
@@ -336,8 +337,10 @@ class Worker:
         mode = self.config.logprobs_mode
         size, vocab_size, groups = self._block_size, self.spec.vocab_size, len(self.cache_groups)
         slots = HostSlots(room.num_slots, room.max_model_len, size, vocab_size, mode, groups)
-        native = isinstance(self.attention, NativeAttention)
-        sampler = NativeSampler(slots, self.attention.pool) if native else TorchSampler(slots)
+        attention = self.attention
+        sampler = (
+            NativeSampler(slots, attention.pool) if isinstance(attention, NativeAttention) else TorchSampler(slots)
+        )
         replay = NativeReplay(model, slots) if isinstance(model, NativeDecoder) else NoReplay()
         return slots, sampler, replay
 

@@ -47,7 +47,7 @@ def _closed(value: Any, everywhere: bool) -> Any:
         return [_closed(one, everywhere) for one in value]
     if not isinstance(value, dict):
         return value
-    made = {}
+    made: dict[str, Any] = {}
     for key, one in value.items():
         if key in _BY_NAME and isinstance(one, dict):
             made[key] = {name: _closed(schema, everywhere) for name, schema in one.items()}

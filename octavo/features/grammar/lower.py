@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -17,6 +17,9 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.structured import JSON_WHITESPACE, StructuredOutputsParams
 from octavo.features.grammar.closing import closed
 from octavo.features.grammar.tags import tags_to_lark
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # only its stub has it
 
 _DEFINITION = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _QUOTED = re.compile(r"""'((?:[^'\\]|\\.)*)('?)|"(?:[^"\\]|\\.)*"?|\[(?:[^]\\]|\\.)*]?|#[^\r\n]*""", re.DOTALL)
@@ -58,7 +61,7 @@ def _lower(params: StructuredOutputsParams) -> str:
     return _lark(_any_notation(params.grammar or "", params.param))
 
 
-def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+def json_options(params: StructuredOutputsParams) -> JsonCompileOptions:
     """Return llguidance's options for the whitespace of JSON."""
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False}

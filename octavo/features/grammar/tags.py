@@ -7,14 +7,17 @@ tree of formats (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html).
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import regex_to_lark
 
 from octavo.core.errors import InvalidRequestError
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # only its stub has it
 
-def tags_to_lark(tag: dict[str, Any], json_options: dict[str, Any], param: str) -> str:
+
+def tags_to_lark(tag: dict[str, Any], json_options: JsonCompileOptions, param: str) -> str:
     """Return the structural tag as a Lark grammar.
 
     Raises:
@@ -40,7 +43,7 @@ def _as_tag(one: dict[str, Any]) -> dict[str, Any]:
 class _Writer:
     """Writes rules; each method returns the expression of its part."""
 
-    def __init__(self, json_options: dict[str, Any], param: str) -> None:
+    def __init__(self, json_options: JsonCompileOptions, param: str) -> None:
         self.rules: list[str] = []
         self._options = json_options
         self._param = param

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +35,14 @@ class Dense(nn.Module):
         ModelFileError: a tensor is missing or has the wrong shape.
     """
 
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, /) -> Tensor: ...
+
     def __init__(self, layer: DenseLayer, device: torch.device) -> None:
         super().__init__()
         build = Build(torch.float32, device, None, everywhere(Unquantized, torch.float32, device))
-        sizes = {"inputs": layer.inputs, "outputs": layer.outputs}
-        self.linear = build.linear("linear", **sizes, shard=NONE, bias=layer.bias)
+        self.linear = build.linear("linear", inputs=layer.inputs, outputs=layer.outputs, shard=NONE, bias=layer.bias)
         self._activation = _ACTIVATIONS[layer.activation]
         load_weights(self, SafetensorsCheckpoint([Path(layer.weights)]))
 

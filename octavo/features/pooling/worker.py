@@ -51,7 +51,7 @@ class PoolingWorker(WorkerHook):
     @property
     def _model(self) -> Model | EncoderModel:
         model = self._attached()
-        assert model is not None, "whoever runs the model holds it"
+        assert model is not None, "the runner holds the model"
         return model
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:
@@ -124,7 +124,9 @@ class PoolingWorker(WorkerHook):
 
     def _finish(self, vectors: Tensor, params: PoolingParams) -> Tensor:
         if params.task == "classify":
-            vectors = self._model.classify(vectors).float()
+            model = self._model
+            assert hasattr(model, "classify"), "only encoders have a classification head"
+            vectors = model.classify(vectors).float()
         if params.task == "embed":
             for layer in self._dense:
                 vectors = layer(vectors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,10 @@ _TRAINING = ("cls.", "lm_head.", "vocab_")
 class EncoderLayer(nn.Module):
     """Attention and feed-forward, each followed by its residual sum and a norm."""
 
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, step: StepInput, /) -> Tensor: ...
+
     def __init__(self, b: Build, spec: EncoderSpec) -> None:
         super().__init__()
         names, size = spec.names, spec.hidden_size
@@ -51,6 +56,10 @@ class EncoderLayer(nn.Module):
 
 class ClassificationHead(nn.Module):
     """Labels of a pooled state."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, /) -> Tensor: ...
 
     def __init__(self, b: Build, head: Head, size: int, num_labels: int) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -105,6 +106,10 @@ def _theta(config: Config, kind: str) -> float:
 class ModernLayer(nn.Module):
     """Attention and gated feed-forward, each behind a norm; the first layer's states are normalized already."""
 
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, step: StepInput, /) -> Tensor: ...
+
     def __init__(self, b: Build, spec: ModernSpec, layer: int, rope: Rope) -> None:
         super().__init__()
         size, inner = spec.hidden_size, spec.intermediate_size
@@ -133,6 +138,10 @@ class ModernLayer(nn.Module):
 
 class ModernHead(nn.Module):
     """Labels of a pooled state."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, /) -> Tensor: ...
 
     def __init__(self, b: Build, spec: ModernSpec) -> None:
         super().__init__()

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
 from octavo.nn.weights import Blocks, Index, TensorSpec
+
+
+class _Slice(Protocol):
+    """One tensor of an open file, which is read in parts."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Index) -> Tensor: ...
+
+
+class _File(Protocol):
+    """The part of `safe_open` that is used here; the package's own stub has no types."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> _Slice: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
 
 
 class SafetensorsCheckpoint:
@@ -21,7 +39,7 @@ class SafetensorsCheckpoint:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._files: dict[str, tuple[Path, Any]] = {}
+        self._files: dict[str, tuple[Path, _File]] = {}
         self.origin = str(files[0]) if len(files) == 1 else str(files[0].parent)
         for path in files:
             handle = _open(path)
@@ -50,11 +68,11 @@ class SafetensorsCheckpoint:
             raise ModelFileError(f"Tensor {name} can't be read from {path}: {error}") from error
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> _File:
     if path.suffix == ".gguf":
         raise ModelFileError(f"{path} is a GGUF file, not safetensors; use --load-format gguf, or leave it out.")
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        return cast("_File", safe_open(path, framework="pt", device="cpu"))
     except FileNotFoundError as error:
         raise ModelFileError(f"Weight file {path} doesn't exist; get the model's files again.") from error
     except (SafetensorError, OSError) as error:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Set
 
 from torch import Tensor
 
-from octavo.models.load.checkpoint import Index
-from octavo.nn.weights import Blocks, TensorSpec
+from octavo.nn.weights import Blocks, Index, TensorSpec
 
 
 class TensorCheckpoint:

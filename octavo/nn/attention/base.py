@@ -147,7 +147,8 @@ class BackendRequest:
 class BackendFactory(Protocol):
     """An entry of `select.py`: whether this machine and layer are supported, and how to make the backend."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def supports(self, request: BackendRequest) -> str | None:
         """None if it does, else the reason why not."""

@@ -7,7 +7,7 @@ part i, the whole is sum_i exp(l_i - l) o_i with l = log sum_i exp(l_i). So a co
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +21,9 @@ from octavo.nn.step import StepInput
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _QUERY_TILE = 128
 _KEY_TILE = 1024
-_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-
 Part = tuple[Tensor, Tensor]
 """An output [..., head_dim] and its log-sum-exp [...] float32."""
+_flash: Callable[..., Part] | None = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 Interval = tuple[int, int]
 """Positions [first, last) in a sequence."""
 
@@ -135,8 +134,9 @@ def _attend_chunk(q: Tensor, cache: Tensor, plan: ChunkPlan, spec: AttentionSpec
     out[plan.begin : plan.begin + plan.count] = acc.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
 
-def _halves(piece: Piece, plan: ChunkPlan, window: None) -> Iterator[tuple[Interval, Interval]]:
+def _halves(piece: Piece, plan: ChunkPlan, window: int | None) -> Iterator[tuple[Interval, Interval]]:
     """(positions of queries, positions of keys) such that every pair is either wholly visible or a causal square."""
+    assert window is None, "a window needs tiles"
     end = plan.position + plan.count
     first, last = piece.position, piece.position + piece.length
     if first < plan.position:
@@ -196,7 +196,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visible: Tensor | None = None, *, causal: bool = False
 ) -> Part:
     """q [B, H, n, d], k and v [B, H, L, d]; `visible` broadcasts to [B, H, n, L]; `causal` aligns the first ones."""
-    if spec.soft_cap is not None or not _flash_works():
+    if spec.soft_cap is not None or _flash is None or not _flash_works():
         if causal:
             visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril_()
         return _attend_plain(q, k, v, spec, visible)

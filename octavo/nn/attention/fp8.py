@@ -13,7 +13,8 @@ FORMS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 def tile_width(head_dim: int, form: int) -> int:
     """Channels of a tile, a power of two: the matrix units take 16 of them at once, and FP8's are divided in two."""
-    return max(16 if form == PLAIN else 32, triton.next_power_of_2(head_dim))
+    width: int = triton.next_power_of_2(head_dim)
+    return max(16 if form == PLAIN else 32, width)
 
 
 @functools.cache

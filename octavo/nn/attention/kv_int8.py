@@ -25,4 +25,5 @@ def pack(x: Tensor) -> Tensor:
 def unpack(cells: Tensor, dtype: torch.dtype) -> Tensor:
     """The reverse of `pack`, to numbers of `dtype`."""
     integers, scale = cells.split([cells.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
-    return (integers * scale.contiguous().view(torch.float32)).to(dtype)
+    values: Tensor = integers * scale.contiguous().view(torch.float32)
+    return values.to(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,10 @@ class PagedAttention(nn.Module):
         group: which cache group the layer belongs to; the worker sets it.
         scales: [2, num_kv_heads] float32 with an FP8 cache, see `FusedBackend`; the worker sets them too.
     """
+
+    if TYPE_CHECKING:
+
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput, /) -> Tensor: ...
 
     def __init__(self, spec: AttentionSpec, backend: AttentionBackend, path: str = "") -> None:
         super().__init__()

@@ -49,9 +49,9 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], reach
     out = torch.empty_like(q)
     for group in groups:
         shape = (group.count, group.length, *q.shape[1:])
-        heads = [x[group.tokens].view(shape).transpose(1, 2) for x in (q, k, v)]
+        mine, keys, values = (x[group.tokens].view(shape).transpose(1, 2) for x in (q, k, v))
         mask = _band(group.length, reach, q.device) if reach is not None and reach < group.length - 1 else None
-        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        attended = F.scaled_dot_product_attention(mine, keys, values, attn_mask=mask)
         out[group.tokens] = attended.transpose(1, 2).reshape(-1, *q.shape[1:])
     return out
 

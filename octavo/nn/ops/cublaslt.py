@@ -170,7 +170,7 @@ class Product:
         """Whether an algorithm, found for another number of rows, does this product too within the workspace."""
         found = _Found()
         layouts = (self._a, self._b, self._c, self._c)
-        status = self._lib.fits(self._lib.handle, self._operation, *layouts, algorithm, byref(found))
+        status: int = self._lib.fits(self._lib.handle, self._operation, *layouts, algorithm, byref(found))
         return status == 0 and found.workspace <= WORKSPACE_BYTES
 
     def into(self, out: Tensor, x: Tensor, weight: Tensor, algorithm: bytes, *, add: bool = False) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from octavo.nn.weights import TensorSpec
+from octavo.nn.weights import Stored, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Scheme(Protocol):
         """Checkpoint suffix -> tensor, such as {"weight": ..., "bias": ...}."""
         ...
 
-    def prepare(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+    def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         """Fuse and repack, once after loading. `parts` follow `stored`; they may be views into a mapped file."""
         ...
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.native.program import BLOCK
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import pack_blocks
-from octavo.nn.weights import Blocks, Keep, fused, tensor_bytes
+from octavo.nn.weights import Blocks, Keep, Stored, fused, plain, tensor_bytes
 
 _MIDDLE = 128  # of integers of 8 bits
 
@@ -33,18 +33,18 @@ class BlockQuantized(Unquantized):
         self.bits = 0
         self.has_minima = False
 
-    def prepare(self, parts: Sequence[Mapping[str, Tensor | Blocks]]) -> None:
+    def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
         blocks = [weight for weight in weights if isinstance(weight, Blocks)]
         if len(blocks) < len(weights) or blocks[0].values.shape[1] % BLOCK:
-            plain = [weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype) for weight in weights]
-            super().prepare([{**part, "weight": weight} for part, weight in zip(parts, plain, strict=True)])
+            values = [weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype) for weight in weights]
+            super().prepare([{**part, "weight": weight} for part, weight in zip(parts, values, strict=True)])
             return
         self._pack(alike(blocks))
         if "bias" in parts[0]:
-            self.bias = torch.cat([part["bias"] for part in parts])
+            self.bias = torch.cat([plain(part["bias"]) for part in parts])
 
-    def share(self, weight: Tensor | Blocks) -> None:
+    def share(self, weight: Stored) -> None:
         if isinstance(weight, Tensor):
             super().share(weight)
         else:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.quant.base import Part
-from octavo.nn.weights import Keep, TensorSpec, fused, tensor_bytes
+from octavo.nn.weights import Keep, Stored, TensorSpec, fused, plain, tensor_bytes
 
 
 class Unquantized:
@@ -35,14 +35,14 @@ class Unquantized:
             specs["bias"] = TensorSpec((part.out_features,), self.dtype, out_dim=0)
         return specs
 
-    def prepare(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        self.weight = self._keep([part["weight"] for part in parts])
+    def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
+        self.weight = self._keep([plain(part["weight"]) for part in parts])
         if "bias" in parts[0]:
-            self.bias = torch.cat([p["bias"] for p in parts])
+            self.bias = torch.cat([plain(part["bias"]) for part in parts])
 
-    def share(self, weight: Tensor) -> None:
+    def share(self, weight: Stored) -> None:
         """Use another layer's matrix, without a second copy."""
-        self.weight = weight
+        self.weight = plain(weight)
         self._shared = True
 
     def apply(self, x: Tensor) -> Tensor:

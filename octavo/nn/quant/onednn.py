@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.quant.none import Unquantized
-from octavo.nn.weights import Keep, fused, tensor_bytes
+from octavo.nn.weights import Keep, Stored, fused, plain, tensor_bytes
 
 
 class OneDNN(Unquantized):
@@ -22,17 +22,18 @@ class OneDNN(Unquantized):
         super().__init__(dtype, device, keep)
         self._packed: Tensor | None = None
 
-    def prepare(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+    def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         super().prepare(parts)
         assert self.weight is not None
         self.share(self.weight)
 
-    def share(self, weight: Tensor) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous())
+    def share(self, weight: Stored) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight.default(plain(weight).contiguous())
         self.weight = None
 
     def apply(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
+        return y
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ from octavo.native.program import RESIDUAL, ProgramBuilder
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import interleave, pack_, pack_blocks, pad_bias
-from octavo.nn.weights import Blocks, tensor_bytes
+from octavo.nn.weights import Stored, tensor_bytes
 
 DTYPES = {torch.float32: Dtype.FLOAT, torch.bfloat16: Dtype.BFLOAT}
 NAMES = {
@@ -63,27 +63,30 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
         bias = interleave(*bias.chunk(2))
     scheme.bias = None
     if isinstance(scheme, BlockQuantized) and scheme.packed is not None:
-        panels = scheme.packed
-        matrix = Matrix(_integers(scheme.bits), *scheme.shape, panels, bias, scheme.zero_point, scheme.has_minima)
+        panels, (rows, columns) = scheme.packed, scheme.shape
+        matrix = Matrix(_integers(scheme.bits), rows, columns, panels, bias, scheme.zero_point, scheme.has_minima)
         scheme.packed = None
     else:
         weight = scheme.weight
         assert weight is not None, "weights are not loaded"
+        rows, columns = weight.shape
         panels = pack_(weight)
-        matrix = Matrix(DTYPES[weight.dtype], *weight.shape, panels, bias)
+        matrix = Matrix(DTYPES[weight.dtype], rows, columns, panels, bias)
         scheme.weight = None
     if paired:
         panels.copy_(interleave(*panels.chunk(2)))
     return matrix
 
 
-def table_of(weight: Tensor | Blocks) -> Matrix:
+def table_of(weight: Stored) -> Matrix:
     """An embedding table: plain rows, or integers in panels."""
     if isinstance(weight, Tensor):
-        return Matrix(DTYPES[weight.dtype], *weight.shape, weight)
+        rows, columns = weight.shape
+        return Matrix(DTYPES[weight.dtype], rows, columns, weight)
     has_minima = weight.minima is not None
-    panels = pack_blocks(weight)
-    return Matrix(_integers(weight.bits), *weight.values.shape, panels, zero_point=weight.zero_point, minima=has_minima)
+    (rows, columns), panels = weight.values.shape, pack_blocks(weight)
+    dtype = _integers(weight.bits)
+    return Matrix(dtype, rows, columns, panels, zero_point=weight.zero_point, minima=has_minima)
 
 
 def emit_lookup(b: ProgramBuilder, matrix: Matrix, *, in_panels: bool) -> None:

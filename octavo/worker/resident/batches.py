@@ -21,7 +21,7 @@ from octavo.device.transfer import upload
 from octavo.nn.attention.base import FusedBackend
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.worker.resident.sharing import Groups, shared_room
-from octavo.worker.resident.slots import Batch, DeviceSlots, empty_step
+from octavo.worker.resident.slots import Batch, DeviceSlots, empty_step, first_of
 
 MAX_ROWS = 1024
 MAX_TOKENS = 1024
@@ -82,7 +82,7 @@ class Singles:
         """Return the input of a recorded step, for `batch(size)`."""
         batch, slots = self.batch(size), self._slots
         step = StepInput(
-            **{name: buffer[:size] for name, buffer in self._buffers.items()},
+            **first_of(self._buffers, size, size),
             query_start=batch.query_start,
             block_tables=slots.block_tables[0],
             table_rows=batch.slots,
@@ -196,9 +196,8 @@ class Ragged:
     def step(self, size: int) -> StepInput:
         """Return the input of a recorded step, for `batch(size)`."""
         parts, slots = self._parts[size], self._slots
-        buffers = {name: buffer[:size] for name, buffer in self._buffers.items()}
         step = StepInput(
-            **buffers | {"seq_lens": self._buffers["seq_lens"][: size + 2]},
+            **first_of(self._buffers, size + 2, size),
             query_start=parts.query_start,
             block_tables=slots.block_tables[0],
             table_rows=parts.slots,

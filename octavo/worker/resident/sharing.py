@@ -112,7 +112,9 @@ def grouped(tables: np.ndarray, whole_blocks: np.ndarray, most: int, unit: int) 
     order = sorted(range(len(tables)), key=lambda row: tables[row, : whole_blocks[row]].astype(">i4").tobytes())
     common = _common(tables[order], whole_blocks[order]) // unit * unit
     cuts = _best_cuts(common.tolist(), most)
-    groups, rows, lens, saved = [], [], np.zeros(len(order), dtype=np.int32), 0
+    groups: list[tuple[int, int, int]] = []
+    rows: list[int] = []
+    lens, saved = np.zeros(len(order), dtype=np.int32), 0
     alone: list[int] = []
     for begin, end in itertools.pairwise(cuts):
         if end - begin == 1:
@@ -137,7 +139,8 @@ def _common(tables: np.ndarray, whole_blocks: np.ndarray) -> np.ndarray:
     known = np.minimum(whole_blocks[:-1], whole_blocks[1:])
     differs = tables[:-1] != tables[1:]
     first = np.where(differs.any(axis=1), differs.argmax(axis=1), tables.shape[1])
-    return np.minimum(first, known)
+    common: np.ndarray = np.minimum(first, known)
+    return common
 
 
 def _best_cuts(common: list[int], most: int) -> list[int]:

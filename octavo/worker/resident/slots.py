@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -341,11 +342,30 @@ def make_batch(plan: StepPlan, device: torch.device) -> tuple[Batch, Tensor, Ten
     return Batch(*sent[:3]), sent[3], sent[4]
 
 
-def empty_step(rows: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
+class StepBuffers(TypedDict):
+    """The fields of `StepInput` that `write_step` fills."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    seq_lens: Tensor
+
+
+def empty_step(rows: int, tokens: int, device: torch.device) -> StepBuffers:
     """Allocate the tensors that `write_step` fills, by name."""
     return {
         "input_ids": torch.empty(tokens, dtype=torch.int64, device=device),
         "positions": torch.empty(tokens, dtype=torch.int64, device=device),
         "slot_mapping": torch.empty(tokens, dtype=torch.int64, device=device),
         "seq_lens": torch.empty(rows, dtype=torch.int32, device=device),
+    }
+
+
+def first_of(buffers: StepBuffers, rows: int, tokens: int) -> StepBuffers:
+    """Return views of the first rows and tokens of larger buffers."""
+    return {
+        "input_ids": buffers["input_ids"][:tokens],
+        "positions": buffers["positions"][:tokens],
+        "slot_mapping": buffers["slot_mapping"][:tokens],
+        "seq_lens": buffers["seq_lens"][:rows],
     }
