@@ -147,7 +147,7 @@ def test_what_lies_beyond_is_refused(path: str) -> None:
     assert tried > (40 if path == "/v1/chat/completions" else 0)
 
 
-@pytest.mark.features("beams", "grammar")
+@pytest.mark.features("beams", "grammar", "prompt_embeds", "thinking")
 @pytest.mark.parametrize("path", [path for path in BASES if path not in ("/v1/embeddings", "/pooling", "/rerank")])
 def test_the_limits_themselves_are_taken(path: str) -> None:
     tried = 0
