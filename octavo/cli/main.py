@@ -19,6 +19,9 @@ COMMANDS = {
     "pull": "download a model, or list those known by name",
 }
 
+WITH_ENGINE = {"serve", "chat", "generate", "run-batch", "replay-steps"}
+"""Commands that start an engine, in this process or in another with the same limits."""
+
 USAGE = """usage: octavo COMMAND [options]
 
 Octavo serves large language models.
@@ -62,10 +65,12 @@ def _unknown(word: str) -> str:
 
 def _run(name: str, argv: list[str]) -> int:
     from octavo.core.errors import OctavoError
-    from octavo.core.memory import memory_errors
+    from octavo.core.memory import check_address_space, memory_errors
 
     try:
         with memory_errors():
+            if name in WITH_ENGINE:
+                check_address_space()  # first, since the command's libraries may abort instead of raising
             command = cast(Command, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
             return command.run(argv)
     except OctavoError as error:
