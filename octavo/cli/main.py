@@ -19,8 +19,8 @@ COMMANDS = {
     "pull": "download a model, or list those known by name",
 }
 
-WITH_ENGINE = {"serve", "chat", "generate", "run-batch", "replay-steps"}
-"""Commands that start an engine, in this process or in another with the same limits."""
+WITH_ENGINE = {"serve", "generate", "run-batch", "replay-steps"}
+"""Commands that always start an engine, in this process or in another with the same limits."""
 
 USAGE = """usage: octavo COMMAND [options]
 
