@@ -103,15 +103,22 @@ def definitions() -> dict[str, Definition]:
     for path in (ROOT / "octavo").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                one = found[node.name]
-                one.names |= set(assigned(node))
-                one.bases |= {base.id for base in node.bases if isinstance(base, ast.Name)}
+                found[node.name].names |= set(assigned(node))
+                found[node.name].bases |= set(filter(None, map(named, node.bases)))
             elif isinstance(node, ast.Assign):
                 aliases = [target.id for target in node.targets if isinstance(target, ast.Name)]
-                found.update({name: Definition() for name in aliases if name[:1].isupper() and name not in found})
+                for alias in aliases:
+                    if alias[:1].isupper():
+                        found[alias].bases |= {named(node.value)} - {"", alias}
     for name in ("LLM", "AsyncLLM"):  # they get the methods that features bring
         found[name].bases.add("Methods")
     return dict(found)
+
+
+def named(value: ast.expr) -> str:
+    """The name of a base class or of an alias's value, without parameters; "" for other expressions."""
+    value = value.value if isinstance(value, ast.Subscript) else value
+    return value.id if isinstance(value, ast.Name) else ""
 
 
 def assigned(node: ast.ClassDef) -> Iterator[str]:
