@@ -96,9 +96,8 @@ PUBLIC = (
     public("server/openai/decide/route.py", "thinking", "enable_thinking", "a variable of chat templates"),
     public("server/extras.py", "beams", "num_beams", "a field of other engines' requests"),
     public("server/routes/invocations.py", "pooling", "/pooling", "a path of the HTTP API"),
-    public("config.py", "pooling", "pooling", "a value of --runner"),
+    public("config/model.py", "pooling", "pooling", "a value of --runner"),
     public("build_worker.py", "pooling", "pooling", "a value of --runner"),
-    public("cli/flags/engine.py", "pooling", "pooling", "a value of --runner"),
     public("models/encoders/modernbert.py", "pooling", "classifier_pooling", "a field of checkpoints' configs"),
     public(
         "hub/catalogue.py",

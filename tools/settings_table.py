@@ -1,4 +1,4 @@
-"""Write the tables of settings in docs/configuration.md from `engine.py` and `server.py` of `octavo/cli/flags`.
+"""Write the tables of settings in docs/configuration.md from the settings' dataclasses.
 
 python tools/settings_table.py [FILE]
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from octavo.cli.flags.flag import Flag
 from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS
+from octavo.core.flag import Flag
 
 BEGIN = "<!-- tables: python tools/settings_table.py -->"
 END = "<!-- end of tables -->"

@@ -64,6 +64,14 @@ def size(text: str) -> int:
     return int(float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()])
 
 
+def show_size(value: int) -> str:
+    """Return bytes as `size` reads them, in the largest unit that divides them."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if value and value % (1 << power) == 0:
+            return f"{value >> power}{unit}"
+    return str(value)
+
+
 def fraction(text: str) -> float:
     """Parse a number over 0 and up to 1; raise ValueError for others."""
     return _number(text, lambda value: 0 < value <= 1, "a fraction over 0 and up to 1, such as 0.9")

@@ -8,7 +8,7 @@ A feature's parts are modules of its folder. Each is optional, and imported only
 - `payload.py` has `NAME`, the feature's key in requests' options and plans, and `PAYLOAD`, the msgspec type of the
   data that the engine half sends to the worker half with a step. It needs no torch.
 - `text.py` has `Text`, a `TextHook`: the half in front ends. It needs no torch.
-- `settings.py` has `Settings`, a dataclass derived from `FeatureSettings`; `flags.py` has `FLAGS`, their flags.
+- `settings.py` has `Settings`, a dataclass derived from `FeatureSettings`; its fields carry their flags.
 - `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: the feature's routes.
 - `offline.py` and `online.py` have `Methods`, a mixin of `LLM` and `AsyncLLM`.
 

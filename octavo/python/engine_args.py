@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any, Self, TypeVar
 
-from octavo.cli.flags.flag import Flag
+from octavo.cli.flags import units
 from octavo.cli.flags.table import ENGINE_GROUPS, flags_of
 from octavo.config import EngineConfig
+from octavo.core.flag import Flag
 from octavo.foreign import ENGINE_FLAGS, SHORT
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
@@ -73,7 +74,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     if flag.many:
         common |= {"nargs": "+", "action": "extend"}
     metavar = flag.metavar or (None if flag.choices else flag.name.split("-")[-1].upper())
-    group.add_argument(*words, type=flag.read, choices=flag.choices, metavar=metavar, **common)
+    group.add_argument(*words, type=units.reader(flag.read), choices=flag.choices, metavar=metavar, **common)
 
 
 def _keyword(name: str) -> str:

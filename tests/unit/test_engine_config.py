@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.cli.flags import units
-from octavo.cli.flags.flag import Flag, dtype
 from octavo.cli.flags.table import ENGINE_GROUPS, flags_of
 from octavo.config import EngineConfig
+from octavo.core import parsing, quantities
 from octavo.core.errors import ConfigError
+from octavo.core.flag import Flag
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,19 @@ _TEXTS = {"cache.memory_bytes": "256M", "cache.memory_utilization": "0.5", "sche
 
 @pytest.mark.parametrize(
     "flag",
-    [flag for flag in flags_of(ENGINE_GROUPS) if flag.read not in (str, units.json_object, units.word, dtype)],
+    [
+        flag
+        for flag in flags_of(ENGINE_GROUPS)
+        if flag.read not in (str, parsing.json_object, parsing.word, parsing.dtype)
+    ],
     ids=lambda flag: flag.name,
 )
 def test_a_setting_is_read_as_its_flag_is(flag: Flag) -> None:
     section, field = flag.target.split(".")
     if isinstance(getattr(getattr(EngineConfig(), section), field), tuple):
         return  # a list, not a number
-    text = _TEXTS.get(flag.target, "8" if flag.read is units.natural else "8k")
-    text = "5e5" if flag.read is units.positive else text
+    text = _TEXTS.get(flag.target, "8" if flag.read is quantities.natural else "8k")
+    text = "5e5" if flag.read is quantities.positive else text
     config = EngineConfig.of(**{flag.name.replace("-", "_"): text})
     assert getattr(getattr(config, section), field) == flag.read(text)
 

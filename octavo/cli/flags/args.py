@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.flags import units
 from octavo.cli.flags.environment import OTHER_WORDS
-from octavo.cli.flags.flag import Flag
 from octavo.cli.flags.parser import OctavoParser, put
 from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.errors import ConfigError
+from octavo.core.flag import Flag
 from octavo.core.keywords import near
 from octavo.features import settings_types
 from octavo.foreign import FLAGS
@@ -157,7 +158,7 @@ def _read_one(flag: Flag, raw: Any, where: str) -> Any:
         raise ConfigError(f"{where}: must be one value, not {raw!r}")
     try:
         value = flag.read(str(raw))
-    except argparse.ArgumentTypeError as error:
+    except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
     if flag.choices and value not in flag.choices:
         raise ConfigError(f"{where}: {raw!r} is not one of {', '.join(flag.choices)}")
@@ -193,7 +194,11 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     if flag.switch:
         group.add_argument(*flag.spelled(), action=argparse.BooleanOptionalAction, **common)
     elif flag.many:
-        group.add_argument(*flag.spelled(), nargs="+", action="extend", type=flag.read, metavar=flag.metavar, **common)
+        group.add_argument(
+            *flag.spelled(), nargs="+", action="extend", type=units.reader(flag.read), metavar=flag.metavar, **common
+        )
     else:
         metavar = flag.metavar or (None if flag.choices else flag.name.split("-")[-1].upper())
-        group.add_argument(*flag.spelled(), type=flag.read, choices=flag.choices, metavar=metavar, **common)
+        group.add_argument(
+            *flag.spelled(), type=units.reader(flag.read), choices=flag.choices, metavar=metavar, **common
+        )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from octavo.core.flag import setting
 from octavo.features import FeatureSettings
 
 
@@ -19,7 +20,11 @@ class Settings(FeatureSettings):
         ConfigError: an unknown field, or a value that it cannot have.
     """
 
-    structured_outputs_config: dict[str, Any] = field(default_factory=dict)
+    structured_outputs_config: dict[str, Any] = setting(
+        {},
+        'defaults for the JSON of all structured outputs: {"disable_any_whitespace": true}, '
+        '{"disable_additional_properties": true}',
+    )
 
     def __post_init__(self) -> None:
         from octavo.features.grammar.defaults import StructuredDefaults

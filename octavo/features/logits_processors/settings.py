@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.errors import ConfigError
+from octavo.core.flag import setting
 from octavo.features import FeatureSettings
 
 
@@ -17,7 +18,12 @@ class Settings(FeatureSettings):
             caller's process, also classes, instances and functions.
     """
 
-    logits_processors: tuple[Any, ...] = ()
+    logits_processors: tuple[Any, ...] = setting(
+        (),
+        "your own code that changes logits before sampling, each as module:Class",
+        shown="those of installed packages",
+        metavar="MODULE:CLASS",
+    )
 
     def check_sendable(self, why: str) -> None:
         odd = next((one for one in self.logits_processors if not isinstance(one, str)), None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from octavo.core.flag import setting
 from octavo.features import FeatureSettings
 
 
@@ -16,4 +17,8 @@ class Settings(FeatureSettings):
             `is_matryoshka`, `matryoshka_dimensions`, and the `task` of /pooling.
     """
 
-    pooler_config: dict[str, Any] = field(default_factory=dict)
+    pooler_config: dict[str, Any] = setting(
+        {},
+        'how embeddings are pooled, overriding the model, as JSON: {"pooling_type": "MEAN", "normalize": true}',
+        aliases=("override-pooler-config",),
+    )

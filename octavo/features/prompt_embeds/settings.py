@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.core.flag import setting
 from octavo.features import FeatureSettings
 
 
@@ -14,4 +15,4 @@ class Settings(FeatureSettings):
         enable_prompt_embeds: prompts may hold embeddings in place of tokens.
     """
 
-    enable_prompt_embeds: bool = False
+    enable_prompt_embeds: bool = setting(False, "take embeddings in prompts, in place of tokens (prompt_embeds)")

@@ -5,19 +5,20 @@ import argparse
 import pytest
 
 from octavo.cli.flags import units
+from octavo.core import parsing, quantities
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("1", 1), ("2048", 2048), ("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("1M", 1024**2)]
 )
 def test_counts(text: str, expected: int) -> None:
-    assert units.count(text) == expected
+    assert quantities.count(text) == expected
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "8kb", "", "many"])
 def test_wrong_counts_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="not a whole number"):
-        units.count(text)
+    with pytest.raises(ValueError, match="not a whole number"):
+        quantities.count(text)
 
 
 @pytest.mark.parametrize(
@@ -33,48 +34,60 @@ def test_wrong_counts_are_refused(text: str) -> None:
     ],
 )
 def test_sizes(text: str, expected: int) -> None:
-    assert units.size(text) == expected
+    assert quantities.size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["0", "-5", "G", "1X", "12 monkeys"])
 def test_wrong_sizes_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
-        units.size(text)
+    with pytest.raises(ValueError, match="not a size"):
+        quantities.size(text)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("auto", None), ("-1", None), ("8k", 8000)])
 def test_context_length(text: str, expected: int | None) -> None:
-    assert units.context_length(text) == expected
+    assert quantities.context_length(text) == expected
 
 
 def test_a_wrong_context_length_is_told_what_else_there_is() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r"'most' is not a whole number .*, or auto"):
-        units.context_length("most")
+    with pytest.raises(ValueError, match=r"'most' is not a whole number .*, or auto"):
+        quantities.context_length("most")
 
 
 @pytest.mark.parametrize("text", ["", " "])
 def test_a_word_is_not_empty(text: str) -> None:
-    assert units.word("key") == "key"
-    with pytest.raises(argparse.ArgumentTypeError, match="empty"):
-        units.word(text)
+    assert parsing.word("key") == "key"
+    with pytest.raises(ValueError, match="empty"):
+        parsing.word(text)
 
 
 @pytest.mark.parametrize("text", ["0", "1.01", "-0.5", "nan", "most"])
 def test_wrong_fractions_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="not a fraction"):
-        units.fraction(text)
+    with pytest.raises(ValueError, match="not a fraction"):
+        quantities.fraction(text)
 
 
 @pytest.mark.parametrize("text", ["65536", "-1", "http"])
 def test_wrong_ports_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="not a port"):
-        units.port(text)
+    with pytest.raises(ValueError, match="not a port"):
+        parsing.port(text)
 
 
 @pytest.mark.parametrize("text", ["-1", "inf", "nan", "soon"])
 def test_wrong_seconds_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="not a number of seconds"):
-        units.seconds(text)
+    with pytest.raises(ValueError, match="not a number of seconds"):
+        quantities.seconds(text)
+
+
+def test_argparse_reports_the_reason() -> None:
+    assert units.count("8k") == 8000
+    with pytest.raises(argparse.ArgumentTypeError, match="'x' is not a whole number of at least 1"):
+        units.count("x")
+
+
+@pytest.mark.parametrize("value", [1, 1000, 1024, 1536, 32 << 20, 1 << 30, 3 << 30, 2048 << 30])
+def test_a_shown_size_is_read_as_the_same(value: int) -> None:
+    assert quantities.size(quantities.show_size(value)) == value
+    assert quantities.show_size(32 << 20) == "32MiB"
 
 
 @pytest.mark.parametrize(

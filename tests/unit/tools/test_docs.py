@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
+
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 # Code spans that look like paths and are none of ours.
@@ -156,9 +158,10 @@ def lost_classes(text: str) -> set[str]:
 
 @functools.cache
 def flags() -> set[str]:
-    """Every quoted word of our programs that may be a flag's name."""
+    """The flags of all settings, and every quoted word of our programs that may be a flag's name."""
     sources = (path.read_text(encoding="utf-8") for folder in COMMANDS for path in (ROOT / folder).rglob("*.py"))
-    return {name for source in sources for name in re.findall(r"[\"'](?:--)?([a-z][a-z0-9-]+)[\"'=]", source)}
+    names = {name for source in sources for name in re.findall(r"[\"'](?:--)?([a-z][a-z0-9-]+)[\"'=]", source)}
+    return names.union(*((flag.name, *flag.aliases) for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS)))
 
 
 def lost_flags(text: str) -> list[str]:

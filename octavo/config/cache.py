@@ -1,0 +1,50 @@
+"""Settings of the KV cache."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.core import quantities
+from octavo.core.flag import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache.
+
+    Attributes:
+        kv_cache_dtype: "auto" is the model's dtype, "fp8" is "fp8_e4m3", "int8_per_token_head" is "int8".
+        memory_bytes: None takes what `memory_utilization` leaves after the weights.
+        num_blocks: regardless of `memory_utilization`; at most `memory_bytes` if that is set.
+        memory_utilization: None takes the device's default.
+    """
+
+    block_size: int = setting(16, "tokens in one block of the KV cache", read=quantities.count, metavar="TOKENS")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head"] = setting(
+        "auto", "dtype that keys and values are stored in; fp8 (fp8_e4m3) halves their memory on a GPU, int8 on a CPU"
+    )
+    memory_bytes: int | None = setting(
+        None,
+        "size of the KV cache (512MiB, 2G, plain bytes)",
+        flag="kv-cache-memory-bytes",
+        shown="what memory utilization leaves",
+        read=quantities.size,
+        metavar="BYTES",
+    )
+    num_blocks: int | None = setting(
+        None,
+        "size of the KV cache in blocks, on any device",
+        flag="num-gpu-blocks-override",
+        shown="what the memory holds",
+        read=quantities.count,
+        metavar="N",
+    )
+    memory_utilization: float | None = setting(
+        None,
+        "fraction of the device's memory for weights and KV cache (on a CPU, of the free memory)",
+        flag="gpu-memory-utilization",
+        shown="by the device",
+        read=quantities.fraction,
+        metavar="FRACTION",
+        aliases=("memory-utilization",),
+    )
+    enable_prefix_caching: bool = setting(True, "share the KV cache of common prefixes between requests")

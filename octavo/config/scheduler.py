@@ -1,0 +1,53 @@
+"""Settings of the scheduler."""
+
+from dataclasses import dataclass
+
+from octavo.core import quantities
+from octavo.core.flag import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How steps are filled.
+
+    Attributes:
+        max_num_seqs: None takes 256, and 1,024 on a GPU of 60 GiB or more.
+        max_num_batched_tokens: None takes 2,048, and 8,192 on a GPU of 60 GiB or more.
+        policy: a name in `schedule/policy.py`.
+        depth: steps launched ahead of the oldest unread one: 0 is synchronous, 1 overlaps; None lets the device choose.
+    """
+
+    max_num_seqs: int | None = setting(
+        None, "sequences that run at once", shown="256; on a GPU of 60 GiB 1024", read=quantities.count, metavar="N"
+    )
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "tokens computed in one step; longer prompts are computed in chunks",
+        shown="2048; on a GPU of 60 GiB 8192",
+        read=quantities.count,
+        metavar="TOKENS",
+    )
+    watermark: float = setting(
+        0.0,
+        "fraction of the KV cache to keep free when a request starts beside others, so that fewer are preempted",
+        read=quantities.share,
+        metavar="FRACTION",
+    )
+    policy: str = setting(
+        "fcfs",
+        "which request goes first: the earliest, the one with the lowest `priority`, or with the largest `max_tokens`",
+        flag="scheduling-policy",
+    )
+    depth: int | None = setting(
+        None,
+        "plan the next step while the device computes this one",
+        flag="async-scheduling",
+        shown="by the device",
+        switch=True,
+        convert=int,
+    )
+
+    def limits(self, default_seqs: int, default_tokens: int) -> tuple[int, int]:
+        """Return the most sequences and tokens of a step; if only one is set, adjust the other's default to fit."""
+        tokens = self.max_num_batched_tokens or max(default_tokens, self.max_num_seqs or 0)
+        return self.max_num_seqs or min(default_seqs, tokens), tokens

@@ -1,0 +1,63 @@
+"""Parsers of settings that are neither numbers nor sizes (for those see `quantities`). All raise ValueError."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def word(text: str) -> str:
+    """Return a text; refuse an empty one, such as an unset shell variable."""
+    if not text.strip():
+        raise ValueError("the text is empty; give one, or leave the flag out")
+    return text
+
+
+def dtype(text: str) -> str:
+    """Return the name of a dtype for one of its names."""
+    return {"float": "float32", "half": "float16"}.get(text, text)
+
+
+def port(text: str) -> int:
+    """Parse a TCP port; 0 lets the system choose."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise ValueError(f"{text!r} is not a port: give a number from 0 to 65535")
+    return int(text)
+
+
+def paths(text: str) -> tuple[str, ...]:
+    """Parse a comma-separated list of paths, such as `/health,/metrics`."""
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    for path in found:
+        if not path.startswith("/"):
+            raise ValueError(f"{path!r} is not a path, such as /health")
+    return found
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f'{text!r} is not a JSON object such as {{"name": true}}')
+    return value
+
+
+def item_or_list(text: str) -> list[str]:
+    """Parse one value, or a JSON list of them."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        items = json.loads(text)
+    except ValueError:
+        items = None
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"{text!r} is neither a value nor a JSON list of strings")
+    return items
+
+
+def flat(items: list[list[str]]) -> tuple[str, ...]:
+    """Join the lists that `item_or_list` returned."""
+    return tuple(item for part in items for item in part)
