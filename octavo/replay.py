@@ -113,7 +113,7 @@ class _Player:
                 self._executor.sample(self._launched[number][0], self._codec.decode_payload(payload))
             case Gave(number, output):
                 step, names = self._launched.pop(number)
-                if output is not None:  # a failed step is not compared
+                if output is not None:  # else it failed, which is not compared
                     return self._compare(number, names, output, step.result())
         return None
 

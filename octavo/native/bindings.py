@@ -23,7 +23,7 @@ class Kind(IntEnum):
 
 
 class Dtype(IntEnum):
-    """How an operation's weights or activations are stored. Activations are never INT4: they meet it as INT8."""
+    """Storage format of an operation's weights or activations. INT4 is for weights only; activations are then INT8."""
 
     FLOAT = 0
     BFLOAT = 1
@@ -32,7 +32,7 @@ class Dtype(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """What becomes of a product: stored, added to what the output holds, or silu(gate) * up of paired panels."""
+    """How a product is written: stored, added to the output, or as silu(gate) * up of paired panels."""
 
     STORE = 0
     ADD = 1
@@ -95,14 +95,14 @@ _ENTRIES = {
     "blocks": "octavo_multiply_blocks",
     "words": "octavo_multiply_words",
 }
-"""Library of its own -> the function in it that operations point to."""
+"""Separate library -> its function that operations point to."""
 
 
 def kernel_of(op: Op, isa: str = "auto") -> int | None:
-    """Address of what computes an operation, for `Op.kernel`; None if the library that all models need can do it.
+    """Return the address of an operation's kernel, for `Op.kernel`; None if it is in the main library.
 
     Raises:
-        NativeBuildError: it can't be had on this machine.
+        NativeBuildError: it can't be compiled or loaded on this machine.
     """
     if op.kind == Kind.LINEAR:
         source = "blocks" if op.dtype in (Dtype.INT8, Dtype.INT4) and op.planes else "words"
@@ -114,10 +114,10 @@ def kernel_of(op: Op, isa: str = "auto") -> int | None:
 
 
 def open_library(isa: str = "auto", separate: Collection[str] = ()) -> ctypes.CDLL:
-    """The library with its functions declared. The arguments are those of `load_library`.
+    """Return the library with its functions declared. The arguments are those of `load_library`.
 
     Raises:
-        NativeBuildError: it can't be had on this machine.
+        NativeBuildError: it can't be compiled or loaded on this machine.
     """
     library = load_library(isa, separate)
     library.octavo_pool_create.argtypes, library.octavo_pool_create.restype = [c_int], c_void_p

@@ -1,7 +1,7 @@
-"""Compiles Octavo's C++ kernels with the machine's own compiler, the first time they are wanted.
+"""Compile Octavo's C++ kernels with the machine's compiler at their first use.
 
-The result lies in Octavo's cache folder under a name that changes with the sources, the compiler and its flags, so
-nothing stale is ever loaded and nothing is ever overwritten.
+The libraries are stored in Octavo's cache folder under names that depend on the sources, the compiler and its flags, so
+stale libraries are never loaded and none is ever overwritten.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
 _LONG = ("attention",)
-"""Sources that take a compiler about three seconds. The others are compiled as one, which takes as long."""
+"""Sources that take about three seconds to compile. All others are compiled as one unit, which takes as long."""
 SEPARATE = ("attention_int8", "blocks", "words")
-"""Sources that not every model needs, of one to three seconds: each becomes a library of its own."""
+"""Sources that not every model needs, one to three seconds each: each becomes a separate library."""
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-pthread")
 _TIMEOUT_S = 180
 _ROOM = 4 << 20
-"""Bytes: several times what a compilation leaves and needs besides."""
+"""Free bytes required: several times the size of the libraries and the compiler's temporary files."""
 _WORK_PREFIX = "build-"
 _building = threading.Lock()
 _built: dict[str, _Built | NativeBuildError] = {}
@@ -47,19 +47,20 @@ _SELF_TEST = "import ctypes, sys; sys.exit(getattr(ctypes.CDLL(sys.argv[1]), 'oc
 
 
 class NativeBuildError(Exception):
-    """The kernels can't be had on this machine; the text says why, in one line."""
+    """The kernels can't be compiled or loaded on this machine; the text gives the reason in one line."""
 
 
 def load_library(isa: str = "auto", separate: Collection[str] = ()) -> ctypes.CDLL:
-    """The kernels for an instruction set ("auto": the best that this processor has), compiled now or earlier.
+    """Return the kernels for an instruction set ("auto": the best of this processor), compiled now or earlier.
 
-    A failure is remembered for the life of the process.
+    A failure is cached for the life of the process.
 
     Args:
-        separate: some of `SEPARATE` that will be wanted; they are compiled at the same time.
+        isa: a name of `isa.NAMES`, or "auto".
+        separate: names of `SEPARATE` that will be needed; they are compiled at the same time.
 
     Raises:
-        NativeBuildError: no compiler, none that makes libraries that work, or the processor lacks `isa`.
+        NativeBuildError: no compiler was found, none produces working libraries, or the processor lacks `isa`.
     """
     with _building:
         built = _load(isa, separate)
@@ -69,7 +70,7 @@ def load_library(isa: str = "auto", separate: Collection[str] = ()) -> ctypes.CD
 
 
 def load_separate(source: str, isa: str = "auto") -> ctypes.CDLL:
-    """One of the `SEPARATE` libraries.
+    """Return one of the `SEPARATE` libraries.
 
     Raises:
         NativeBuildError: as for `load_library`.
@@ -79,15 +80,15 @@ def load_separate(source: str, isa: str = "auto") -> ctypes.CDLL:
 
 
 def level_of(isa: str) -> str:
-    """The instruction set of `load_library(isa)`, which has been called."""
+    """Return the instruction set of `load_library(isa)`, which must have been called."""
     return _load(isa, ()).level
 
 
 def build_ahead(isa: str, separate: Callable[[], Collection[str]]) -> None:
-    """Begin `load_library` in a thread, if nobody has yet: another caller then waits for the rest only."""
+    """Start `load_library` in a thread, unless it was called; a later caller waits only for the remaining time."""
 
     def build() -> None:
-        with contextlib.suppress(NativeBuildError, OctavoError):  # said to those who need the kernels
+        with contextlib.suppress(NativeBuildError, OctavoError):  # raised again for callers that need the kernels
             load_library(isa, separate())
 
     threading.Thread(target=build, name="octavo-build", daemon=True).start()
@@ -144,7 +145,7 @@ def _compilers() -> list[str]:
 
 
 def _build(levels: list[Isa], compilers: list[str], folder: Path, separate: Collection[str]) -> _Built:
-    """Tries each instruction set with each compiler; the libraries of an earlier success are taken as they are."""
+    """Try each instruction set with each compiler; reuse libraries that were compiled earlier."""
     problems = []
     for level in levels:
         for compiler in compilers:
@@ -169,25 +170,25 @@ def _digest(version: str, command: list[str]) -> str:
 
 
 _Units = list[list[str]]
-"""Sources of a library, by what is compiled together."""
+"""Sources of a library, by compilation unit."""
 
 
 def _provide(command: list[str], folder: Path, libraries: Mapping[str, _Units]) -> dict[str, Path]:
-    """Where libraries of these names lie; those that are not there are compiled."""
+    """Return the paths of libraries by name, compiling those that are missing."""
     found = {name: folder / name for name in libraries}
     lacking = [name for name, path in found.items() if not path.exists()]
     if lacking:
         parent = _writable(folder)
         found |= {name: parent / name for name in lacking}
-        # Where an earlier start couldn't write where it should either, they are in that other place.
+        # If an earlier start could not write to `folder` either, they may be in `parent` already.
         _compile(command, parent, {name: libraries[name] for name in lacking if not found[name].exists()})
     return found
 
 
 def _compile(command: list[str], parent: Path, libraries: Mapping[str, _Units]) -> None:
-    """Builds beside the final place and moves the results there, so that builders at the same time don't meet.
+    """Compile in a temporary folder and move the results into place, so that concurrent builds don't conflict.
 
-    All compilers run at once, though there be fewer processors: taken in turns, the last would have the machine alone.
+    All compilers run at once, even on fewer processors: in sequence, the last would run alone.
     """
     if not libraries:
         return
@@ -209,7 +210,7 @@ def _compile(command: list[str], parent: Path, libraries: Mapping[str, _Units]) 
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Of compilations that were killed; one that goes on can't be as old as this."""
+    """Remove folders of killed compilations, by their age, which no running compilation reaches."""
     for folder in parent.glob(f"{_WORK_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > 4 * _TIMEOUT_S:
@@ -217,7 +218,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def _compile_unit(command: list[str], sources: list[str], work: Path) -> Path:
-    """The object file of some sources."""
+    """Compile some sources as one unit; return the object file."""
     unit, result = work / f"{sources[0]}.cpp", work / f"{sources[0]}.o"
     unit.write_text("".join(f'#include "{SOURCES / source}.cpp"\n' for source in sources), encoding="utf-8")
     _run([*command, "-c", str(unit), "-o", str(result)])
@@ -225,16 +226,16 @@ def _compile_unit(command: list[str], sources: list[str], work: Path) -> Path:
 
 
 def _units() -> _Units:
-    """Those of the library that all models need, of about equal length, so that compilers side by side end together.
+    """Return the main library's compilation units, of about equal duration, since they are compiled in parallel.
 
-    Reading the standard library's headers takes a second, so the sources that take little more are one unit.
+    Parsing the standard library's headers takes a second, so all short sources form one unit.
     """
     apart = {*_LONG, *SEPARATE}
     return [*([source] for source in _LONG), sorted(p.stem for p in SOURCES.glob("*.cpp") if p.stem not in apart)]
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, or where it can't be written or is full one that lasts as long as the machine's temporary files."""
+    """Return the folder, or a temporary one if it is full or can't be written to."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _ROOM:
@@ -243,7 +244,8 @@ def _writable(folder: Path) -> Path:
 
 
 def _own_temporary() -> Path:
-    """A folder for temporary files that is this user's alone, the same each time: what lies there will be run."""
+    """Return a temporary folder, always the same, that only this user can write to, since its libraries are
+    executed."""
     folder = Path(tempfile.gettempdir()) / f"octavo-native-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Which instruction sets the kernels can be compiled for, and which of them this processor has."""
+"""Instruction sets that the kernels can be compiled for, and detection of those that this processor has."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """One way to compile the kernels.
+    """An instruction set for the kernels.
 
     Attributes:
-        cpu_flags: what /proc/cpuinfo must list.
-        compiler_flags: what makes GCC and Clang use it.
+        cpu_flags: required flags in /proc/cpuinfo.
+        compiler_flags: options of GCC and Clang that enable it.
     """
 
     name: str
@@ -40,10 +40,10 @@ NAMES = tuple(level.name for level in LEVELS)
 
 
 def activation_advice(level: str, activations: str) -> str:
-    """Which --activation-dtype is faster with integer weights than the chosen one, in words; mostly none.
+    """Return advice on a faster --activation-dtype for integer weights than the current one; usually "".
 
     Args:
-        level: the name of the instruction set that computes.
+        level: name of the instruction set in use.
         activations: "int16", "int8" or "bfloat16".
     """
     if "amx" in level and activations != "bfloat16":
@@ -54,9 +54,9 @@ def activation_advice(level: str, activations: str) -> str:
 
 
 def usable() -> list[Isa]:
-    """The levels that this processor can run, fastest first; "portable" is always the last.
+    """Return the instruction sets that this processor can run, fastest first; "portable" is always the last.
 
-    Where AMX is among them, the system has been asked for it: this process and its threads may use it from now on.
+    If AMX is among them, this process has requested it from the system, so its threads may use it from now on.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return [LEVELS[-1]]
@@ -68,7 +68,7 @@ def usable() -> list[Isa]:
 
 @functools.cache
 def _tiles_granted() -> bool:
-    """Whether the system lets this process use AMX's tiles: Linux keeps their 8 KiB only for processes that ask.
+    """Request AMX's tiles, whose 8 KiB Linux saves only for processes that request them; return whether it was granted.
 
     Older kernels, sandboxes and seccomp filters refuse. See https://docs.kernel.org/arch/x86/xstate.html.
     """

@@ -1,4 +1,4 @@
-"""Which of the kernels' separate libraries a model will need, told by its files before anything of it is loaded."""
+"""Predict which of the kernels' separate libraries a model needs, from its files, before it is loaded."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.gguf_file import read_gguf
 
 INTEGER_KINDS = frozenset({2, 3, 6, 7, 8, 12, 13})
-"""ggml's type numbers of the formats that stay integers (Q4_0 to Q8_0, Q4_K, Q5_K): see models/load/gguf_blocks.py."""
+"""ggml's type numbers of the formats kept as integers (Q4_0 to Q8_0, Q4_K, Q5_K); see models/load/gguf_blocks.py."""
 
 
 def needed_libraries(
     files: ModelFiles, dtype: str, load_format: str, kv_cache_dtype: str, activation_dtype: str
 ) -> list[str]:
-    """Some of `build.SEPARATE`, by the model's files and the settings of these names. If a model should need another,
-    that is compiled when it turns out.
+    """Return the names of `build.SEPARATE` that a model needs, from its files and the settings of these names.
+
+    Any other that it turns out to need is compiled then.
 
     Raises:
         ModelFileError: a GGUF file can't be read.

@@ -14,8 +14,8 @@ from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, Kind, Op,
 from octavo.native.build import level_of
 
 RESIDUAL, LOGITS, ATTENDED = range(EXTERNALS)
-"""The buffers that the caller owns: the residual stream [T, hidden] float32, the head's output [T, vocab], and what the
-last layer's attention puts out."""
+"""The buffers that the caller owns: the residual stream [T, hidden] float32, the head's output [T, vocab], and the
+output of the last layer's attention."""
 
 _ALIGNMENT = 64
 BLOCK = 32
@@ -23,7 +23,7 @@ BLOCK = 32
 
 
 def row_bytes(dtype: Dtype, columns: int, planes: int = 1) -> int:
-    """Size of a row of activations: values, and for integers each block's scale and sums."""
+    """Return the bytes of a row of activations: values, and for integers each block's scale and sums."""
     if dtype is Dtype.INT8:
         return columns * planes + columns // BLOCK * 12
     return columns * (2 if dtype is Dtype.BFLOAT else 4)
@@ -33,8 +33,8 @@ class Pool:
     """A team of compute threads, asleep while no program runs.
 
     Attributes:
-        isa: the instruction set that was asked for.
-        level: the one that it computes with.
+        isa: the requested instruction set.
+        level: the instruction set in use.
     """
 
     def __init__(self, threads: int, isa: str = "auto") -> None:
@@ -51,14 +51,14 @@ class Pool:
 
 @dataclass(slots=True)
 class ProgramBuilder:
-    """Collects operations and the buffers between them. Every buffer has one row a token.
+    """Collects operations and the buffers between them. Every buffer has one row per token.
 
     Pointers are addresses of memory that must outlive the program. Norm weights and biases are float32, biases padded
     with zeros to whole panels of 16.
 
     Attributes:
-        planes: bytes of an integer activation, 1 or 2; 0 if bfloat16 ones meet integer weights.
-        marks: name -> the number of operations before it, where a caller may want to stop and go on.
+        planes: bytes of an integer activation, 1 or 2; 0 if integer weights are multiplied with bfloat16 activations.
+        marks: name -> number of operations before it: places where a caller may interrupt the program.
     """
 
     ops: list[Op]
@@ -69,16 +69,16 @@ class ProgramBuilder:
 
     @classmethod
     def make(cls, hidden_bytes: int, logits_bytes: int, planes: int = 1, attended_bytes: int = 0) -> ProgramBuilder:
-        """With the external buffers, whose rows have these sizes in bytes."""
+        """Create a builder with the external buffers, whose rows have these sizes in bytes."""
         return cls([], [hidden_bytes, logits_bytes, attended_bytes], planes)
 
     def buffer(self, row_bytes: int) -> int:
-        """A new buffer; its rows start on cache lines."""
+        """Add a buffer, whose rows start on cache lines; return its index."""
         self.widths.append(_aligned(row_bytes))
         return len(self.widths) - 1
 
     def scratch(self, name: str, row_bytes: int) -> int:
-        """The buffer of this name, with rows of at least so many bytes; all layers share it."""
+        """Return the index of the buffer with this name, which all layers share, with rows of at least `row_bytes`."""
         if name not in self._scratch:
             self._scratch[name] = self.buffer(row_bytes)
         found = self._scratch[name]
@@ -86,11 +86,11 @@ class ProgramBuilder:
         return found
 
     def mark(self, name: str) -> None:
-        """Name the place before the next operation; the last place of a name counts."""
+        """Mark the place before the next operation; a later mark of the same name replaces it."""
         self.marks[name] = len(self.ops)
 
     def meets(self, weights: Dtype) -> Dtype:
-        """How the activations that weights of this dtype are multiplied with are stored."""
+        """Return the dtype of the activations that weights of this dtype are multiplied with."""
         if weights not in (Dtype.INT8, Dtype.INT4):
             return weights
         return Dtype.INT8 if self.planes else Dtype.BFLOAT
@@ -106,7 +106,7 @@ class ProgramBuilder:
         zero_point: int = 0,
         minima: bool = False,
     ) -> None:
-        """Rows of a table [V, columns], plain or packed in panels, to float32."""
+        """Add an operation: look up rows of a table [V, columns], plain or packed in panels, as float32."""
         self._add(
             Kind.EMBED,
             dtype,
@@ -122,7 +122,7 @@ class ProgramBuilder:
     def norm(
         self, source: int, output: int, dtype: Dtype, columns: int, weight: int, eps: float, *, zero_point: int = 0
     ) -> None:
-        """RMSNorm of float32 rows, to float32, bfloat16, or as `quantize` does."""
+        """Add an operation: RMSNorm of float32 rows, to float32, bfloat16, or integers as `quantize`."""
         self._add(Kind.NORM, dtype, source, output, columns=columns, weight=weight, eps=eps, zero_point=zero_point)
 
     def linear(
@@ -140,10 +140,10 @@ class ProgramBuilder:
         minima: bool = False,
         gated: Dtype = Dtype.FLOAT,
     ) -> None:
-        """source [T, columns] times W [rows, columns] transposed.
+        """Add an operation: source [T, columns] times W [rows, columns] transposed.
 
-        The gate epilogue halves the rows and puts out `gated`, the others float32. Integer weights take rows that
-        `norm` or `quantize` put out for their zero point; without planes, of bfloat16.
+        The gate epilogue halves the rows and writes dtype `gated`; the others write float32. Integer weights need
+        a source written by `norm` or `quantize` for their zero point; without planes, of bfloat16.
         """
         self._add(
             Kind.LINEAR,
@@ -175,8 +175,8 @@ class ProgramBuilder:
         norms: tuple[int, int] = (0, 0),
         eps: float = 0.0,
     ) -> None:
-        """Heads q, k, v side by side, float32: turns q into `output`, writes k and v into the cache, by default as
-        `dtype`, else as INT8.
+        """Add an operation on heads q, k, v, concatenated as float32: rotate q into `output`, and write rotated k and v
+        into the cache, as `dtype` or as INT8.
 
         Args:
             heads: (query heads, key-value heads, head dimension).
@@ -230,8 +230,8 @@ class ProgramBuilder:
             )
 
     def quantize(self, source: int, output: int, dtype: Dtype, columns: int, *, zero_point: int = 0) -> None:
-        """Rows of `dtype` to integers with a scale for each 32 of them, for weights with this zero point; without
-        planes, of float32 to bfloat16."""
+        """Add an operation: convert rows of `dtype` to integers with a scale per 32 values, for weights with this zero
+        point; without planes, convert float32 to bfloat16."""
         self._add(Kind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point)
 
     def _add(self, kind: Kind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
@@ -247,10 +247,10 @@ def _heads(shape: tuple[int, int, int]) -> dict[str, int]:
 
 
 class Program:
-    """What a builder collected, on a pool. Not to be run by two threads at once.
+    """The operations of a builder, bound to a pool. Not thread-safe.
 
     Raises:
-        NativeBuildError: a kernel that is compiled when it is first wanted can't be had.
+        NativeBuildError: a kernel in a separate library can't be compiled or loaded.
     """
 
     def __init__(self, pool: Pool, ops: Sequence[Op], widths: Sequence[int]) -> None:
@@ -264,15 +264,20 @@ class Program:
         self._decode = pool.kernels.octavo_decode
 
     def run(self, first: int, last: int, step: Step) -> None:
-        """Operations [first, last). Raises MemoryError if there is none for the buffers of so many tokens."""
+        """Run operations [first, last). Raises MemoryError if the buffers for the step's tokens can't be allocated."""
         if self._run(self._handle, first, last, ctypes.byref(step)):
             raise MemoryError(f"not enough memory for the activations of a step of {step.tokens} tokens")
 
     def decode(self, step: Decode) -> int:
-        """All that a step of one token a row takes: its layout, the operations, and the most likely token of each row.
+        """Run a whole step of one token per row: layout, all operations, and sampling.
 
-        The tokens are written into the slots, which have then computed one more. Returns how many rows have no finite
-        largest logit; their token is 0. Raises MemoryError like `run`; the slots are as they were then.
+        Appends the tokens to the slots and counts the computed positions.
+
+        Returns:
+            The number of rows without a finite largest logit; their token is 0.
+
+        Raises:
+            MemoryError: as `run`, with the slots unchanged.
         """
         flawed: int = self._decode(self._handle, ctypes.byref(step))
         if flawed < 0:
@@ -280,9 +285,9 @@ class Program:
         return flawed
 
     def watch(self, spans: Spans) -> None:
-        """Have a profile see each operation, until the spans are released. The first thread's view of the time."""
+        """Record each operation in a profile's spans until they are released. Times are those of the first thread."""
         labels, count = [_label(op) for op in self._ops], len(self._ops)
-        # The end of each operation, and in the last place when the first began, by a clock of the library's own.
+        # The end of each operation; the last element is the start of the first. Times of the library's own clock.
         ends = array("q", bytes(8 * (count + 1)))
         run, decode, time_to = self._run, self._decode, self._pool.kernels.octavo_program_time
 
@@ -315,7 +320,7 @@ class Program:
 
 
 def _label(op: Op) -> Label:
-    """What a profile calls an operation."""
+    """Return an operation's name and arguments for a profile."""
     about = {"rows": op.rows} if op.rows else {}
     about |= {"columns": op.columns} if op.columns else {"heads": op.heads, "head_dim": op.head_dim}
     return Label(Kind(op.kind).name.lower(), about | {"dtype": Dtype(op.dtype).name.lower()})

@@ -1,4 +1,4 @@
-"""Sampling by the kernels' threads, each row by its slot's parameters."""
+"""Sampling with native kernels, each row by its slot's parameters."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def sample(
     length: NDArray[np.int64],
     allowed: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """A token for each row of logits.
+    """Sample a token for each row of logits.
 
     Args:
-        logits: address of float32 [S, columns], rows `stride` numbers apart. They are changed and restored.
+        logits: address of float32 [S, columns], rows `stride` elements apart. They are modified and restored.
         slots: [S], the slot of each row.
         sampling: [slots] of `OctavoSampling`.
         tokens: [slots, n], each slot's tokens so far.
         length: [slots], the number of these.
-        allowed: [S], the address of each row's mask, which has a bit set for each possible token; 0 where all tokens
-            are possible. None is 0 for all rows.
+        allowed: [S], the address of each row's mask, with a bit set for each allowed token; 0 if all tokens are
+            allowed. None means 0 for all rows.
 
     Returns:
-        The tokens [S], and each row's largest logit [S] after penalties and bans. Where that is not finite no token is
-        possible, and the token is 0.
+        The tokens [S], and each row's largest logit [S] after penalties and bans. If that is not finite, no token is
+        allowed, and the token is 0.
     """
     count = len(slots)
     chosen, peaks = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)

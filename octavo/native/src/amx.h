@@ -1,8 +1,8 @@
 // AMX: eight registers that hold tiles of up to 16 rows of 64 bytes, and instructions that multiply two of them.
 //
-// A tile of the right-hand side is 16 words of the inner dimension, each of 16 columns: 1 KiB of a panel as it lies in
-// memory (tile.h). One of the left-hand side is up to 16 rows of as many words. The system has been asked for the
-// registers when the library was loaded (octavo/native/isa.py).
+// A tile of the right-hand side is 16 words of the inner dimension, each of 16 columns: 1 KiB of a panel in its memory
+// layout (tile.h). A tile of the left-hand side is up to 16 rows of 16 words. The registers were requested from the
+// system before the library was loaded (octavo/native/isa.py).
 #pragma once
 
 #include <cstdint>
@@ -20,19 +20,19 @@ constexpr int kRows = 16;  // of a tile
 constexpr int kRowBytes = 64;
 constexpr int kWords = 16;  // of the inner dimension that one instruction multiplies
 
-// The tile registers, in the shapes of blocks of two by two: accumulators of two tiles of rows by two panels, and what
-// they are sums of. Which numbers they have: sum(half, p), row(half) and panel(p).
+// The tile registers, for blocks of two by two: accumulators of two tiles of rows by two panels, and the operands.
+// Their numbers are sum(half, p), row(half) and panel(p).
 constexpr int sum(int half, int p) { return 2 * half + p; }
 constexpr int row(int half) { return 4 + half; }
 constexpr int panel(int p) { return 6 + p; }
 
-// What LDTILECFG reads: https://www.felixcloutier.com/x86/ldtilecfg
+// The operand of LDTILECFG: https://www.felixcloutier.com/x86/ldtilecfg
 struct alignas(64) Config {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 
-    // Of `count` rows in two halves, up to 16 in the first; `words` words of the inner dimension at a time.
+    // For `count` rows in two halves, up to 16 in the first, and `words` words of the inner dimension at a time.
     Config(int count, int words) {
         for (int half = 0; half < 2; half++) {
             const int of_half = half == 0 ? (count < kRows ? count : kRows) : count - kRows;
@@ -46,11 +46,11 @@ struct alignas(64) Config {
     void shape(int tile, int count, int bytes) { rows[tile] = (uint8_t)count, row_bytes[tile] = (uint16_t)bytes; }
 };
 
-// A thread's tile registers. They are shaped only when that changes something: the processor waits for all that it has
-// begun to read before it does. And they are released before the thread sleeps, which saves the system their 8 KiB.
+// A thread's tile registers. They are configured only if the configuration changes, since the processor then waits for
+// all pending loads. They are released before the thread sleeps, so that the system need not save their 8 KiB.
 class alignas(64) Registers {
 public:
-    // For blocks of `count` rows, 1 to 32. What the registers hold is lost.
+    // Configures for blocks of `count` rows, 1 to 32. The contents of the registers are lost.
     void shape(int count, int words = kWords) {
 #if defined(OCTAVO_AMX)
         if (count == count_ && words == words_) return;
@@ -80,7 +80,7 @@ inline void clear() {
     asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
 }
 
-// Rows that lie `stride` bytes apart.
+// Loads rows that are `stride` bytes apart.
 template <int Tile>
 inline void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Tile) : "memory");
@@ -91,20 +91,20 @@ inline void store(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(Tile) : "memory");
 }
 
-// Adds rows times a panel, both in bfloat16, to float32: the products of the words' first and second halves are summed
-// up apart, then together, then added to what is there. Denormal numbers count as zeros.
+// Adds rows times a panel, both in bfloat16, to float32 sums: the products of the words' first and second halves are
+// summed separately, then together, then added to the accumulator. Denormal numbers count as zeros.
 template <int Sum, int Row, int Panel>
 inline void add_bfloat() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Row), "i"(Panel));
 }
 
-// Adds rows of signed bytes times a panel of unsigned ones to integers of 32 bits.
+// Adds rows of signed bytes times a panel of unsigned bytes to 32-bit integers.
 template <int Sum, int Row, int Panel>
 inline void add_bytes() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Row), "i"(Panel));
 }
 
-// Adds `steps` times kWords words of rows, which lie `stride` bytes apart, times those of panels. `meanwhile` is called
+// Adds the products of `steps` times kWords words of rows, `stride` bytes apart, and of panels. Calls `meanwhile`
 // before each step.
 template <int Halves, int P, class Meanwhile>
 __attribute__((always_inline)) inline void add_words(const char* rows, int64_t stride,
@@ -139,7 +139,7 @@ inline void clear_sums() {
     if constexpr (Halves == 2 && P == 2) clear<sum(1, 1)>();
 }
 
-// From rows that lie `stride` floats apart.
+// Loads sums from rows that are `stride` floats apart.
 template <int Halves, int P>
 inline void load_sums(const float* from, int64_t stride) {
     const float* const second = from + kRows * stride;
@@ -149,7 +149,7 @@ inline void load_sums(const float* from, int64_t stride) {
     if constexpr (Halves == 2 && P == 2) load<sum(1, 1)>(second + kPanel, stride * 4);
 }
 
-// To rows that lie `stride` floats apart.
+// Stores sums to rows that are `stride` floats apart.
 template <int Halves, int P>
 inline void store_sums(float* to, int64_t stride) {
     float* const second = to + kRows * stride;

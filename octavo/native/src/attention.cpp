@@ -1,10 +1,10 @@
 // Paged attention: reads keys and values through block tables, in one pass with the softmax on the fly (Milakov and
 // Gimelshein 2018, https://arxiv.org/abs/1805.02867), in tiles of queries so that a key is read once for many of them
-// (Dao et al. 2022, https://arxiv.org/abs/2205.14135). Here are the products over a cache in floating point.
+// (Dao et al. 2022, https://arxiv.org/abs/2205.14135). This file has the products over a cache in floating point.
 //
-// Every query's sums run in an order that depends on its own position alone: kTile keys at a time, kPart keys to a
-// part, parts merged front to back. So the same bits come out whatever else is in the batch, however a prompt was cut
-// into chunks, however the work was dealt out to threads, and whoever shares a part.
+// Every query's sums run in an order that depends only on its own position: kTile keys at a time, kPart keys to a part,
+// parts merged front to back. So results are bitwise equal regardless of the rest of the batch, of the chunks of a
+// prompt, of the assignment of work to threads, and of rows that share a part.
 
 #include "attention.h"
 #include "attention_tiles.h"
@@ -18,7 +18,7 @@ struct FloatReader : Reader<T, FloatReader<T>> {
     using Base = Reader<T, FloatReader<T>>;
     using Base::dim, Base::rows, Base::places, Base::soon, Base::scores, Base::part;
 
-    // Rows of a register tile over a pair of panels; fewer where speed matters less than the time to compile.
+    // Rows of a register tile over a pair of panels; fewer where compile time matters more than speed.
     static constexpr int kMaxRows = sizeof(T) == 2 ? 2 * kWideRows : kWideRows;
     static constexpr int kMaxOddRows = 4;  // over the last panel of an odd number
 
@@ -85,7 +85,7 @@ struct FloatReader : Reader<T, FloatReader<T>> {
                 const uint32_t *values[P], *next[P];
                 for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
                 for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);
-                // Past the context's end a block holds anything, which not even zero may be multiplied with.
+                // Beyond the context's end a block has arbitrary contents; even their product with 0 may be NaN.
                 const int words = (std::min(kPanel, end - at) + per - 1) / per;
                 add_words<T>(tile, weights, values, words, Base::ahead(next));
             }

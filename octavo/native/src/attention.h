@@ -1,9 +1,9 @@
-// What the readers of all caches share: which queries and keys a task has, where the keys lie, the softmax on the fly,
-// and how the results of parts become that of the whole.
+// Common parts of attention over all kinds of cache: queries and keys of a task, their addresses, the online softmax,
+// and merging the results of parts.
 //
-// The cache is [block][kv head][keys, values]. A block's keys lie as panels of 16 tokens, its values as panels of 16
-// channels (see tile.h), so that both products are those of any packed matrix. 8-bit ones are followed by their scales
-// in float32, those of all tokens' keys and then those of their values.
+// The cache is [block][kv head][keys, values]. A block's keys are stored as panels of 16 tokens, its values as panels
+// of 16 channels (see tile.h), so that both products are those of any packed matrix. 8-bit keys and values are followed
+// by their scales in float32, first of all tokens' keys, then of their values.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr int kPart = 512;  // keys that one task reads of a row with few querie
 constexpr int kMaxPanels = kTile / kPanel;
 constexpr int kBlockRows = 32;  // rows that are computed together, at most
 constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kSlack = 8;  // by so much a score may exceed its row's peak: its weight is a few powers of two then
+constexpr float kSlack = 8;  // a score may exceed its row's peak by this before sums are rescaled (in powers of two)
 
 // Running softmax of some rows: peak score (in powers of two), sum of weights, weighted sum of values.
 struct Running {
@@ -31,7 +31,7 @@ struct Running {
         std::fill_n(sums, (int64_t)count * dim, 0.0f);
     }
 
-    // Takes in those of a part, whose sums lie `stride` apart: both sides are rescaled to the higher peak.
+    // Merges those of a part, whose sums are `stride` apart: both sides are rescaled to the higher peak.
     void merge(int count, int dim, const Running& part, int64_t stride) {
         for (int m = 0; m < count; m += W) {
             const Vec before = load(peaks + m), peak = load(part.peaks + m), top = maximum(before, peak);
@@ -53,13 +53,13 @@ inline int queries_of(const OctavoStep& step, int row) { return step.query_start
 
 inline int parts_of(const OctavoStep& step, int row) { return (step.seq_lens[row] + kPart - 1) / kPart; }
 
-// How far a task's queries see, or the part that they share goes.
+// The end of a task's context, or of the part that its rows share.
 inline int end_of(const OctavoStep& step, const AttentionTask& task) {
     if (task.sharers >= 0) return (task.part + 1) * kPart;
     return step.seq_lens[task.row] - queries_of(step, task.row) + task.begin + task.count;
 }
 
-// A task's rows, which are its queries times the heads that share the key-value head, and what is summed up for them.
+// A task's rows, which are its queries times the heads that share the key-value head, and their running sums.
 struct Work {
     Program& program;
     const OctavoOp& op;
@@ -67,7 +67,7 @@ struct Work {
     const AttentionTask& task;
     const Sharer* const sharers;  // [count], the queries' rows; null if all are of one
     const int dim, group, rows;
-    const int room;               // rows that scratch is taken for: whole blocks
+    const int room;               // rows of scratch: whole blocks
     const int end;                // of the context
 
     // Scratch of the thread.
@@ -76,8 +76,8 @@ struct Work {
     Vec* totals;    // [rows]: the running totals of `part`, lane by lane
     float* scores;  // [rows][kTile]
 
-    // `more` is what a row needs of scratch beside this, and `once` what all need together, in floats, taken in at most
-    // kPieces pieces.
+    // `more`: further floats of scratch per row; `once`: floats for all rows together; allocated in at most kPieces
+    // pieces.
     Work(Program& program, const OctavoOp& op, const AttentionTask& task, int thread, int more = 0, int once = 0)
         : program(program),
           op(op),
@@ -99,7 +99,7 @@ struct Work {
         for (float** each : {&part.peaks, &part.totals, &whole.peaks, &whole.totals}) *each = take(rows);
     }
 
-    // A piece of the scratch, of whole cache lines.
+    // Returns a piece of the scratch, in whole cache lines.
     float* take(int64_t floats) {
         float* piece = free;
         free += (floats + kPanel - 1) / kPanel * kPanel;
@@ -114,7 +114,7 @@ struct Work {
     }
     int visible_begin(int m) const { return op.window > 0 ? std::max(0, visible_end(m) - op.window) : 0; }
 
-    // The first key that any row sees.
+    // The first key that any row attends to.
     int first_visible() const {
         int first = visible_begin(0);
         for (int m = group; m < rows; m += group) first = std::min(first, visible_begin(m));
@@ -134,8 +134,8 @@ struct Work {
         return program.at<T>(op.input, token(m / group)) + (task.kv_head * group + m % group) * dim;
     }
 
-    // Scores s of row m to weights, which may replace the scores. They are exact to 8e-5 or 2e-7, with polynomials of
-    // degree D = 3 or 6.
+    // Converts scores s of row m to weights, possibly in place. Exact to 8e-5 or 2e-7, with polynomials of degree D = 3
+    // or 6.
     template <int D, class T>
     void weigh(int m, int begin, int end, float* s, T* to) {
         const int low = std::max(visible_begin(m) - begin, 0), high = std::min(visible_end(m), end) - begin;
@@ -149,7 +149,7 @@ struct Work {
                 store(s + j, hyperbolic_tangent(load(s + j) * (op.scale / op.soft_cap)));
             scale = op.soft_cap * kLog2E;
         }
-        constexpr int kStep = 4 * kPanel;  // keys at once: less, and the loops would cost as much as what is in them
+        constexpr int kStep = 4 * kPanel;  // keys at once; with fewer, loop overhead would dominate
         const int stop = (high + kStep - 1) / kStep * kStep;
         for (int j = 0; (low > 0 || high < stop) && j < stop; j += W)
             if (j < low || j + W > high) store(s + j, hide(load(s + j), low - j, high - j));
@@ -175,23 +175,23 @@ struct Work {
             for (int n = 0; n < per; n++) weights[n] = powers_of_2<D>(load(s + j + n * W) * scale - top);
             const Word words = join<T>(weights);
             std::memcpy(to + j, &words, sizeof words);
-            sum = multiply_add<T>(sum, words, ones<T>());  // as rounded: what all lose alike is no error then
+            sum = multiply_add<T>(sum, words, ones<T>());  // of the rounded weights, so that common rounding cancels
         }
         totals[m] += sum;
     }
 
-    // What was summed so far to a higher peak.
+    // Rescales the sums so far to a higher peak.
     void raise_peak(int m, float peak) {
         const float before = part.peaks[m];
         part.peaks[m] = peak;
-        if (before == kNegInf) return;  // nothing was
+        if (before == kNegInf) return;  // nothing was summed yet
         const float factor = exponential2(before - peak);
         float* o = part.sums + (int64_t)m * dim;
         for (int c = 0; c < dim; c += W) store(o + c, load(o + c) * factor);
         totals[m] *= factor;
     }
 
-    // Lanes outside [low, high) to minus infinity, whatever they hold.
+    // Sets lanes outside [low, high) to minus infinity.
     static Vec hide(Vec v, int low, int high) {
         Int lane;
         for (int i = 0; i < W; i++) lane[i] = i;
@@ -254,7 +254,7 @@ struct Context {
         cache = static_cast<const char*>(work.op.cache) + task.kv_head * head;
     }
 
-    // Where the keys and values of a tile from `at` on lie, 16 tokens each; past the context's end, those of its last.
+    // Finds the keys and values of a tile from `at` on, 16 tokens each; beyond the context's end, those of its last.
     void find(int at, Place (&places)[kMaxPanels]) const {
         at = std::min(at, (end - 1) / kPanel * kPanel);
         int index = at / block_size, offset = at % block_size;
@@ -272,8 +272,8 @@ struct Context {
     }
 };
 
-// Goes over a task's keys a tile at a time. Which numbers lie in the cache, and so how a tile is computed, is `Own`'s:
-// fetch() prepares the queries, attend_tile(begin, end) adds keys and values to `part`.
+// Iterates over a task's keys, a tile at a time. `Own` implements the cache's number format: fetch() prepares the
+// queries, attend_tile(begin, end) adds keys and values to `part`.
 template <class T, class Own>
 struct Reader : Work {
     const AttentionTask& after;      // the task that this thread most likely takes next
@@ -293,8 +293,8 @@ struct Reader : Work {
         return place.values + channel_panel * (step.block_size * kPanel / kPerWord<T>);
     }
 
-    // While few rows are computed memory is what they wait for, so the same words of the next tile are fetched. With
-    // many rows it costs nothing.
+    // Few rows are bound by memory, so the same words of the next tile are prefetched. With many rows this costs
+    // nothing.
     template <int P>
     static Ahead<P> ahead(const uint32_t* const (&next)[P]) {
         Ahead<P> ahead;
@@ -303,7 +303,7 @@ struct Reader : Work {
         return ahead;
     }
 
-    // Keys [first, last) of the context into `part`.
+    // Adds keys [first, last) of the context to `part`.
     void attend(int first, int last) {
         part.clear(rows, dim);
         std::fill_n(totals, rows, Vec{});
@@ -319,7 +319,7 @@ struct Reader : Work {
         for (int m = 0; m < rows; m++) part.totals[m] = horizontal_sum(totals[m]);
     }
 
-    // The rows that a task reads, or writes, of a buffer into the second-level cache. (Inline as Ahead::fetch is.)
+    // Prefetches a task's rows of a buffer into the second-level cache. (Inline as Ahead::fetch is.)
     template <int Write>
     __attribute__((always_inline)) void fetch_rows(int buffer, const AttentionTask& task) const {
         const int64_t size = (int64_t)group * dim * (op.dtype == kBfloat ? 2 : 4);

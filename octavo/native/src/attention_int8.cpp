@@ -1,8 +1,8 @@
-// Attention over a cache of 8-bit integers with a scale for each token and head, in products of integers: queries and
-// weights become 16-bit integers in two planes of bytes, so what is lost is what the cache lost.
+// Attention over a cache of 8-bit integers with a scale per token and head, by integer products: queries and weights
+// become 16-bit integers in two planes of bytes, so that the cache's own rounding dominates the error.
 //
-// A key is stored with 128 added to each number, for a product takes bytes with a sign on one side only; that is taken
-// off again by where its sums begin. A token's scale multiplies a whole score. That of its values goes into its weight.
+// Keys are stored with 128 added to each number, because only one factor of a byte product is signed; the sums' initial
+// values subtract it again. A token's scale multiplies a whole score. The scale of its values multiplies its weight.
 #include "attention.h"
 
 namespace octavo {
@@ -14,7 +14,7 @@ typedef int8_t Byte __attribute__((vector_size(W)));
 constexpr int kPlanes = 2;
 constexpr int kKeyOffset = 128;
 
-// Sums of products of bytes, two for each of M rows: those of the high bytes and of the low bytes.
+// Sums of byte products, two for each of M rows: of the high bytes and of the low bytes.
 template <int M, int P>
 struct ByteTile : Tile<M * kPlanes, P, Int> {
     // Row m's sums, vector j.
@@ -24,11 +24,11 @@ struct ByteTile : Tile<M * kPlanes, P, Int> {
     }
 };
 
-// What to add to a scale, so that NaN and infinity are not lost in the integers.
+// Returns what to add to a scale, so that NaN and infinity are not lost in the integers.
 float flaw(Vec sum_of_differences) { return horizontal_sum(sum_of_differences); }
 
 struct Int8Reader : Reader<char, Int8Reader> {
-    // Of a register tile: with more it would take longer to compile, and be no faster.
+    // Rows of a register tile; more would take longer to compile and be no faster.
     static constexpr int kMaxRows = W < 16 ? 1 : 4;
 
     uint32_t* queries;  // [rows][dim][kPlanes] bytes as words, interleaved tile by tile
@@ -78,7 +78,7 @@ struct Int8Reader : Reader<char, Int8Reader> {
         for (int c = 0; c < dim; c += W) {
             const Int value = rounded(load(x + c) * inverse), upper = (value + 128) >> 8;
             put(upper, high + c);
-            put(value, low + c);  // modulo 256: what the high byte leaves
+            put(value, low + c);  // modulo 256: the rest after the high byte
             highs += upper;
             lows += value - upper * 256;
         }
@@ -139,8 +139,8 @@ struct Int8Reader : Reader<char, Int8Reader> {
         }
     };
 
-    // Row m's weights times the scales of the values, as integers of 16 bits without sign. Past the context's end a
-    // scale may be anything, which not even zero may be multiplied with.
+    // Row m's weights times the scales of the values, as unsigned 16-bit integers. Beyond the context's end a scale is
+    // arbitrary; even its product with 0 may be NaN.
     void narrow_weights(int m, int panels) {
         constexpr float most = 65535.0f;
         float* from = scores + m * kTile;

@@ -1,4 +1,4 @@
-// Who attends to what: a step's queries and keys, divided into tasks of about the same size.
+// Division of a step's attention into tasks of about equal size.
 
 #include <algorithm>
 
@@ -8,24 +8,25 @@ namespace octavo {
 
 namespace {
 
-// Rows of a task (queries x heads that share a kv head), about. With AMX each task rearranges the values that it reads.
+// Approximate rows of a task (queries x heads that share a kv head). With AMX, each task rearranges the values it
+// reads.
 #if defined(OCTAVO_AMX)
 constexpr int kQueryRows = 96;
 #else
 constexpr int kQueryRows = 48;
 #endif
-constexpr int kSplitQueries = 8;  // rows with at most so many queries are split over their context
+constexpr int kSplitQueries = 8;  // rows with at most this many queries are split over their context
 
-// Rows of one query each, in an order in which those whose contexts begin with the same blocks are neighbours.
+// Rows of one query each, sorted so that rows whose contexts begin with the same blocks are adjacent.
 struct Decodes {
     const OctavoStep& step;
     const int group;  // of the cache
     std::vector<Sharer> rows;
-    std::vector<int> common;  // whole parts that lie in the same blocks for a row and the next
+    std::vector<int> common;  // number of whole parts that a row has in common with the next
 
     const int32_t* begin(const Sharer& row) const { return step.table(group, row.row); }
 
-    // Past the blocks of its whole parts.
+    // The end of the blocks of its whole parts.
     const int32_t* end(const Sharer& row) const {
         return begin(row) + step.seq_lens[row.row] / kPart * (kPart / step.block_size);
     }
@@ -42,11 +43,11 @@ struct Decodes {
         }
     }
 
-    // Whole parts that row i shares with a neighbour.
+    // Number of whole parts that row i shares with a neighbour.
     int shared(size_t i) const { return std::max(common[i], i > 0 ? common[i - 1] : 0); }
 };
 
-// Tasks for the parts that rows have in common, for at most `most` rows each.
+// Adds tasks for the parts that rows have in common, for at most `most` rows each.
 void plan_shared(const Decodes& decodes, int kv_heads, int most, AttentionPlan& plan) {
     const int count = (int)decodes.rows.size();
     const auto take = [&](int part, int first, int rows) {

@@ -1,5 +1,5 @@
-// Attention over keys and values in bfloat16 by AMX. Every row goes this way, be it a prompt's or a single token's: AMX
-// rounds otherwise than AVX-512, and nobody's result may depend on who else is there.
+// Attention over keys and values in bfloat16 by AMX. All rows use it, of prompts and of single tokens: AMX rounds
+// differently from AVX-512, and a row's result must not depend on the rest of the batch.
 #pragma once
 
 #include "amx.h"
@@ -12,16 +12,16 @@ namespace octavo {
 // A product of a block of rows with panels, two panels at a time.
 struct TileProduct {
     const uint32_t* const* panels;
-    const uint32_t* const* tails;  // what comes after a panel's whole tiles: one more, elsewhere; or null
+    const uint32_t* const* tails;  // one more tile after a panel's whole tiles, stored elsewhere; or null
     int count, tiles;              // panels; whole tiles of a panel
     const void* rows;
     int64_t row_stride;  // bytes
     float* sums;         // of a row, panel by panel
     int64_t sum_stride;  // floats
-    bool anew, both;     // sums begin with zero, not with what is there; the rows are more than one tile's
+    bool anew, both;     // sums begin with zero, not with the stored ones; there are rows of a second tile
 
-    // This panel and the next one, if there is one. Meanwhile half tile `half` of `panel` of what will be read soon is
-    // fetched into the second-level cache, from soon(panel, half), which may be null.
+    // Multiplies this panel and the next one, if any. Meanwhile prefetches half tile `half` of `panel` of the data read
+    // next into the second-level cache, from soon(panel, half), which may be null.
     template <class Soon>
     void run(int panel, const Soon& soon) const {
         if (panel + 1 < count)
@@ -59,9 +59,9 @@ private:
     }
 };
 
-// A panel of keys is tiles as it lies in the cache, and half a tile more where channels are an odd number of 16. A tile
-// of values takes 32 tokens, which may be in two blocks: they are brought together once for all rows of the task.
-// Whatever the cache holds behind the context's end is zero there, for not even zero may be multiplied with it.
+// A panel of keys consists of tiles in the cache's own layout, and half a tile more if channels are an odd multiple of
+// 16. A tile of values has 32 tokens, which may be in two blocks: they are gathered once for all rows of the task.
+// Gathered data is 0 beyond the context's end, where the cache is arbitrary and even a product with 0 may be NaN.
 struct TileReader : Reader<bf16, TileReader> {
     static_assert(kBlockRows == 2 * amx::kRows);
     static constexpr int kTileWords = amx::kWords * kPanel;
@@ -70,10 +70,10 @@ struct TileReader : Reader<bf16, TileReader> {
 
     const int key_tiles;   // whole ones of a panel
     const int words;       // of a query, with zeros up to whole tiles
-    const int block_rows;  // of all blocks alike; rows that the last one has too many are computed from anything
+    const int block_rows;  // of all blocks; surplus rows of the last one are computed from arbitrary data
     uint32_t* queries;     // [room][words]
     uint32_t* values;      // [channel panel][kTile / 2][kPanel]
-    uint32_t* tails;       // [kMaxPanels][amx::kWords][kPanel]: what of keys is no whole tile, with zeros
+    uint32_t* tails;       // [kMaxPanels][amx::kWords][kPanel]: incomplete tiles of keys, padded with zeros
     const uint32_t **key_panels, **key_tails, **value_panels;
 
     TileReader(Program& program, const OctavoOp& op, const AttentionTask& task, const AttentionTask& after, int thread)
@@ -126,19 +126,19 @@ struct TileReader : Reader<bf16, TileReader> {
         }
     }
 
-    // Keys of a tile, from its first one on, beyond which a block's rows see nothing.
+    // Number of leading keys of a tile that a block's rows attend to.
     int seen(int first, int begin, int end) const {
         if (!sharers && visible_begin(first) >= end) return 0;
         return std::max(std::min(end, visible_end(std::min(first + block_rows, rows) - 1)) - begin, 0);
     }
 
-    // Where the products find the keys at place p.
+    // Address of the keys at place p for the products.
     void bring_keys(int p) const {
         key_panels[p] = places[p].keys;
         if (has_tails()) std::memcpy(tails + p * kTileWords, places[p].keys + key_tiles * kTileWords, kHalfTile * 4);
     }
 
-    // The values at place p of a tile of `count` keys; the next tile's into the second-level cache.
+    // Gathers the values at place p of a tile of `count` keys; prefetches the next tile's into the second-level cache.
     void bring_values(int p, int count) const {
         const int there = std::max(0, std::min((count - p * kPanel + 1) / 2, kPanel / 2));
         for (int panel = 0; panel < dim / kPanel; panel++) {
@@ -153,7 +153,7 @@ struct TileReader : Reader<bf16, TileReader> {
         }
     }
 
-    // The scores of a block, with the first `count` keys.
+    // Computes the scores of a block with the first `count` keys.
     TileProduct score(int first, int count) const {
         return {key_panels,
                 has_tails() ? key_tails : nullptr,
@@ -167,7 +167,7 @@ struct TileReader : Reader<bf16, TileReader> {
                 block_rows > amx::kRows};
     }
 
-    // The values of the first `count` keys by a block's weights, on top of its sums.
+    // Adds the values of the first `count` keys times a block's weights to its sums.
     TileProduct gather(int first, int count) const {
         return {value_panels,
                 nullptr,
@@ -181,8 +181,8 @@ struct TileReader : Reader<bf16, TileReader> {
                 block_rows > amx::kRows};
     }
 
-    // The scores of rows [first, last) to weights, in their places. Where all of them see the whole tile, as most do,
-    // nothing is asked for each.
+    // Converts the scores of rows [first, last) to weights, in place. If all rows attend to the whole tile, which is
+    // the usual case, bounds are not checked per row.
     void weigh_block(int first, int last, int begin, int end) {
         const bool plain = op.soft_cap <= 0 && op.window <= 0 && std::min(visible_end(first), end) >= begin + kTile;
         const float scale = op.scale * kLog2E;

@@ -1,5 +1,5 @@
-// Integer sums over a block of 32 for M rows and V vectors of columns, by what the processor multiplies fastest. All give
-// the same integers.
+// Integer sums over a block of 32 for M rows and V vectors of columns, by the processor's fastest instructions. All
+// variants give the same integers.
 //
 // `begin` and `add` take a function from a row's number to its ActivationBlock. `add` takes one word of each column.
 #pragma once
@@ -8,7 +8,7 @@
 
 namespace octavo {
 
-// 8-bit activations, byte by byte.
+// 8-bit activations, by byte products.
 template <int M, int V>
 struct ByteSums {
     Int sums[M][V];
@@ -90,7 +90,7 @@ struct PairSums {
 };
 
 #if defined(__AVX2__)
-// 8-bit activations with values of 4 bits, of which 16 bits hold a block's sums: 16 products of at most 15 * 127.
+// 8-bit activations with 4-bit values, whose sums over a block fit 16 bits: 16 products of at most 15 * 127.
 template <int M, int V>
 struct NarrowSums {
     Short sums[M][V];

@@ -11,43 +11,43 @@ namespace octavo {
 namespace {
 
 // Rows of a tile: the integer sums of each plane and the sums of floats must fit the registers.
-// Over a single panel, the last of an odd number, fewer will do.
+// Fewer are enough over a single panel, the last of an odd number.
 template <int P, int Planes>
 constexpr int kMaxRows = !kByteProducts ? 4 : P == 1 ? 2 / Planes : Planes == 2 ? 4 : 6;
 
-// Rows from which it pays to unpack a panel once for all tiles: minima, and values if they are multiplied as bytes. (As
-// halves of 16 bits, they take no more instructions from 4 bits than from 8.)
+// From this number of rows on, it pays to unpack a panel once for all tiles: minima, and values if they are multiplied
+// as bytes. (As halves of 16 bits, 4-bit values take no more instructions than 8-bit ones.)
 constexpr int kUnpackFrom = 12;
 
-// P panels of a matrix: records, or what `unpack` made of their values and minima.
+// P panels of a matrix: records, or the values and minima made by `unpack`.
 template <int P>
 struct Panels {
     const char* from[P];
     int64_t stride;         // bytes from one block's values to the next
-    const char* scales[P];  // of the first block, with the minima behind them
+    const char* scales[P];  // of the first block, followed by the minima
     int64_t scale_stride;
-    const char* minima[P] = {};  // of pairs of blocks as bfloat16; null: to be made of the records
-    const char* soon;  // the records that this thread most likely takes next
+    const char* minima[P] = {};  // of pairs of blocks as bfloat16; null: not unpacked yet
+    const char* soon;  // the records that this thread will probably read next
 
-    // Fetches as much of the next panels as a block of these is.
+    // Prefetches as much of the next panels as the size of a block of these.
     __attribute__((always_inline)) void fetch(int block) const {
         const int64_t bytes = P * scale_stride;
         for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(soon + block * bytes + line, 0, 2);
     }
 };
 
-// The minima of blocks b and b + 1 from a panel's scales on, as words of bfloat16, the v-th vector of them. The last
-// block of an odd number has zeros beside it.
+// Returns the v-th vector of the minima of blocks b and b + 1, as words of bfloat16. The last block of an odd number is
+// paired with zeros.
 inline Word minima_of(const char* scales, int64_t stride, int b, int blocks, int v) {
     const uint16_t* low = reinterpret_cast<const uint16_t*>(scales + b * stride) + kPanel + v * W;
     const Vec high = b + 1 < blocks ? load_half(low + stride / sizeof *low) : Vec{};
     return pair_up(load_half(low), high);
 }
 
-// Integer sums of one block, turned into floats block by block.
+// Integer sums of blocks, converted to float block by block.
 template <int M, int P, bool Packed, int Planes>
 struct Product {
-    static constexpr int kVectors = std::min(P * VP, 2);  // whose sums are in registers at a time
+    static constexpr int kVectors = std::min(P * VP, 2);  // vectors whose sums are in registers at a time
     using Sums = BlockSums<M, kVectors, Packed, Planes>;
 
     const OctavoOp& op;
@@ -63,7 +63,7 @@ struct Product {
         if (Planes == 1 && op.minima && (b % 2 || b + 1 == blocks)) add_minima(b / 2 * 2);
     }
 
-    // Block b, the kVectors vectors across the panels from j on.
+    // Adds block b for kVectors vectors across the panels, from j on.
     __attribute__((always_inline)) void multiply(int b, int j) {
         const auto row_of = [&](int m) -> const ActivationBlock<Planes>& { return row(m, b); };
         Sums sums;
@@ -97,7 +97,7 @@ struct Product {
         }
     }
 
-    // Sums of vector v of those that are in registers become floats of the tile's vector j.
+    // Converts the sums of vector v in the registers to float and adds them to the tile's vector j.
     __attribute__((always_inline)) void scale(int b, int j, const Sums& sums, int v, const uint16_t* scales) {
         const Vec scale = load_half(scales);
         if constexpr (Planes == 1) {
@@ -111,7 +111,7 @@ struct Product {
         }
     }
 
-    // Of blocks b and b + 1.
+    // Adds the minima of blocks b and b + 1.
     __attribute__((always_inline)) void add_minima(int b) {
         if constexpr (Planes == 1) {
             for (int j = 0; j < P * VP; j++) {
@@ -148,7 +148,7 @@ struct Rows {
     }
 };
 
-// 4-bit values of a panel to 8 bits.
+// Unpacks the 4-bit values of a panel to 8 bits.
 void unpack_values(const char* from, int64_t stride, int blocks, char* to) {
     for (int b = 0; b < blocks; b++)
         for (int w = 0; w < kBlockWords; w += 2)
@@ -169,7 +169,7 @@ void unpack_minima(const char* scales, int64_t stride, int blocks, char* to) {
         }
 }
 
-// Once for many rows.
+// Unpacks panels once for many rows.
 template <int P>
 void unpack(Program& program, const OctavoOp& op, int thread, Panels<P>& panels) {
     const int blocks = op.columns / kBlock;

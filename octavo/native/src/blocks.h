@@ -1,8 +1,8 @@
-// Integers in blocks of 32 with a scale each: the form of quantized weights and of the activations that meet them.
+// Integers in blocks of 32 with a scale each: the format of quantized weights and of the activations for them.
 //
-// Weights: scale * (value - zero point) + minimum. A panel is a sequence of blocks of the inner dimension, each a record
-// of 16 columns: the values (unsigned, 8 bits: [word][column][4]; 4 bits: two words to a word's place, the first in the
-// low halves), then the columns' scales and, if the format has them, minima, in float16.
+// Weights: scale * (value - zero point) + minimum. A panel is a sequence of blocks of the inner dimension, each a
+// record of 16 columns: the values (unsigned, 8 bits: [word][column][4]; 4 bits: two words in the place of one, the
+// first in the low halves), then the columns' scales and, if the format has them, minima, in float16.
 //
 // Activations: 8-bit or 16-bit integers. A row is a sequence of blocks too, each with its own scale.
 #pragma once
@@ -27,16 +27,16 @@ struct Record {
 template <int Planes>
 struct ActivationBlock;
 
-// Whether one instruction multiplies and adds four bytes. Without it, pairs of 16 bits are multiplied, which takes half as
-// many instructions as their bytes would, one by one.
+// Whether one instruction multiplies and adds four bytes. Without it, pairs of 16 bits are multiplied, which takes half
+// as many instructions as single bytes.
 #if defined(__AVX512VNNI__)
 constexpr bool kByteProducts = true;
 #else
 constexpr bool kByteProducts = false;
 #endif
 
-// 16 bits. With byte products in planes of signed bytes: the high ones, rounded, then the low ones. Else in pairs: words
-// of the even values of each four, then words of the odd ones.
+// 16 bits. With byte products, in planes of signed bytes: the high ones, rounded, then the low ones. Otherwise in
+// pairs: words of the even values of each four, then words of the odd ones.
 template <>
 struct ActivationBlock<2> {
     uint32_t words[2][kBlockWords];
@@ -44,22 +44,22 @@ struct ActivationBlock<2> {
     int32_t sum;
 };
 
-// 8 bits, with a power of two for a scale. A float of 1.5 * 2^23 scales counts in steps of one scale, so integer sums that
-// start from its bits are floats already, once it is subtracted: neither conversion nor scale costs a multiplication.
+// 8 bits, with a power of two as the scale. The float 1.5 * 2^23 * scale has a resolution of one scale, so integer sums
+// that start from its bits become scaled floats by subtracting it, without a conversion or a multiplication.
 template <>
 struct ActivationBlock<1> {
     uint32_t words[1][kBlockWords];
     int32_t start;  // origin's bits, less the weights' zero point times the sum of the values
     float origin;
-    uint32_t sums;  // of blocks with even numbers: scale * sum of this one and of the next, as bfloat16
+    uint32_t sums;  // in even blocks: scale * sum of this block and of the next, as bfloat16
 };
 
-// Size of a row of them.
+// Bytes of a row of activation blocks.
 inline int64_t activation_bytes(const OctavoOp& op) {
     return op.columns / kBlock * (int64_t)(op.planes == 2 ? sizeof(ActivationBlock<2>) : sizeof(ActivationBlock<1>));
 }
 
-// One row of float32, quantized for weights with this zero point: each block by its largest magnitude.
+// Quantizes one row of float32 for weights with this zero point, each block by its largest magnitude.
 void quantize_row(const float* x, int columns, int planes, int zero_point, void* row);
 
 }  // namespace octavo

@@ -1,5 +1,5 @@
-// A whole step of one token a row in one call: between two steps of a running batch nothing is known that the slots do
-// not hold, so nobody need lay it out for us.
+// A whole step of one token per row in one call. The slots have all inputs of the next step, so the kernels lay out the
+// batch themselves.
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +11,7 @@ namespace octavo {
 
 namespace {
 
-// The batch as the operations read it.
+// The batch in the form that the operations read.
 struct Layout {
     std::vector<int64_t> ids, positions, places;         // `places` is [groups][rows]
     std::vector<int32_t> query_start, seq_lens, tables;  // `tables` is [groups][rows][blocks]
@@ -46,7 +46,7 @@ struct Layout {
     }
 };
 
-// Writes the tokens into the slots; returns how many rows have none, because their largest logit is not finite.
+// Writes the tokens into the slots; returns the number of rows without one, because their largest logit is not finite.
 int note(const OctavoDecode& d) {
     int flawed = 0;
     for (int row = 0; row < d.count; row++) {
@@ -68,7 +68,7 @@ using namespace octavo;
 
 extern "C" {
 
-// How many rows could not be sampled, or -1 if there is not enough memory for the step's buffers.
+// Returns the number of rows that could not be sampled, or -1 if the step's buffers can't be allocated.
 int octavo_decode(void* program, const OctavoDecode* decode) {
     Program& p = *static_cast<Program*>(program);
     const OctavoDecode& d = *decode;

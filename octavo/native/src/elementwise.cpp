@@ -1,4 +1,4 @@
-// Embedding, normalization, and rotary positions with the write to the KV cache: everything between two products.
+// Embedding, normalization, and rotary positions with writes to the KV cache: all operations between two products.
 
 #include <algorithm>
 #include <cmath>
@@ -125,7 +125,7 @@ void run_quantize(Program& program, const OctavoOp& op, int64_t task, int thread
 
 // --- rotary positions (Su et al. 2021), and keys and values to their places in the cache ---------------------------
 
-// Turns a head in place, after its own norm if it has one; channel i goes with channel i + rotary_dim / 2.
+// Rotates a head in place, after its own norm if it has one; channel i is paired with channel i + rotary_dim / 2.
 void turn(float* head, const OctavoOp& op, const float* norm, const float* cos_sin) {
     if (norm != nullptr) norm_row(head, norm, op.head_dim, op.eps, head);
     const int half = op.rotary_dim / 2;
@@ -142,8 +142,8 @@ void turn(float* head, const OctavoOp& op, const float* norm, const float* cos_s
     }
 }
 
-// Where attention.h expects a token's key and value. Keys: [token panel][word of channels][token]; values: [channel
-// panel][word of tokens][channel]; 8-bit ones then have their scales.
+// Addresses of a token's key and value as attention.h reads them. Keys: [token panel][word of channels][token]; values:
+// [channel panel][word of tokens][channel]; 8-bit ones are followed by their scales.
 template <class T>
 struct Place {
     const OctavoOp& op;
@@ -164,8 +164,8 @@ struct Place {
         for (int c = 0; c < op.head_dim; c += per) std::memcpy(to + c * kPanel, k + c, sizeof(uint32_t));
     }
 
-    // A word of values holds several tokens. Those that will come are blanked, for they are read, and multiplied
-    // with zero, before they are written.
+    // A word of values holds several tokens. Later ones are zeroed, since they are read, and multiplied with 0, before
+    // they are written.
     void put_value(const T* v, bool blank) const {
         constexpr int per = kPerWord<T>;
         for (int panel = 0; panel < op.head_dim / kPanel; panel++, v += kPanel) {
@@ -178,7 +178,7 @@ struct Place {
     }
 };
 
-// A vector as bytes, with `offset` added to each; returns what they are to be multiplied with.
+// Converts a vector to bytes, with `offset` added to each; returns their scale.
 float to_bytes(const float* x, int size, int offset, uint8_t* to) {
     Vec peak{}, flaw{};
     for (int c = 0; c < size; c += W) {
@@ -188,7 +188,7 @@ float to_bytes(const float* x, int size, int offset, uint8_t* to) {
     }
     const float top = horizontal_max(peak), inverse = top > 0 ? 127.0f / top : 0.0f;
     for (int c = 0; c < size; c++) to[c] = (uint8_t)((int)std::nearbyint(x[c] * inverse) + offset);
-    return top / 127.0f + horizontal_sum(flaw);  // NaN and infinity are not lost
+    return top / 127.0f + horizontal_sum(flaw);  // propagates NaN and infinity
 }
 
 void put_bytes(const OctavoOp& op, int64_t slot, int head, int block_size, const float* k, const float* v,

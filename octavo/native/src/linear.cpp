@@ -1,5 +1,5 @@
-// y = x W^T + b, in tasks of a pair of panels and a chunk of rows. What multiplies them is compiled for models that need
-// it: words.cpp or blocks.cpp.
+// y = x W^T + b, in tasks of a pair of panels and a chunk of rows. The kernels are in separate libraries, compiled for
+// models that need them: words.cpp or blocks.cpp.
 
 #include "linear.h"
 
@@ -16,13 +16,13 @@ int64_t panel_bytes(const OctavoOp& op) {
 
 namespace {
 
-constexpr int64_t kChunkBytes = 384 << 10;  // of inputs that a task goes over: they stay in the second-level cache
+constexpr int64_t kChunkBytes = 384 << 10;  // of a task's inputs, which stay in the second-level cache
 
-// Those of a task that unpacks its weights first: the more rows, the rarer that is.
+// Of a task that unpacks its weights first; the more rows, the less often they are unpacked.
 constexpr int64_t kUnpackedBytes = 1 << 20;
-constexpr int64_t kUnpackedRows = 256;  // more gain nothing, and their results drive the inputs out of the cache
+constexpr int64_t kUnpackedRows = 256;  // with more, the results evict the inputs from the cache
 #if defined(OCTAVO_AMX)
-constexpr int kChunkRows = 2 * amx::kRows;  // a chunk is a multiple of it: the rows of the largest tile
+constexpr int kChunkRows = 2 * amx::kRows;  // chunks are multiples of this, the rows of the largest tile
 #else
 constexpr int kChunkRows = 2 * kWideRows;
 #endif

@@ -1,4 +1,4 @@
-// What the products of all weight formats share: how they are cut into tasks, and what becomes of a finished tile.
+// Common parts of the products of all weight formats: tasks, and the epilogue of a finished tile.
 #pragma once
 
 #include "program.h"
@@ -12,7 +12,7 @@ inline int panels_of(const OctavoOp& op) { return (op.rows + kPanel - 1) / kPane
 
 inline int64_t pairs_of(const OctavoOp& op) { return (panels_of(op) + kPair - 1) / kPair; }
 
-// Of the weights; their records of integers are as large as blocks.h says.
+// Sizes of weights; records of integers are described in blocks.h.
 int64_t panel_bytes(const OctavoOp& op);
 
 // x / (1 + e^-x)
@@ -35,7 +35,7 @@ inline void gate(const Program& program, const OctavoOp& op, const Tile<M, P>& t
     }
 }
 
-// Fetches the lines that `finish` writes, while the products are computed. (Always inline as Ahead::fetch is.)
+// Prefetches the cache lines that `finish` writes, while the products are computed. (Always inline as Ahead::fetch is.)
 template <int M, int P>
 __attribute__((always_inline)) inline void fetch_results(const Program& program, const OctavoOp& op, int panel,
                                                       int first) {
@@ -45,7 +45,7 @@ __attribute__((always_inline)) inline void fetch_results(const Program& program,
             __builtin_prefetch(program.at<float>(op.output, first + m) + (panel + p) * kPanel, 1);
 }
 
-// Adds the bias and stores the tile: as it is, on top of what is there, or as silu(gate) * up of its pair of panels.
+// Adds the bias and stores the tile: plainly, added to the output, or as silu(gate) * up of its pair of panels.
 template <int M, int P>
 inline void finish(const Program& program, const OctavoOp& op, Tile<M, P>& tile, int panel, int first) {
     if (op.second != nullptr) {
@@ -64,8 +64,8 @@ inline void finish(const Program& program, const OctavoOp& op, Tile<M, P>& tile,
     }
 }
 
-// A task: the rows [first, first + count) times the pair of panels from `panel` on, or the last one of an odd number.
-// `octavo_multiply_words` and `octavo_multiply_blocks`, by the form in which weights are multiplied.
+// Runs a task: rows [first, first + count) times the pair of panels from `panel` on, or the last one of an odd number.
+// `octavo_multiply_words` or `octavo_multiply_blocks`, depending on the format of the weights.
 using Multiply = void (*)(Program& program, const OctavoOp& op, int panel, int first, int count, int thread);
 
 }  // namespace octavo

@@ -4,7 +4,7 @@ namespace octavo {
 
 namespace {
 
-constexpr int kIdleLooks = 20000;  // between two programs of a step, Python takes about so long
+constexpr int kIdleLooks = 20000;  // about the time that Python takes between two programs of a step
 
 }  // namespace
 
@@ -38,7 +38,7 @@ void Pool::run(void (*work)(void*, int), void* data) {
     wait_until([&] { return left_.load(std::memory_order_acquire) == guests; });
 }
 
-// Joins the job behind `gate`; false if it is closed or another one by now.
+// Joins the job of `gate`; returns false if it is closed or `gate` is outdated.
 bool Pool::enter(uint64_t gate) {
     const uint64_t job = gate / kJob;
     while (gate / kJob == job && gate & kOpen)

@@ -10,28 +10,29 @@
 
 namespace octavo {
 
-// Returns once `done` holds. Spins at first, since the others are microseconds away; then gives the core up between
-// looks, because the machine is shared and the core may be what they wait for.
+// Returns once `done` holds. Spins at first, since other threads need microseconds; then yields between checks, because
+// on a shared machine they may be waiting for this core.
 template <class Done>
 void wait_until(const Done& done);
 
-// Threads help the caller with a job as they come. Nobody waits for one that is not there: on a shared machine a thread
-// may be without a core for milliseconds, in which the others finish the job.
+// Threads that help the caller with jobs. A job never waits for a thread that has not joined it: on a shared machine a
+// thread may lose its core for milliseconds, in which the others finish the job.
 class Pool {
 public:
     explicit Pool(int threads);
     ~Pool();
     int threads() const { return threads_; }
 
-    // Runs work(data, thread) on the calling thread, as thread 0, and once on each other thread that comes while it
-    // runs. Returns when all who came have left.
+    // Runs work(data, thread) on the calling thread, as thread 0, and once on each other thread that joins meanwhile.
+    // Returns when all threads that joined have finished.
     void run(void (*work)(void*, int), void* data);
 
 private:
     void serve(int thread);
     bool enter(uint64_t gate);
 
-    // The gate's lowest bit says whether the job is open, the next 15 bits count who came, the rest counts jobs.
+    // Bits of the gate: the lowest is set while the job is open, the next 15 count threads that joined, the rest counts
+    // jobs.
     static constexpr uint64_t kOpen = 1, kGuest = 2, kJob = 1 << 16;
 
     const int threads_;

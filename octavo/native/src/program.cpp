@@ -58,11 +58,11 @@ void Program::prepare(int first, int last) {
 
 namespace {
 
-constexpr int kSoonOps = 4;                // so far ahead lies the next product
-constexpr int64_t kSoonBytes = 256 << 10;  // of its weights that are fetched: they must still be there when it begins
-constexpr int kSoonTokens = 32;            // in steps of more, activations need the cache themselves
+constexpr int kSoonOps = 4;                // operations to search for the next product
+constexpr int64_t kSoonBytes = 256 << 10;  // of its weights to prefetch; they must still be cached when it begins
+constexpr int kSoonTokens = 32;            // in larger steps, activations need the cache
 
-// Memory that a thread will read soon, fetched into its second-level cache while it waits for the others.
+// Memory that a thread will read soon, prefetched into its second-level cache while it waits for the others.
 struct Soon {
     int op = -1;
     const char* from = nullptr;
@@ -74,7 +74,7 @@ struct Soon {
     }
 };
 
-// What this thread's own part of the next product reads first.
+// Returns what this thread's own part of the next product reads first.
 Soon next_weights(const std::vector<OctavoOp>& ops, int first, int last, int thread, int threads) {
     for (int i = first; i < std::min(first + kSoonOps, last); i++) {
         const OctavoOp& op = ops[i];
@@ -114,7 +114,7 @@ void Program::work(int thread) {
     registers_[thread].release();
 }
 
-// Runs the tasks of operation i that nobody has taken yet; returns how many those were.
+// Runs the unclaimed tasks of operation i; returns their number.
 int64_t Program::take(int i, int64_t tasks, int thread) {
     const OctavoOp& op = ops_[i];
     const OpCode& code = codes()[op.kind];
@@ -146,7 +146,7 @@ void* octavo_program_create(void* pool, const OctavoOp* ops, int count, const in
 
 void octavo_program_destroy(void* program) { delete static_cast<Program*>(program); }
 
-// 0, or 1 if there is not enough memory for the step's buffers.
+// Returns 0, or 1 if the step's buffers can't be allocated.
 int octavo_program_run(void* program, int first, int last, const OctavoStep* step) {
     try {
         static_cast<Program*>(program)->run(first, last, *step);
@@ -158,7 +158,7 @@ int octavo_program_run(void* program, int first, int last, const OctavoStep* ste
 
 void octavo_program_time(void* program, int64_t* ends) { static_cast<Program*>(program)->time_to(ends); }
 
-// Rows of equal numbers, normalized on two threads: the result must be the norm's weights. 0 if it is.
+// Normalizes rows of equal numbers on two threads, which must give the norm's weights. Returns 0 if it does.
 int octavo_self_test() {
     constexpr int kSize = 32, kRows = 9;
     float weight[kSize], rows[kRows * kSize], result[kRows * kSize] = {};

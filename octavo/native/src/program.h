@@ -1,7 +1,7 @@
 // A program: the operations of a model's forward pass in order, run over a batch of any size by one team of threads.
 //
-// Python builds it once from the model's layers and runs it with one call a step. The threads claim the tasks of one
-// operation after the other; the next begins when all tasks of the last are done, whoever did them.
+// Python builds it once from the model's layers and runs it with one call per step. Threads claim the tasks of one
+// operation after another; the next operation begins when all tasks of the previous one are done.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@
 
 extern "C" {
 
-// One operation. Which fields count depends on its kind; octavo/native/program.py fills them in and explains them.
+// One operation. The fields in use depend on its kind; octavo/native/program.py sets and documents them.
 struct OctavoOp {
     int32_t kind, dtype, input, output;
     int32_t rows, columns, epilogue, packed;
@@ -27,7 +27,7 @@ struct OctavoOp {
     float eps, scale, soft_cap;
     const void *weight, *second, *third;
     void* cache;
-    const void* kernel;  // what computes it, where that is in a library of its own: see octavo/native/bindings.py
+    const void* kernel;  // its function in a separate library (octavo/native/bindings.py), or null
 };
 
 // One step's batch: pointers to what octavo/nn/step.py describes. `external` are the buffers that the caller owns.
@@ -50,10 +50,10 @@ struct OctavoDecode {
     int64_t *length, *computed;
     const int32_t* block_tables;
     const OctavoSampling* sampling;
-    const int64_t* slots;  // [count], which of them are computed
+    const int64_t* slots;  // [count], the slots to compute
     const uint32_t* const* allowed;  // [count] or null, as `OctavoSample::allowed`
     void* external[3];
-    int64_t* chosen;  // [count], the tokens that come of it
+    int64_t* chosen;  // [count], the sampled tokens
     float* peaks;     // [count], their logits
     int64_t token_stride, table_stride, group_stride, logit_stride;  // `group_stride`: between groups' block tables
     int32_t count, block_size, operations, columns, groups;
@@ -72,7 +72,7 @@ struct Free {
     void operator()(void* p) const { std::free(p); }
 };
 
-// Memory that starts on a cache line, of at least the size last asked for; growing loses the contents.
+// Memory aligned to a cache line, of at least the size last requested; growing loses the contents.
 class Scratch {
 public:
     void* need(size_t bytes) {
@@ -91,26 +91,26 @@ private:
     size_t size_ = 0;
 };
 
-// What one thread attends to at a time: queries of one row that share a key-value head, over all keys or a part. Or a
-// part that several rows of one query have in common: its keys are read once for all of them.
+// A task of one thread: queries of one row that share a key-value head, over all keys or one part of them. Or a part
+// that several rows of one query have in common, whose keys are read once for all of them.
 struct AttentionTask {
     int32_t row, kv_head, begin, count;
-    int32_t part;        // -1: all parts, one after the other
-    int64_t result;      // where this row's partial results begin, counted in query heads; -1 without parts
-    int32_t sharers;     // where its `count` rows begin among the plan's; -1: it is `row` alone
+    int32_t part;        // -1: all parts, in order
+    int64_t result;      // start of this row's partial results, counted in query heads; -1 without parts
+    int32_t sharers;     // start of its `count` rows among the plan's; -1: only `row`
 };
 
-// A row of one query that shares a part with others, and where its partial results begin.
+// A row of one query that shares a part with others, and the start of its partial results.
 struct Sharer {
     int32_t row;
     int64_t result;
 };
 
-// How a step's attention is divided.
+// Division of a step's attention into tasks.
 struct AttentionPlan {
     std::vector<AttentionTask> tasks, merges;
     std::vector<Sharer> sharers;
-    int64_t partial_heads = 0;  // query heads that have partial results, once for each part
+    int64_t partial_heads = 0;  // query heads with partial results, counted once per part
 
     void clear() {
         tasks.clear();
@@ -120,8 +120,8 @@ struct AttentionPlan {
     }
 };
 
-// A thread's own part of an operation's tasks: it takes them in order, so that it reads memory in order, and when they
-// are gone it helps the others with theirs.
+// A thread's own share of an operation's tasks: it takes them in order, so that it reads memory in order, and then
+// helps the other threads with theirs.
 struct alignas(64) Share {
     std::atomic<int64_t> taken{0};
 };
@@ -137,15 +137,15 @@ public:
     // Runs the operations [first, last).
     void run(int first, int last, const OctavoStep& step);
 
-    // Where each operation's end is noted from now on, and behind those when the first began; null for nowhere.
-    // Nanoseconds of the first thread's clock.
+    // Sets where to record each operation's end and, as the last element, the start of the first; null for nowhere. In
+    // nanoseconds of the first thread's clock.
     void time_to(int64_t* ends) { ends_ = ends; }
 
     const OctavoStep& step() const { return *step_; }
     Pool& pool() const { return pool_; }
     int threads() const { return pool_.threads(); }
 
-    // A buffer's row for one token.
+    // Returns a buffer's row for one token.
     template <class T>
     T* at(int buffer, int64_t token) const {
         return reinterpret_cast<T*>(static_cast<char*>(bases_[buffer]) + token * widths_[buffer]);
@@ -179,7 +179,7 @@ private:
     int64_t* ends_ = nullptr;
 };
 
-// How many tasks an operation has in this step, and one of them.
+// Number of tasks of an operation in this step, and a function to run one.
 struct OpCode {
     int64_t (*tasks)(Program&, const OctavoOp&);
     void (*run)(Program&, const OctavoOp&, int64_t task, int thread);

@@ -1,4 +1,4 @@
-// Activations as integers, for weights that are integers.
+// Quantization of activations to integers, for integer weights.
 
 #include <algorithm>
 
@@ -10,7 +10,7 @@ namespace {
 
 typedef int8_t Byte __attribute__((vector_size(W)));
 
-// The power of two that is no smaller.
+// Returns the smallest power of two that is at least x.
 inline float power_of_two_from(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -33,20 +33,20 @@ inline void write_bytes(Int value, uint32_t (&words)[Planes][kBlockWords], int i
     const Byte high = __builtin_convertvector(Planes == 2 ? (value + 128) >> 8 : value, Byte);
     std::memcpy(reinterpret_cast<char*>(words[0]) + i, &high, sizeof high);
     if constexpr (Planes == 2) {
-        const Byte low = __builtin_convertvector(value, Byte);  // modulo 256: what the high byte leaves
+        const Byte low = __builtin_convertvector(value, Byte);  // modulo 256: the rest after the high byte
         std::memcpy(reinterpret_cast<char*>(words[1]) + i, &low, sizeof low);
     }
 }
 
-// The same as pairs of 16 bits, even and odd ones apart.
+// The same as pairs of 16 bits, with even and odd ones separated.
 inline void write_pairs(Int value, uint32_t (&words)[2][kBlockWords], int i) {
     for (int n = 0; n < W; n += 4)
         for (int odd = 0; odd < 2; odd++)
             words[odd][(i + n) / 4] = ((uint32_t)value[n + odd] & 0xffff) | (uint32_t)value[n + odd + 2] << 16;
 }
 
-// Whole numbers within [-most, most] for a block of values, in bytes or pairs. `flaw` becomes NaN if the values hold NaN
-// or infinity: they would be lost in the integers, so it is added to a scale and reaches the logits, where it is found.
+// Quantizes a block of values to integers within [-most, most], in bytes or pairs. `flaw` becomes NaN if a value is NaN
+// or infinite: integers can't represent these, so it is added to a scale, which carries it to the logits' check.
 template <int Planes>
 inline Quantized quantize_block(const float* x, uint32_t (&words)[Planes][kBlockWords], Vec& flaw) {
     // The largest number whose high byte, rounded to nearest, is still a signed byte.

@@ -1,8 +1,8 @@
-// One token for each row of logits: penalties, temperature, min_p, top_k, top_p and the draw, without sorting the
-// vocabulary. The same row gives the same token whatever else is sampled with it.
+// Samples one token for each row of logits: penalties, temperature, min_p, top_k, top_p and the draw, without sorting
+// the vocabulary. A row's token does not depend on the other rows.
 //
-// Tokens are ranked by logit, ties by the lower id. Where few tokens can be in the running, known from the maxima of short
-// stretches, those are ranked, in double precision; where many can, the lowest logit that is kept is found by bisection.
+// Tokens are ranked by logit, ties by the lower id. If the maxima of short stretches show that only few tokens can be
+// kept, those are ranked, in double precision; otherwise the lowest kept logit is found by bisection.
 
 #include "sample.h"
 
@@ -18,10 +18,10 @@ namespace octavo {
 
 namespace {
 
-constexpr int kStretch = 64;    // logits of which only the maximum is looked at first
-constexpr int kFewTokens = 1024;  // so many are ranked
-constexpr int kGuess = 64;      // as many are looked at first for top_p
-constexpr float kLowest = std::numeric_limits<float>::lowest();  // of a token that is possible at all
+constexpr int kStretch = 64;    // logits per stretch, of which the maximum is examined first
+constexpr int kFewTokens = 1024;  // at most this many are ranked
+constexpr int kGuess = 64;      // tokens examined first for top_p
+constexpr float kLowest = std::numeric_limits<float>::lowest();  // the lowest logit of an allowed token
 
 // The output function of SplitMix64 (Steele, Lea and Flood 2014), as in octavo/sampling/rng.py.
 uint64_t mix(uint64_t z) {
@@ -35,7 +35,7 @@ double uniform(uint64_t seed, uint64_t position) {
     return (double)(mix(mix(seed + kGamma) + (position + 1) * kGamma) >> 11) * 0x1p-53;
 }
 
-// Floats in the order of their size as integers, and back.
+// Maps floats to integers of the same order, and back.
 int32_t order_of(float x) {
     int32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -55,7 +55,7 @@ struct Candidate {
     double weight;
 };
 
-// What a thread needs for a row; kept, for it is as large as the vocabulary.
+// A thread's buffers for a row; reused, since they are as large as the vocabulary.
 struct Workspace {
     std::vector<float> weights, maxima, sorted, possible;
     std::vector<int32_t> counts;  // of each token; 0 between two rows
@@ -63,14 +63,14 @@ struct Workspace {
     std::vector<std::pair<int32_t, float>> changed;
 };
 
-// Which tokens may be drawn: all above the floor, and those on it up to an id.
+// The tokens that may be drawn: all with logits above the floor, and those at the floor up to an id.
 struct Kept {
     float floor;
     int32_t last_tie;
 };
 
-// A row's logits with minus infinity for each token that one of the masks, which may be null, has no bit for. In memory
-// of our own: the logits are still to be reported on.
+// Copies a row's logits, with minus infinity for each token whose bit is missing in a mask (which may be null). A copy,
+// because log-probabilities are still to be computed from the logits.
 float* possible_logits(const float* x, int size, const uint32_t* one, const uint32_t* other, Workspace& space) {
     constexpr int kBits = 32;
     std::vector<float>& y = space.possible;
@@ -93,7 +93,7 @@ public:
     Row(float* logits, int size, const OctavoSampling& how, Workspace& space)
         : x_(logits), size_(size), how_(how), space_(space) {}
 
-    // Bias, bans, and penalties, in place; the numbers that were there are kept for `restore`.
+    // Applies bias, bans and penalties in place; keeps the original logits for `restore`.
     void change(const int32_t* tokens, int64_t length) {
         space_.changed.clear();
         for (int i = 0; i < how_.num_bias; i++) set(how_.bias_ids[i], x_[how_.bias_ids[i]] + how_.bias_values[i]);
@@ -109,7 +109,7 @@ public:
         if (how_.repetition != 1) {
             const float penalty = (float)how_.repetition;
             for (int64_t i = 0; i < length; i++)
-                if (tokens[i] >= 0 && !counts[tokens[i]]++) {  // an embedding's place is below 0
+                if (tokens[i] >= 0 && !counts[tokens[i]]++) {  // placeholders of embeddings are negative
                     const float x = x_[tokens[i]];
                     set(tokens[i], x > 0 ? x / penalty : x * penalty);
                 }
@@ -130,7 +130,7 @@ public:
         for (auto it = space_.changed.rbegin(); it != space_.changed.rend(); ++it) x_[it->first] = it->second;
     }
 
-    // The largest logit, NaN if there is a NaN; and the maximum of each stretch.
+    // Finds the largest logit, NaN if any is NaN, and the maximum of each stretch.
     float find_peak() {
         space_.maxima.clear();
         Int flaw{};
@@ -156,7 +156,7 @@ public:
         return bad ? std::numeric_limits<float>::quiet_NaN() : peak_;
     }
 
-    // The first of the largest.
+    // Returns the first token with the largest logit.
     int64_t largest() const {
         const int64_t stretch = std::find(space_.maxima.begin(), space_.maxima.end(), peak_) - space_.maxima.begin();
         return std::find(x_ + stretch * kStretch, x_ + size_, peak_) - x_;
@@ -168,7 +168,7 @@ public:
         const bool few = size_ <= kFewTokens;
         double total = open ? weigh() : 0;
         if (open && how_.top_p >= 1) return draw_by_id(u);
-        // A lower bound of what is kept: the k largest logits are among what k logits reach; min_p is a logit.
+        // A lower bound of the kept logits: any value that k logits reach, and that of min_p.
         float bound = few ? kLowest : kNegInf;
         if (!few && (open || (k && k <= kFewTokens))) bound = nth_logit(open ? kGuess : k);
         if (how_.min_p > 0) {
@@ -189,7 +189,7 @@ private:
         x_[id] = value;
     }
 
-    // A number that at least n logits reach: of the maxima of stretches each is a logit.
+    // Returns a value that at least n logits reach, from the maxima of stretches.
     float nth_logit(int n) {
         if ((size_t)n > space_.maxima.size())
             return largest_floor(kLowest, [&](float f) { return count_above(f) >= n; });
@@ -199,7 +199,7 @@ private:
         return sorted[n - 1];
     }
 
-    // The tokens from `bound` on; false if they are not few.
+    // Collects the tokens with logits from `bound` on; returns false if there are too many.
     bool collect(float bound) {
         space_.candidates.clear();
         for (size_t s = 0; s < space_.maxima.size(); s++) {
@@ -212,7 +212,7 @@ private:
         return true;
     }
 
-    // Draws from the candidates; -1 if top_p, of all tokens' `total` weight unless that is 0, reaches beyond them.
+    // Draws from the candidates; returns -1 if top_p extends beyond them. `total`: weight of all tokens, 0 if unknown.
     int64_t draw_ranked(double u, int k, double total) {
         std::vector<Candidate>& c = space_.candidates;
         std::sort(c.begin(), c.end(), [](const Candidate& a, const Candidate& b) {
@@ -242,7 +242,7 @@ private:
         return c[count - 1].id;
     }
 
-    // exp((logit - peak) / temperature) of all tokens, and their sum.
+    // Computes exp((logit - peak) / temperature) of all tokens, and their sum.
     double weigh() {
         std::vector<float>& w = space_.weights;
         if (w.size() < (size_t)size_ + W) w.resize(size_ + W);
@@ -259,7 +259,7 @@ private:
         return sum_above(kNegInf);
     }
 
-    // The weights of the tokens whose logits are at least `floor`.
+    // Returns the total weight of the tokens whose logits are at least `floor`.
     double sum_above(float floor) const {
         double sum = 0;
         for (size_t s = 0; s < space_.maxima.size(); s++)
@@ -288,7 +288,7 @@ private:
         return count;
     }
 
-    // The largest number that is no larger than some logit and for which `enough` holds; `low` if it holds for none.
+    // Returns the largest value that is at most the largest logit and for which `enough` holds; `low` if there is none.
     template <class Enough>
     float largest_floor(float low, const Enough& enough) const {
         int64_t least = order_of(low), most = order_of(peak_);
@@ -302,7 +302,7 @@ private:
         return float_of((int32_t)least);
     }
 
-    // The id of the token that is `number`th, from 1, of those with this logit; the last if there are not so many.
+    // Returns the id of the `number`th token, from 1, with this logit; of the last one if there are fewer.
     int32_t tie_number(float floor, int64_t number) const {
         int32_t last = -1;
         for (int i = 0; i < size_ && number > 0; i++)
@@ -310,7 +310,7 @@ private:
         return last;
     }
 
-    // What min_p, top_k and top_p keep, each of what the one before it left.
+    // Applies min_p, top_k and top_p, each to the tokens that the previous one keeps.
     Kept bisect(int k, double total) const {
         Kept kept{kLowest, size_};
         if (how_.min_p > 0) {
@@ -329,7 +329,7 @@ private:
         double all = sum_above(next);
         for (int i = 0; i <= std::min(kept.last_tie, size_ - 1); i++) all += x_[i] == kept.floor ? space_.weights[i] : 0;
         const double goal = how_.top_p * (how_.min_p > 0 || k ? all : total);
-        if (sum_above(next) < goal && kept.last_tie < size_) {  // ends among the ties that top_k let through
+        if (sum_above(next) < goal && kept.last_tie < size_) {  // ends among the ties that top_k keeps
             kept.last_tie = std::min(kept.last_tie, ties_for(kept.floor, goal - sum_above(next)));
             return kept;
         }
@@ -342,13 +342,14 @@ private:
 
     static float above(float x) { return std::nextafter(x, INFINITY); }
 
-    // The last of as many tokens with this logit as have a weight of `missing` together, at least one.
+    // Returns the last of the first tokens with this logit whose total weight reaches `missing`; at least one.
     int32_t ties_for(float floor, double missing) const {
         const double weight = weight_of(floor);
         return tie_number(floor, std::max<int64_t>(1, weight > 0 ? (int64_t)std::ceil(missing / weight - 1e-6) : 1));
     }
 
-    // Draws among what is kept by rank: the token at which the sum of the weights, the best first, exceeds its part u.
+    // Draws among the kept tokens by rank: the token at which the running sum of weights, best first, exceeds u of the
+    // total.
     int64_t draw_bisected(double u, Kept kept) const {
         int64_t ties = 0;
         for (int i = 0; i < size_ && i <= kept.last_tie; i++) ties += x_[i] == kept.floor;
@@ -357,10 +358,10 @@ private:
         const double weight = weight_of(logit), rest = std::max(goal - sum_above(above(logit)), 0.0);
         const int64_t number = 1 + (weight > 0 ? (int64_t)(rest / weight) : 0);
         const int32_t id = tie_number(logit, logit == kept.floor ? std::min(number, ties) : number);
-        return id >= 0 ? id : largest();  // rounding found no token
+        return id >= 0 ? id : largest();  // no token because of rounding
     }
 
-    // Draws by weight, tokens in the order of their ids.
+    // Draws by weight, in the order of token ids.
     int64_t draw_by_id(double u) {
         const std::vector<float>& w = space_.weights;
         std::vector<float>& sums = space_.sorted;
@@ -382,7 +383,7 @@ private:
                 goal -= w[i];
                 if (goal < 0) return i;
             }
-            if (last >= 0) return last;  // rounding left a little over
+            if (last >= 0) return last;  // u exceeds the sum because of rounding
         }
         return last >= 0 ? last : largest();
     }

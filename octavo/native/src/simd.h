@@ -24,7 +24,7 @@ constexpr int kWideRows = 1;
 constexpr int W = 4;
 constexpr int kWideRows = 1;
 #endif
-constexpr int kPanel = 16;       // columns that lie side by side in a packed matrix, whatever the processor
+constexpr int kPanel = 16;       // adjacent columns in a packed matrix, on every processor
 constexpr int VP = kPanel / W;   // vectors across a panel
 
 typedef float Vec __attribute__((vector_size(W * 4)));
@@ -58,7 +58,7 @@ inline Vec load(const bf16* p) { return (Vec)(__builtin_convertvector(load_as<Ha
 
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
-// To bfloat16, to the nearest, ties to even; NaN stays NaN.
+// Rounds to bfloat16, to nearest, ties to even; NaN stays NaN.
 inline Half narrow(Vec v) {
 #if defined(__AVX512BF16__)
     return (Half)_mm512_cvtneps_pbh((__m512)v);
@@ -80,7 +80,7 @@ inline Word pair_up(Vec low, Vec high) {
     return __builtin_convertvector(narrow(low), Word) | __builtin_convertvector(narrow(high), Word) << 16;
 }
 
-// The lanes of one or two vectors in a row as words of T.
+// Converts the lanes of one or two consecutive vectors to words of T.
 template <class T>
 inline Word join(const Vec (&v)[kPerWord<T>]) {
 #if defined(__AVX512BF16__)
@@ -226,8 +226,8 @@ inline Vec multiply_add<bf16>(Vec acc, Word a, Word b) {
 #endif
 }
 
-// acc + x, added where it stands: the compiler may not gather products first in order to add them as a tree, for which
-// there are not registers.
+// acc + x, added in program order: the compiler must not collect products to add them as a tree, since there are not
+// enough registers.
 template <class V>
 inline V add_in_order(V acc, V x) {
     acc += x;
@@ -264,7 +264,7 @@ inline Int multiply_add_bytes(Int acc, Word u, Word s) {
 #if defined(__AVX512VNNI__)
     return (Int)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
 #else
-    // Even and odd bytes apart: pairs of products of 8 bits do not fit the 16 bits that `multiply_add_pairs` adds in.
+    // Even and odd bytes separately: pairs of 8-bit products do not fit the 16 bits in which `multiply_add_pairs` adds.
     for (int odd = 0; odd < 2; odd++)
         acc = multiply_add_halves(acc, unsigned_halves(u, odd), signed_halves(s, odd));
     return acc;
@@ -282,7 +282,7 @@ inline Short multiply_add_pairs(Short acc, Word u, Word s) {
 }
 #endif
 
-// How words of bytes are multiplied: the sign is the second factor's, or the first's.
+// Products of words of bytes: the second factor is signed, or the first.
 struct UnsignedBySigned;
 struct SignedByUnsigned;
 
@@ -291,7 +291,7 @@ inline Int multiply_add(Int acc, Word a, Word b) {
     return std::is_same<T, UnsignedBySigned>::value ? multiply_add_bytes(acc, a, b) : multiply_add_bytes(acc, b, a);
 }
 
-// Without an instruction for both, the two bfloat16 of a word are multiplied one after the other, as float32.
+// Without an instruction for both, the two bfloat16 of a word are multiplied separately, as float32.
 #if defined(__AVX512BF16__)
 template <class T>
 constexpr int kSteps = 1;
@@ -300,7 +300,7 @@ template <class T>
 constexpr int kSteps = std::is_same<T, bf16>::value ? 2 : 1;
 #endif
 
-// What of words of T is multiplied in a step.
+// The part of a word of T that is multiplied in one step.
 template <class T>
 inline Word part(Word words, int step) {
     if (kSteps<T> == 1) return words;
@@ -323,8 +323,8 @@ inline Vec polynomial(Vec x, const float (&c)[N]) {
     return y;
 }
 
-// 2^x for x below 127: the whole part by the exponent, the fraction by its minimax polynomial of degree D (3 or 6), to
-// within 8e-5 or 2e-7. 0 far below, NaN for NaN.
+// 2^x for x below 127: the integer part by the exponent, the fraction by a minimax polynomial of degree D (3 or 6), to
+// within 8e-5 or 2e-7. 0 for very negative x, NaN for NaN.
 template <int D>
 inline Vec powers_of_2(Vec x) {
     static_assert(D == 3 || D == 6);

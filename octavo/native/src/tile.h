@@ -1,8 +1,8 @@
 // The register tile: a few rows times one or more panels of a packed matrix.
 //
-// A packed matrix is cut into panels of 16 columns; a panel lies [word of the inner dimension][column]. Each sum runs
-// over the inner dimension in order, in one accumulator, so a result never depends on how many rows are multiplied
-// together: the same bits come out alone and in any batch.
+// A packed matrix consists of panels of 16 columns; a panel is [word of the inner dimension][column]. Each sum runs
+// over the inner dimension in order, in one accumulator, so results do not depend on the number of rows that are
+// multiplied together: they are bitwise equal in any batch.
 #pragma once
 
 #include "simd.h"
@@ -33,9 +33,9 @@ struct Tile {
     }
 };
 
-// Memory that will be read soon, fetched into the second-level cache while a product is computed: from one place for
-// each panel, `step` bytes for each word of the inner dimension. (Always inline: GCC takes a function that only
-// prefetches for one without effect, and drops its calls.)
+// Memory that will be read soon, prefetched into the second-level cache while a product is computed: from one address
+// per panel, `step` bytes per word of the inner dimension. (Always inline: GCC treats a function that only prefetches
+// as free of effects and removes its calls.)
 template <int P>
 struct Ahead {
     const char* from[P] = {};
@@ -46,9 +46,9 @@ struct Ahead {
     }
 };
 
-// The words of M rows that are multiplied with panels, one word of each at a time: rows that lie one after the other,
-// or words that lie side by side. Four rows share an address, which the compiler may not take apart: there are not
-// registers for the addresses of all.
+// The words of M rows that are multiplied with panels, one word of each at a time: consecutive rows, or interleaved
+// words. Four rows share an address, which the compiler must not split, since there are not enough registers for the
+// addresses of all rows.
 template <int M>
 struct Rowwise {
     static constexpr int kGroups = (M + 3) / 4;
@@ -78,8 +78,8 @@ struct Interleaved {
     __attribute__((always_inline)) void advance() { words += M; }
 };
 
-// Adds the next `words` words of the rows times those of the panels b. For the sums to be kept in registers, nothing
-// else may know the address of `tile`.
+// Adds the next `words` words of the rows times those of the panels b. The address of `tile` must not escape, so that
+// the sums stay in registers.
 template <class T, int M, int P, class Sum, class Rows>
 __attribute__((always_inline)) inline void add_words(Tile<M, P, Sum>& tile, Rows& rows, const uint32_t* const (&b)[P],
                                                      int words, const Ahead<P>& ahead) {
@@ -122,7 +122,7 @@ inline void dispatch(int count, int first, const Body& body) {
     body.template run<M>(first);
 }
 
-// Calls body(first, count) over `rows` rows in tiles of at most `most`, as even as they can be.
+// Calls body(first, count) over `rows` rows in tiles of at most `most` rows, as even as possible.
 template <class Body>
 inline void each_row_tile(int rows, int most, const Body& body) {
     const int tiles = (rows + most - 1) / most;

@@ -1,16 +1,16 @@
 // Integers in blocks to bfloat16: a pair of panels of a packed matrix (blocks.h) as panels of words of two bfloat16
 // (tile.h), for products with activations in bfloat16.
 //
-// A weight is scale * (value - zero point) + minimum. The difference and its product are exact in float32, so the sum is
-// rounded once there, and once more to bfloat16: the bits are those of a matrix of bfloat16 made of the same blocks, on
-// every processor.
+// A weight is scale * (value - zero point) + minimum. The difference and its product are exact in float32, so only the
+// sum is rounded, and once more to bfloat16: on every processor, the bits equal those of a bfloat16 matrix made from
+// the same blocks.
 #pragma once
 
 #include "blocks.h"
 
 namespace octavo {
 
-// A vector's first or second half, each lane twice.
+// Returns a vector's first or second half, each lane twice.
 template <class V>
 inline V twice(V v, int half) {
 #if defined(__AVX512F__)
@@ -23,8 +23,8 @@ inline V twice(V v, int half) {
 #endif
 }
 
-// Values in words whose lanes stand twice: the first ones' at some bit, the second ones' 8 bits above. Each becomes the
-// fraction of a power of two whose last place is worth 1 just there, which is a float without a conversion.
+// Values in words with duplicated lanes: the first ones at some bit, the second ones 8 bits above. Each becomes part of
+// the fraction of a power of two whose unit in the last place is 1 at that bit, which is a float without a conversion.
 struct Places {
     Word mask, exponent;
     Vec offset;
@@ -38,11 +38,11 @@ struct Places {
         }
     }
 
-    // The values less the zero point.
+    // Returns the values minus the zero point.
     __attribute__((always_inline)) Vec operator()(Word v) const { return (Vec)((v & mask) | exponent) - offset; }
 };
 
-// One block of a panel. 4 bits have two words to a word's place: those in the low halves of its bytes, then the others.
+// One block of a panel. 4-bit formats have two words in the place of one: the low halves of its bytes, then the others.
 template <int Bits>
 __attribute__((always_inline)) inline void unpack_block(const Places& low, const Places& high, bool minima,
                                                      const char* record, uint32_t* to) {
@@ -71,7 +71,7 @@ __attribute__((always_inline)) inline void unpack_block(const Places& low, const
     }
 }
 
-// P panels of an integer matrix from `panel` on. Their words are put into the thread's memory, one panel after the other.
+// P panels of an integer matrix from `panel` on. Their words are written to the thread's buffer, panel by panel.
 template <int P>
 class PackedPanels {
 public:
@@ -83,7 +83,8 @@ public:
 
     const uint32_t* words() const { return words_; }
 
-    // Unpacks blocks [first, first + count) of each. As much of the panels that this thread most likely takes next is fetched.
+    // Unpacks blocks [first, first + count) of each, and prefetches as much of the panels that this thread will
+    // probably take next.
     void unpack(int first, int count) const {
         op_.dtype == kInt4 ? unpack<4>(first, count) : unpack<8>(first, count);
     }

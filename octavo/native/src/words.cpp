@@ -12,7 +12,7 @@ namespace octavo {
 namespace {
 
 constexpr int kMaxRows = 2 * kWideRows;  // rows of a tile over a pair of panels
-constexpr int kMaxOddRows = 4;           // over the last panel of an odd number: less to compile
+constexpr int kMaxOddRows = 4;           // over the last panel of an odd number; fewer, to shorten compilation
 
 // P panels from `panel` on, over some rows of the batch.
 template <class T, int P>
@@ -23,7 +23,7 @@ struct Columns {
     int words, panel, begin, count;  // rows [begin, begin + count) of the batch, tile by tile
     const bool unpacked;
 
-    // Of the matrix, or panels that were unpacked.
+    // Panels of the matrix, or unpacked ones.
     Columns(const Program& program, const OctavoOp& op, const uint32_t* panels, int panel, int begin, int count)
         : program(program), op(op), words(op.columns / kPerWord<T>), panel(panel), begin(begin), count(count),
           unpacked(panels != nullptr) {
@@ -32,9 +32,9 @@ struct Columns {
         for (int p = 0; p < P; p++) weights[p] = panels + p * size;
     }
 
-    // The panels that this thread most likely takes next come after these. Every tile fetches its part of them, so
-    // that memory is busy all the time, not only while the first tile waits for it. (Before panels are unpacked, that
-    // is done when those before them are.)
+    // The panels that this thread will probably take next follow these. Every tile prefetches a part of them, so that
+    // memory is busy all the time, not only during the first tile. (Packed panels are prefetched while the previous
+    // ones are unpacked.)
     Ahead<P> ahead(int row) const {
         const int tiles = (count + kMaxRows - 1) / kMaxRows;
         const int64_t panel_bytes = (int64_t)words * kPanel * 4;

@@ -1,7 +1,7 @@
-// Products of bfloat16 in AMX's tiles, up to 32 rows over a pair of panels at a time.
+// Products of bfloat16 by AMX tiles, up to 32 rows over a pair of panels at a time.
 //
-// A tile's sums run in an order of their own, so every row goes this way, alone too: it has the same bits in any batch.
-// What is left of the inner dimension behind whole tiles is added as the other instruction sets add all of it.
+// AMX sums in a different order, so all rows use it, single ones too: results are bitwise equal in any batch. The rest
+// of the inner dimension after whole tiles is added with the other instruction sets' code.
 #pragma once
 
 #include "amx.h"
@@ -42,9 +42,9 @@ struct TileColumns {
         }
     }
 
-    // Memory is read while the first rows are computed. Of each panel the next step's words are fetched, which the
-    // processor's own prefetching then follows: it does not follow loads of tiles, and to fetch much more than that
-    // keeps these waiting. Integers are unpacked then, some steps before they are needed.
+    // Memory is read while the first rows are computed. The next step's words of each panel are prefetched, which
+    // triggers the hardware prefetcher: it ignores tile loads, and prefetching much more would delay these. Integers
+    // are unpacked here too, some steps before they are needed.
     template <int Halves>
     void block(int row, int rows) const {
         const int first = begin + row;
@@ -67,7 +67,7 @@ struct TileColumns {
         for_row_tiles<4>(rows, Rest{*this, sums, first});
     }
 
-    // Steps that are unpacked together: where one begins, all of it is. A step is one block.
+    // Steps that are unpacked together, at the first of them. A step is one block.
     int group() const { return op.dtype == kInt4 ? 4 : 2; }
 
     __attribute__((always_inline)) void unpack(int step) const {
@@ -75,10 +75,10 @@ struct TileColumns {
         if (step % group() == 0 && step < steps) packed->unpack(step, std::min(group(), steps - step));
     }
 
-    // To those panels that this thread most likely takes next.
+    // Offset to the panels that this thread will probably take next.
     int steps_to_next() const { return P * words / amx::kWords; }
 
-    // (Always inline as Ahead::fetch is, and unrolled because a loop would take longer than what is in it.)
+    // (Always inline as Ahead::fetch is, and unrolled because of the loop's overhead.)
     template <int Locality>
     __attribute__((always_inline)) void fetch_step(int step) const {
 #pragma GCC unroll 16
@@ -87,7 +87,7 @@ struct TileColumns {
                 __builtin_prefetch(from + ((int64_t)step * amx::kWords + word) * kPanel, 0, Locality);
     }
 
-    // The lines that will be written.
+    // Prefetches the cache lines that will be written.
     __attribute__((always_inline)) void fetch_results(int first, int rows) const {
         if (op.epilogue == kGate) return;
         for (int m = 0; m < rows; m++)
@@ -95,7 +95,7 @@ struct TileColumns {
                 __builtin_prefetch(program.at<float>(op.output, first + m) + (panel + p) * kPanel, 1);
     }
 
-    // From the tiles' sums on, a few rows at a time.
+    // Continues from the tiles' sums, a few rows at a time.
     struct Rest {
         const TileColumns& columns;
         const float* sums;
