@@ -37,7 +37,7 @@ class UnsupportedError(InvalidRequestError):
 
 
 class ModelNotFoundError(OctavoError):
-    """No usable model has this name or path; the text says how to get the model."""
+    """No usable model has this name or path; the text gives the way to get the model."""
 
 
 class ModelFileError(OctavoError):

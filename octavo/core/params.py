@@ -119,7 +119,7 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True, omit_de
     The order of operations on a row of logits is: `allowed_token_ids` and `bad_words`, `logit_bias`, the ban on stop
     tokens under `min_tokens`, penalties (repetition, then frequency and presence), temperature, `min_p`, `top_k`,
     `top_p`, and the draw. `logprobs` are those of the raw logits, before any of these, unless the engine's
-    `logprobs_mode` says otherwise. See docs/sampling.md.
+    `logprobs_mode` is set otherwise. See docs/sampling.md.
 
     Attributes:
         n: number of completions of the prompt; they share the prompt's KV cache.

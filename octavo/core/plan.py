@@ -24,7 +24,7 @@ class NewRow(msgspec.Struct, frozen=True):
         blocks: its block table for each cache group, including the blocks that this step writes; -1 where a group keeps
             no block.
         options: the features' own options, as in `GenerateRequest`.
-        raw_logprobs: report log-probabilities of the raw logits, whatever the engine's `logprobs_mode`.
+        raw_logprobs: report log-probabilities of the raw logits, regardless of the engine's `logprobs_mode`.
     """
 
     slot: int

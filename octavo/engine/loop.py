@@ -125,7 +125,7 @@ class EngineLoop:
         return self._pause.abort(request_id, index)
 
     def pause(self, mode: PauseMode) -> list[TokenDelta]:
-        """Hold new requests, and treat the others as the mode says; `settled` becomes true once that is done.
+        """Hold new requests, and abort, finish or freeze the others; `settled` becomes true once that is done.
 
         May be called during a pause.
         """
@@ -145,7 +145,7 @@ class EngineLoop:
         return self._pause.open()
 
     def sleep(self, level: int) -> None:
-        """Free memory as the level says (`core/pausing.py`). The pause must have settled.
+        """Free the memory of this sleep level (`core/pausing.py`). The pause must have settled.
 
         Paused requests are recomputed after the wake-up. Raises as `check_sleep`.
         """

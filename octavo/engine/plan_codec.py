@@ -38,7 +38,7 @@ class PlanCodec:
         self._decoders = {name: msgspec.msgpack.Decoder(kind) for name, kind in payloads.items()}
 
     def encode_plan(self, plan: StepPlan) -> bytes:
-        """Raises TypeError if a feature's payload has no declared type."""
+        """Encode a plan with its payload. Raises TypeError if a feature's payload has no declared type."""
         self._check(plan.payload)
         bare = msgspec.structs.replace(plan, payload={}) if plan.payload else plan
         return _encode((bare, plan.payload))
@@ -49,7 +49,7 @@ class PlanCodec:
         return msgspec.structs.replace(found.plan, payload=self._typed(found.payload)) if found.payload else found.plan
 
     def encode_payload(self, payload: Mapping[str, Any]) -> bytes:
-        """Raises TypeError if a feature's payload has no declared type."""
+        """Encode a payload. Raises TypeError if a feature's payload has no declared type."""
         self._check(payload)
         return _encode(payload)
 

@@ -39,7 +39,14 @@ class Profiler:
     """One profile at a time, of a bounded length."""
 
     def __init__(self, settings: ProfileSettings, tracer: Tracer) -> None:
-        """Raises ConfigError if the folder can't be written to."""
+        """
+        Args:
+            settings: folder, contents and limits of profiles.
+            tracer: traces operations inside steps.
+
+        Raises:
+            ConfigError: the folder can't be written to.
+        """
         self._settings = settings
         try:
             settings.folder.mkdir(parents=True, exist_ok=True)

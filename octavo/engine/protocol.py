@@ -38,7 +38,7 @@ class EngineClient(Protocol):
         ...
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
-        """Pause: new requests wait, and running ones are treated as the mode says. Return once that is done.
+        """Pause: new requests wait, and running ones are aborted, finished or frozen. Return once that is done.
 
         May be called during a pause.
 
@@ -104,7 +104,7 @@ class EngineClient(Protocol):
         ...
 
     async def receive_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Have the engine read tensors: {"path": a safetensors file or a folder on its machine}.
+        """Make the engine read tensors: {"path": a safetensors file or a folder on its machine}.
 
         Raises:
             InvalidRequestError: the path has no tensors.

@@ -12,7 +12,7 @@ from pathlib import Path
 _PREFIX = "octavo-"
 _OWNER = "owner"
 _LONGEST = 72
-"""Most bytes of the parent folder's path: a socket's path may have 107 (unix(7)), of which folder and file take 35."""
+"""Most bytes of the parent folder's path: a socket's path may have 107 (unix(7)), and folder and file take 35."""
 
 
 class SocketFolder:

@@ -115,7 +115,7 @@ def written_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def no_running_reset() -> UnsupportedError:
-    """The error for a request to drop the KV cache of running requests."""
+    """Return the error for a request to drop the KV cache of running requests."""
     return UnsupportedError(
         "reset_running_requests is not supported: running requests keep their KV cache. Abort them first.",
         param="reset_running_requests",

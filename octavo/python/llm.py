@@ -183,8 +183,8 @@ class LLM(FeatureMethods, WorkerMethods):
     ) -> list[str]:
         """Prepare prompts for `wait_for_completion`, which computes them; return the ids of their requests.
 
-        The arguments are those of `generate`, but only `wait_for_completion` shows progress, as its `use_tqdm` says.
-        Other calls do not compute these prompts.
+        The arguments are those of `generate`; progress is shown only by `wait_for_completion`, if its `use_tqdm` is
+        set. Other calls do not compute these prompts.
 
         Raises:
             InvalidRequestError: a prompt or its parameters can't be served; none of these prompts was queued.

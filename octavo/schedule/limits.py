@@ -19,7 +19,7 @@ class Limits:
         num_drafts: draft tokens that the worker proposes whenever it samples. 0 for all real workers; only the toy
             device of the tests (`engine/toy.py`) drafts.
         share_prefixes: whether requests may reuse each other's blocks.
-        watermark: fraction of the KV cache (0 to 1) kept free when a request is admitted beside running ones.
+        watermark: fraction of the KV cache (0 to 1) kept free when a request is admitted while others run.
         paced_tokens: under a policy that spreads prompts, prompts that can wait are not added to a step beyond this
             many tokens; 0 if prompts never wait.
         whole_prompts: compute each prompt in one step, as bidirectional attention requires.
@@ -69,7 +69,7 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits, lo
 
 
 def _checked_width(lockstep: Lockstep, limits: Limits) -> int:
-    """Return the number of sequences beside the first. All share at least the prompt's full blocks."""
+    """Return the number of sequences after the first. All share at least the prompt's full blocks."""
     width = lockstep.width
     if width > limits.max_num_seqs:
         raise InvalidRequestError(

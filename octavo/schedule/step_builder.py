@@ -41,7 +41,7 @@ class StepBuilder:
     """Taken from the queue, and to go back to it: they wait for something else than room."""
 
     def add_row(self, request: Request, num_tokens: int, growth: Growth, *, samples: bool, drafts: int) -> None:
-        """Lay out the next `num_tokens` of a request, of which `num_computed` does not know yet."""
+        """Add a row for the next `num_tokens` of a request. `request.num_computed` does not include them yet."""
         draft = self.draft
         draft.slots.append(request.slot)
         draft.num_tokens.append(num_tokens)

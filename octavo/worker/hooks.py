@@ -76,7 +76,7 @@ class WorkerHook:
         return {}
 
     def variants(self) -> Sequence[Hashable]:
-        """The values of `variant`, other than None, to record steps for."""
+        """Return the values of `variant`, other than None, to record steps for."""
         return ()
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:

@@ -21,7 +21,7 @@ class WorkerSleep:
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def sleep(self, level: int) -> None:
-        """Free the weights' memory as the level says; the KV cache is freed with the runner.
+        """Free the weights' memory of this sleep level; the KV cache is freed with the runner.
 
         At level 1, weights in host memory stay there.
         """

@@ -144,7 +144,7 @@ class Worker:
         if isa != "auto" and not isinstance(self.attention, NativeAttention):
             raise ConfigError(
                 f"--cpu-isa {isa} chooses among Octavo's CPU kernels, but attention runs in {self.attention.name!r} "
-                "here (--attention-backend native says what stops the kernels). Leave it out."
+                "here (--attention-backend native gives the reason). Leave it out."
             )
 
     def load(self) -> None:

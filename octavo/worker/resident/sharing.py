@@ -104,7 +104,7 @@ class BlockTables:
 
 
 def grouped(tables: np.ndarray, whole_blocks: np.ndarray, most: int, unit: int) -> Groups | None:
-    """As `BlockTables.groups`, for tables [R, B].
+    """Like `BlockTables.groups`, for tables [R, B].
 
     Sorted by their blocks, rows with common prefixes are adjacent, and a group shares the shortest common prefix of
     adjacent rows. Of all partitions of that order into groups, the one with the fewest blocks to read is chosen.
