@@ -112,7 +112,7 @@ async def _read(lines: AsyncIterator[str], timing: Timing) -> None:
 
 
 def _has_text(event: Mapping[str, Any]) -> bool:
-    """Whether a chunk contains generated text of any kind."""
+    """Return whether a chunk contains generated text of any kind."""
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
         if choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"):

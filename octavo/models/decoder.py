@@ -1,4 +1,4 @@
-"""The one pre-norm decoder: Llama's shape, of which the other families are variations stated in `DecoderSpec`."""
+"""The pre-norm decoder of all families: Llama's architecture, with variations given in `DecoderSpec`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, stream: Stream, norm: RMSNorm, step: StepInput) -> Tensor:
-        """Attention to norm(stream), before the output projection: [T, num_heads * head_dim]."""
+        """Return attention over norm(stream), before the output projection: [T, num_heads * head_dim]."""
         heads = self.qkv.after_norm(stream, norm).unflatten(-1, (-1, self.head_dim))
         if self.attn.fused:
             return self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step).flatten(1)
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         return self.attn(q, k, v, step).flatten(1)
 
     def emit(self, b: ProgramBuilder, norm: RMSNorm, dtype: torch.dtype, attended: int) -> None:
-        """Add `forward`, of the residual stream into the buffer `attended`, to a native program."""
+        """Add `forward`, from the residual stream to the buffer `attended`, to a native program."""
         heads = b.scratch("heads", sum(self.qkv.sizes) * 4)
         self.qkv.emit_after_norm(b, norm, heads)
         self.attn.emit(b, heads, attended, dtype, self._norms(), self.rope.cos_sin)
@@ -103,7 +103,7 @@ class MLP(nn.Module):
         self.down = b.linear("down_proj", inputs=spec.intermediate_size, outputs=spec.hidden_size, shard=ROW, bias=bias)
 
     def forward(self, stream: Stream, norm: RMSNorm) -> None:
-        """Add what the block makes of norm(stream) to it."""
+        """Add the block's output for norm(stream) to the stream."""
         self.down.into(stream, self.gate_up.after_norm(stream, norm, gated=True))
 
     def emit(self, b: ProgramBuilder, norm: RMSNorm) -> None:
@@ -116,7 +116,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm, each added to the residual stream."""
+    """Attention and feed-forward, each after a norm, each added to the residual stream."""
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(b.at("mlp"), spec)
 
     def forward(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> None:
-        """Add the layer to the stream; with `rows` [S], what follows attention is computed for these tokens only."""
+        """Add the layer's outputs to the stream; with `rows` [S], compute only these tokens after attention."""
         attended = self.attention(stream, self.input_norm, step)
         stream.choose(rows)
         self.attention.out.into(stream, attended if rows is None else attended.index_select(0, rows))
@@ -135,7 +135,7 @@ class DecoderLayer(nn.Module):
     def emit(self, b: ProgramBuilder, dtype: torch.dtype, attended: int) -> None:
         """Add `forward` to a native program; `attended` is the buffer for attention's output.
 
-        The last mark "rest" stands where no token looks at another any more.
+        The last mark "rest" is the place from which on tokens are independent.
         """
         self.attention.emit(b, self.input_norm, dtype, attended)
         b.mark("rest")
@@ -144,10 +144,10 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder-only language model in three steps, between which others may step in.
+    """A decoder-only language model in three steps, so that callers can intervene between them.
 
     Attributes:
-        spec: its shape.
+        spec: its architecture.
         attention_layers: in layer order; the worker binds each one's `cache`.
     """
 
@@ -171,13 +171,14 @@ class CausalLM(nn.Module):
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
 
     def embed(self, step: StepInput) -> Tensor:
-        """[T, hidden_size]: the embeddings of `step.input_ids`, for the caller to change."""
+        """Return the embeddings of `step.input_ids`, [T, hidden_size], which the caller may modify."""
         return self.embedding(step.input_ids).to(self.residual_dtype)
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        """[T, hidden_size] to the same before the final norm, or to [S, hidden_size] of `step.hidden_rows`.
+        """Run the layers on x [T, hidden_size]; return the states before the final norm: [T, hidden_size], or
+        [S, hidden_size] of `step.hidden_rows`.
 
-        Reads and writes the KV caches; x is left as it is.
+        Reads and writes the KV caches. Does not modify x.
         """
         stream, last = Stream(x), len(self.layers) - 1
         for i, layer in enumerate(self.layers):
@@ -185,7 +186,7 @@ class CausalLM(nn.Module):
         return stream.total()
 
     def pack(self) -> None:
-        """Keep all weights as the CPU kernels read them, for `emit`; `forward` is no longer possible."""
+        """Convert all weights to the CPU kernels' format, for `emit`; `forward` can't be used afterwards."""
         for layer in self.modules():
             if isinstance(layer, Projection | RMSNorm):
                 layer.pack()
@@ -203,12 +204,12 @@ class CausalLM(nn.Module):
         self.head.emit_after_norm(b, self.norm, LOGITS)
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The final norm: [S, hidden_size] to the same, in the model's dtype."""
+        """Apply the final norm to [S, hidden_size]; return the model's dtype."""
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size].
+        """Apply final norm and head: [S, hidden_size] to [S, vocab_size].
 
-        On a GPU they are float32: rounded to bfloat16, the best two tokens are often equal.
+        On a GPU the logits are float32; rounded to bfloat16, those of the best two tokens would often be equal.
         """
         return self.head.after_norm(Stream(hidden), self.norm, wide=True)

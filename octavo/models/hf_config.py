@@ -1,4 +1,4 @@
-"""Reading Hugging Face configurations: what a field means, what it defaults to, and what Octavo can't do."""
+"""Reading Hugging Face configurations: fields, defaults, and refusal of unsupported features."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Config = Mapping[str, Any]
 
 
 def require(config: Config, name: str) -> Any:
-    """A field that has no default.
+    """Return a field without a default.
 
     Raises:
-        ModelFileError: the field is absent or null.
+        ModelFileError: the field is missing or null.
     """
     value = config.get(name)
     if value is None:
@@ -28,10 +28,10 @@ def require(config: Config, name: str) -> Any:
 
 
 def whole(config: Config, name: str, default: int | None = None) -> int:
-    """A field that counts something, at least one; without a default it must be there.
+    """Return a positive integer field, which is required if it has no default.
 
     Raises:
-        ModelFileError: the field is absent and has no default, or is not a positive whole number.
+        ModelFileError: the field is missing and has no default, or is not a positive whole number.
     """
     value = require(config, name) if default is None else value_or(config, name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -40,7 +40,7 @@ def whole(config: Config, name: str, default: int | None = None) -> int:
 
 
 def value_or(config: Config, name: str, default: Any) -> Any:
-    """A field, or its default where it is absent or null."""
+    """Return a field, or its default if it is missing or null."""
     value = config.get(name)
     return default if value is None else value
 
@@ -49,7 +49,7 @@ def only(config: Config, name: str, supported: Any) -> None:
     """Refuse a feature by name.
 
     Raises:
-        ConfigError: the field holds something else than the one supported value.
+        ConfigError: the field has another value than the only supported one.
     """
     value = value_or(config, name, supported)
     if value != supported:
@@ -57,10 +57,10 @@ def only(config: Config, name: str, supported: Any) -> None:
 
 
 def rope_spec(config: Config, head_dim: int) -> RopeSpec:
-    """Rotary settings, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones).
+    """Return rotary settings, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones).
 
     Raises:
-        ConfigError: a rope type or a rotary fraction that is not supported.
+        ConfigError: an unsupported rope type or rotary fraction.
     """
     params = dict(value_or(config, "rope_parameters", None) or value_or(config, "rope_scaling", {}))
     nested = [key for key, value in params.items() if isinstance(value, Mapping)]
@@ -83,7 +83,7 @@ def rope_spec(config: Config, head_dim: int) -> RopeSpec:
             return RopeSpec(head_dim, limit, theta, _llama3(params, config, limit))
         case "yarn":
             scaling = _yarn(params, config, limit)
-            # A config may state the context before or after stretching; the table must reach the longer one.
+            # A config may give the context before or after scaling; the table must cover the longer one.
             limit = max(limit, int(scaling.original_max_position * scaling.factor))
             return RopeSpec(head_dim, limit, theta, scaling)
     raise ConfigError(f"The model's config asks for rope type '{kind}'; Octavo supports {', '.join(ROPE_TYPES)}.")
@@ -126,7 +126,7 @@ def _yarn(params: Config, config: Config, limit: int) -> YarnScaling:
 
 
 def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """0.1 ln(factor) + 1, the YaRN paper's temperature; some configs give it as the ratio of two weighted ones."""
+    """Return 0.1 ln(factor) + 1, the YaRN paper's temperature; some configs give it as a ratio of two weighted ones."""
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -144,7 +144,7 @@ def decoder_spec(
     biases: frozenset[str] = frozenset(),
     qk_norm: bool = False,
 ) -> DecoderSpec:
-    """The fields that all families of the standard block share; what differs is the caller's.
+    """Return the spec from the fields that all families of the standard block share; the caller adds the rest.
 
     Raises:
         ModelFileError: a field is missing, or two contradict each other.
@@ -177,7 +177,7 @@ def decoder_spec(
 
 
 def layer_windows(config: Config) -> list[int | None]:
-    """Windows of a family that alternates: `layer_types` where given, else the layers from `max_window_layers` on.
+    """Return each layer's window: by `layer_types` if given, else for the layers from `max_window_layers` on.
 
     Raises:
         ConfigError: a layer type is not supported.

@@ -1,4 +1,4 @@
-"""Llama and everything that took its shape, SmolLM among them."""
+"""Llama, and families with the same architecture, such as SmolLM."""
 
 from __future__ import annotations
 

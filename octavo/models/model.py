@@ -1,4 +1,4 @@
-"""`Model`: what the runner asks of a language model, and the fastest form of one."""
+"""`Model`: the runner's interface to language models; and `compiled`, the fastest implementation of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    """A decoder-only language model in three steps, between which others may step in; see `CausalLM`."""
+    """A decoder-only language model in three steps; see `CausalLM`."""
 
     spec: DecoderSpec
     attention_layers: list[PagedAttention]
@@ -35,7 +35,7 @@ class Model(Protocol):
 
 
 class EncoderModel(Protocol):
-    """A model that makes hidden states and no tokens; see `Encoder`."""
+    """A model with hidden states but without tokens; see `Encoder`."""
 
     def embed(self, step: StepInput) -> Tensor: ...
 
@@ -47,14 +47,14 @@ class EncoderModel(Protocol):
 
 
 def watch_model(spans: Spans, model: Model | EncoderModel) -> None:
-    """Have a profile see the model's steps."""
+    """Record the model's steps in a profile's spans."""
     for method, name in (("embed", "embed"), ("forward", "layers"), ("logits", "head"), ("final", "final norm")):
         if hasattr(model, method):
             spans.watch(Watched(model, method, name))
 
 
 def compiled(model: CausalLM, attention: AttentionBackend, activation_dtype: str = "int16") -> Model:
-    """The model as a native program where that is possible, else as it is. Its weights must be loaded."""
+    """Compile the model to a native program if possible, else return it unchanged. Its weights must be loaded."""
     if not isinstance(attention, NativeAttention):
         return model
     reason = reason_against(model.spec)

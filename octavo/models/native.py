@@ -1,6 +1,6 @@
-"""`NativeDecoder`: a decoder run by Octavo's C++ kernels, in one call a step.
+"""`NativeDecoder`: a decoder run by Octavo's C++ kernels, in one call per step.
 
-The model's layers emit the operations (their `emit` methods); this runs them behind the methods of `CausalLM`.
+The model's layers emit the operations (their `emit` methods); this class runs them in the methods of `CausalLM`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.nn.step import StepInput
 
 
 def reason_against(spec: DecoderSpec) -> str | None:
-    """Why the kernels can't run a model of this shape; None if they can."""
+    """Return the reason why the kernels can't run a model of this spec; None if they can."""
     for what, size in (("hidden_size", spec.hidden_size), ("intermediate_size", spec.intermediate_size)):
         if size % PANEL:
             return f"{what} must be a multiple of {PANEL}, not {size}"
@@ -33,7 +33,7 @@ def reason_against(spec: DecoderSpec) -> str | None:
 
 
 PLANES = {"int16": 2, "int8": 1, "bfloat16": 0}
-"""Bytes of an integer activation, by the dtype of activations that integer weights meet; 0 for floating point."""
+"""Dtype of activations for integer weights -> bytes of an integer activation; 0 for floating point."""
 
 
 @dataclass(slots=True)
@@ -60,15 +60,15 @@ class NativeDecoder:
     """A `Model` for the runner.
 
     Attributes:
-        attention_layers: the model's own; the worker binds each one's `cache`, and may bind another later.
-        adoptions: counts replacements of the weights, each of which makes laid-out batches invalid.
+        attention_layers: the model's layers; the worker binds each one's `cache`, and may bind another later.
+        adoptions: number of replacements of the weights, each of which invalidates laid-out batches.
     """
 
     def __init__(self, model: CausalLM, pool: Pool, activation_dtype: str = "int16") -> None:
-        """Pack the model's weights, after which only this computes with them.
+        """Pack the model's weights; only this object can compute with them afterwards.
 
         Args:
-            activation_dtype: what integer weights are multiplied with: "int16", "int8" or "bfloat16".
+            activation_dtype: of activations for integer weights: "int16", "int8" or "bfloat16".
         """
         model.pack()
         self.spec = model.spec
@@ -81,7 +81,7 @@ class NativeDecoder:
 
     @property
     def weight_form(self) -> str:
-        """How the matrices are stored, in words."""
+        """Storage format of the matrices, for display."""
         names = " and ".join(NAMES[dtype] for dtype in sorted(self._stored))
         return f"{names}, multiplied with {self._activation_dtype} activations" if self.has_integers else names
 
@@ -96,18 +96,18 @@ class NativeDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights, tables included."""
+        """Bytes of the weights, tables included."""
         return sum(layer.nbytes for layer in weight_layers(self._model))
 
     def embed(self, step: StepInput) -> Tensor:
-        """[T, hidden_size] float32: the embeddings of `step.input_ids`."""
+        """Return the embeddings of `step.input_ids`, [T, hidden_size] float32."""
         x = torch.empty(step.num_tokens, self.spec.hidden_size)
         self._run(0, 1, step.attn, x)
         return x
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        """[T, hidden_size] float32 to the same before the final norm, in place, or to [S, hidden_size] of
-        `step.hidden_rows`. Reads and writes the KV caches."""
+        """Run the layers on x [T, hidden_size] float32, in place; return the states before the final norm:
+        [T, hidden_size], or [S, hidden_size] of `step.hidden_rows`. Reads and writes the KV caches."""
         hidden = x.contiguous()
         if any(layer.cache is not bound for layer, bound in self._bound(self._program)):
             self._compiled = None
@@ -125,13 +125,13 @@ class NativeDecoder:
         return hidden
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The final norm: [S, hidden_size] to the same, float32."""
+        """Apply the final norm: [S, hidden_size] to the same shape, float32."""
         return self._model.final(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head of the chosen rows: [S, hidden_size] to [S, vocab_size] float32.
+        """Apply final norm and head: [S, hidden_size] to [S, vocab_size] float32.
 
-        The memory is used again by the next call.
+        The next call reuses the memory of the result.
         """
         compiled = self._program
         rows = hidden.shape[0]
@@ -140,9 +140,10 @@ class NativeDecoder:
         return compiled.logits[:rows, : self.spec.vocab_size]
 
     def lay_out(self, batch: Decode) -> Tensor:
-        """Get ready to `decode` a batch, any number of times until another step is computed.
+        """Prepare to `decode` a batch any number of times, until another step is computed.
 
-        Returns where its logits will be, like those of `logits`.
+        Returns:
+            The buffer of its logits, [S, vocab_size] float32.
         """
         compiled = self._program
         rows = batch.count
@@ -156,10 +157,12 @@ class NativeDecoder:
         return compiled.logits[:rows, : self.spec.vocab_size]
 
     def decode(self, batch: Decode) -> int:
-        """A step of one token for each of `batch.count` slots, from their embedding to the most likely next token.
+        """Compute a step of one token for each of `batch.count` slots, from embedding to sampled token.
 
-        Only for slots whose earlier tokens went through `forward`, which sees to it that the KV caches are the bound
-        ones. Returns how many rows have no logits that can be used.
+        Only for slots whose earlier tokens were computed by `forward`, which binds the KV caches.
+
+        Returns:
+            The number of rows without usable logits.
         """
         return self._program.program.decode(batch)
 
@@ -186,7 +189,7 @@ class NativeDecoder:
         batch.external[ATTENDED] = compiled.attended.data_ptr()
 
     def adopt(self, other: NativeDecoder) -> None:
-        """Take over the weights of another of the same make, which is not to be used any more."""
+        """Take over the weights of another decoder of the same spec, which must not be used any more."""
         for mine, its in zip(self.attention_layers, other.attention_layers, strict=True):
             its.cache = mine.cache
         self._model, self.attention_layers = other._model, other.attention_layers
@@ -194,11 +197,11 @@ class NativeDecoder:
         self.adoptions += 1
 
     def watch(self, spans: Spans) -> None:
-        """Have a profile see the kernels."""
+        """Record the kernels in a profile's spans."""
         self._program.program.watch(spans)
 
     def forget_caches(self) -> None:
-        """Let go of the KV caches; the next step finds those that are bound then."""
+        """Drop references to the KV caches; the next step uses those bound then."""
         self._compiled = None
 
     @property

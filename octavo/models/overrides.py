@@ -1,4 +1,4 @@
-"""Whether the fields of the configuration that a user overrides are there to be read, and fit the weights."""
+"""Checks that overridden fields of a model's configuration exist, and fit the weights."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _READ_ELSEWHERE = {
     "sbert_ce_default_activation_function",
     "sentence_transformers",
 }
-"""Fields that are read by others than the model's architecture."""
+"""Fields that are read outside the model's architecture."""
 
 
 def check_overrides(files: ModelFiles, overrides: Mapping[str, Any]) -> None:
-    """Whether each overridden field exists; one that the model has and Octavo does not read is logged.
+    """Check that each overridden field exists; log fields of the model that Octavo does not read.
 
     Args:
-        files: the model with the overrides.
+        files: the model with the overrides applied.
 
     Raises:
-        ConfigError: a field that neither the model has nor its architecture reads; the text names it. Or the overrides
-            make a configuration that can't be.
-        ModelFileError: the same, of a field that belongs to the architecture.
+        ConfigError: a field that neither the model has nor its architecture reads (the text names it), or an invalid
+            configuration.
+        ModelFileError: an invalid value of a field of the architecture.
     """
     if not overrides:
         return
@@ -64,10 +64,10 @@ def check_overrides(files: ModelFiles, overrides: Mapping[str, Any]) -> None:
 
 @contextmanager
 def blamed(overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Loading of weights, which may not have the shapes that the overrides ask for.
+    """Run the loading of weights in the block, and attribute wrong shapes to the overrides.
 
     Raises:
-        ConfigError: they don't; the text names the overrides.
+        ConfigError: the weights don't have the overridden shapes; the text names the overrides.
     """
     try:
         yield
@@ -81,7 +81,7 @@ def blamed(overrides: Mapping[str, Any]) -> Iterator[None]:
 
 
 class _Watched(Mapping[str, Any]):
-    """A configuration that remembers which of its fields were asked for."""
+    """A configuration that records which of its fields were read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config

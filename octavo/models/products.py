@@ -1,4 +1,4 @@
-"""Which matrix products a model runs on a GPU, so that each can be tried out before it is needed."""
+"""Choose algorithms for all matrix products of a model on a GPU before they are needed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LIKE = 4
 
 
 def choose_products(model: Model, rows: Iterable[int], wait: Callable[[], None]) -> Collection[int]:
-    """Choose algorithms for all linear layers and these numbers of rows; with fewer there is nothing to choose.
+    """Choose algorithms for all linear layers and these numbers of rows.
 
     Args:
-        wait: returns once the kernels of our own are compiled; called once in any case.
+        wait: waits until Octavo's own kernels are compiled; always called once.
 
     Returns:
-        the numbers of rows whose products are chosen and loaded.
+        The numbers of rows whose products are chosen and loaded.
     """
     wanted = sorted({count for count in rows if count > OnGpu.fused_rows})
     groups = _groups(model)
@@ -32,7 +32,7 @@ def choose_products(model: Model, rows: Iterable[int], wait: Callable[[], None])
 
 
 def _groups(model: Model) -> list[products.Like]:
-    """Like matrices; none if the products of some are not the library's."""
+    """Return groups of like matrices; [] if some products are not run by the library."""
     if not isinstance(model, CausalLM) or products.products() is None:
         return []
     groups: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}

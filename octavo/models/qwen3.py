@@ -1,4 +1,4 @@
-"""Qwen3: each head's queries and keys are normalized, and heads are 128 wide whatever the hidden size."""
+"""Qwen3: each head's queries and keys are normalized, and heads have 128 channels for every hidden size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architecture name -> how to build it. Adding a family is one line here (see docs/adding-a-model.md)."""
+"""Architecture name -> builder. Adding a family takes one line here (see docs/adding-a-model.md)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
 
 
 def spec_of(config: Config) -> DecoderSpec:
-    """A checkpoint's configuration as a `DecoderSpec`.
+    """Convert a checkpoint's configuration to a `DecoderSpec`.
 
     Raises:
-        ConfigError: the architecture, or a feature that the configuration asks for, is not supported.
+        ConfigError: the architecture or a feature of the configuration is not supported.
         ModelFileError: a field is missing.
     """
     names = config.get("architectures") or []
@@ -48,7 +48,7 @@ def spec_of(config: Config) -> DecoderSpec:
     if name not in ARCHITECTURES:
         known = ", ".join(sorted([*ARCHITECTURES, *ENCODERS]))
         raise ConfigError(
-            f"The model's architecture is {names[0]}; Octavo knows {known}. Serve a model of one of these."
+            f"The model's architecture is {names[0]}; Octavo supports {known}. Serve a model of one of these."
         )
     quantization = config.get("quantization_config")
     if quantization:
@@ -73,6 +73,6 @@ def build_model(
     keep: Keep = fused,
     mesh: Mesh = ALONE,
 ) -> CausalLM:
-    """The model of a spec, without weights: `models/load` fills it in."""
+    """Build the model of a spec, without weights, which `models/load` loads."""
     schemes = everywhere(scheme, dtype, device, keep)
     return CausalLM(Build(dtype, device, attention, schemes, keep=keep, mesh=mesh), spec)

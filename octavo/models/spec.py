@@ -1,4 +1,4 @@
-"""What distinguishes one pre-norm decoder from another. No torch here."""
+"""Parameters that distinguish pre-norm decoders. No torch here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from octavo.nn.rope_spec import RopeSpec
 class DecoderSpec:
     """A decoder-only transformer with grouped-query attention and a gated SiLU feed-forward.
 
-    An architecture that would need more than 15 fields here gets a file of its own, built from the same layers.
+    An architecture that would need more than 15 fields here gets a separate file, built from the same layers.
 
     Attributes:
-        windows: each layer's sliding window in tokens, None where the layer sees everything.
-        biases: which of "qkv", "o" and "mlp" have biases.
+        windows: each layer's sliding window in tokens; None for full attention.
+        biases: those of "qkv", "o" and "mlp" that have biases.
         qk_norm: whether each head's queries and keys are RMS-normalized before they are rotated.
         tied: whether the output head is the embedding table.
     """
@@ -35,7 +35,7 @@ class DecoderSpec:
     tied: bool = False
 
     def without_windows(self) -> DecoderSpec:
-        """Full attention in all layers, for sequences so short that no window would make a difference."""
+        """Return the spec with full attention in all layers, for sequences shorter than any window."""
         narrowest = min((window for window in self.windows if window is not None), default=None)
         if narrowest is None:
             return self
@@ -44,5 +44,5 @@ class DecoderSpec:
 
     @property
     def max_position(self) -> int:
-        """Tokens that a sequence may have."""
+        """Maximum number of tokens of a sequence."""
         return self.rope.max_position

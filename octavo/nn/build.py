@@ -1,4 +1,4 @@
-"""`Build`: what layers need to be made, handed down the model instead of globals and name prefixes."""
+"""`Build`: the arguments for making layers, passed down the model instead of globals and name prefixes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _WIDE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A place in the model under construction, and the choices that hold everywhere in it.
+    """A place in the model under construction, and the settings of the whole model.
 
     Attributes:
-        path: the place, in the checkpoint's vocabulary; "" is the root.
-        schemes: how linear layers keep their weights.
-        keep: where embeddings keep theirs.
+        path: the place, in the checkpoint's names; "" is the root.
+        schemes: chooses how linear layers store their weights.
+        keep: stores the weights of embeddings.
         mesh: the ranks that compute the model together.
     """
 
@@ -42,14 +42,14 @@ class Build:
     mesh: Mesh = ALONE
 
     def residual_dtype(self, hidden_size: int) -> torch.dtype:
-        """What the residual stream is kept in. Most of the rounding error of a bfloat16 model is made in its sums, and
-        small models change their answers by it. So it is float32, but on a GPU for wide models, which stand it better
-        and whose norms it would slow by half."""
+        """Return the dtype of the residual stream. Most of a bfloat16 model's rounding error arises in its sums, and
+        changes the answers of small models. So it is float32, except for wide models on a GPU, which are less sensitive
+        and whose norms would take half as long again."""
         wide = self.device.type != "cpu" and hidden_size > _WIDE
         return self.dtype if wide else torch.float32
 
     def at(self, *names: str | int) -> Build:
-        """The same choices further down: `b.at("layers", 3)` stands at `path.layers.3`."""
+        """Return the same settings for a place further down: `b.at("layers", 3)` is at `path.layers.3`."""
         return replace(self, path=".".join(str(name) for name in (self.path, *names) if name != ""))
 
     def linear(
@@ -62,9 +62,12 @@ class Build:
         gates: bool = False,
         gather: bool = False,
     ) -> Linear:
-        """One linear layer of the named parts. `outputs` is each part's size, or one for all of them.
+        """Make one linear layer of the named parts.
 
-        `gates` marks a gate and what it gates, side by side; `gather` gives every rank all outputs of a COL layer.
+        Args:
+            outputs: each part's size, or one size for all parts.
+            gates: the parts are a gate and its operand.
+            gather: give every rank all outputs of a COL layer.
         """
         sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
         parts = [Part(name, inputs, size, bias) for name, size in zip(names, sizes, strict=True)]
@@ -90,5 +93,5 @@ class Build:
         return Rope(self.device, spec)
 
     def attention(self, spec: AttentionSpec) -> PagedAttention:
-        assert self.attention_backend is not None, "this model was to have no KV cache"
+        assert self.attention_backend is not None, "this model is built without a KV cache"
         return PagedAttention(spec, self.attention_backend, self.path)

@@ -18,7 +18,7 @@ from octavo.nn.weights import Blocks, Keep, Stored, TensorSpec, Wanted, WeightLa
 
 
 class Embedding(WeightLayer):
-    """Token ids to vectors. Where it takes `Blocks`, it only keeps them for the native program to look up."""
+    """Maps token ids to vectors. A table of `Blocks` is only stored, for look-ups by the native program."""
 
     if TYPE_CHECKING:
 
@@ -44,7 +44,7 @@ class Embedding(WeightLayer):
         self._matrix: Matrix | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[T] int64 to [T, size]."""
+        """Return the rows of ids [T] int64: [T, size]."""
         return F.embedding(ids, self.weight)
 
     def wanted(self) -> list[Wanted]:
@@ -73,7 +73,7 @@ class Embedding(WeightLayer):
         self.weight, self.blocks = torch.empty(0), None
 
     def pack(self) -> None:
-        """Keep the table as the CPU kernels read it, for `emit_lookup`."""
+        """Convert the table to the CPU kernels' format, for `emit_lookup`."""
         self._matrix = table_of(self.table)
         self.release()
 
@@ -92,8 +92,8 @@ class Embedding(WeightLayer):
 class TiedHead(Projection):
     """An output head that multiplies with the embedding table: [S, size] to [S, rows].
 
-    A scheme that packs its weights has a packed copy of its own, since a packed matrix can't be looked up by row: one
-    more table's worth of memory.
+    A scheme that packs its weights makes a packed copy, which takes the memory of another table, since a packed matrix
+    can't be looked up by row.
     """
 
     scheme: Unquantized
@@ -112,7 +112,7 @@ class TiedHead(Projection):
         return []
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
-        """Share the embedding's table, which is placed by now. A table of `Blocks` is dropped once it is packed."""
+        """Share the embedding's table, which must be placed. A table of `Blocks` is dropped once it is packed."""
         self.scheme.share(self.source.table)
         if self.source.blocks is not None:
             self.release_source()
@@ -122,5 +122,5 @@ class TiedHead(Projection):
         self.release_source()
 
     def release_source(self) -> None:
-        """Drop the embedding's own table: the weights are kept in another form from now on."""
+        """Drop the embedding's own table, after its weights were converted to another format."""
         self.source.release()

@@ -21,24 +21,24 @@ from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
 
 Delta = Callable[[Tensor, Tensor], None]
-"""Adds something of its own to a product: called with x [T, in] and y [T, out], it changes y in place."""
+"""An addition to a product, such as an adapter: called with x [T, in] and y [T, out], it modifies y in place."""
 
 
 class Projection(WeightLayer):
-    """y = x @ W^T + b, and what a decoder does around it. A model calls nothing else.
+    """y = x @ W^T + b, and a decoder's operations around it. Models call only these methods.
 
-    Whether a norm, a gate or the residual sum shares the product's launch is decided here: the scheme must be able to,
-    and nothing may come in between (a sum over ranks, a delta).
+    This class decides whether a norm, a gate or the residual sum is fused into the product's launch: the scheme must
+    support it, and there must be no operation in between (a sum over ranks, a delta).
 
     Attributes:
-        scheme: how the weights are stored and multiplied with.
+        scheme: stores the weights and multiplies with them.
         delta: an addition to the product, such as a low-rank adapter's; None for none.
     """
 
     scheme: Scheme
     has_bias = False
     gates = False
-    """Whether the outputs are a gate and what it gates, side by side."""
+    """Whether the outputs are a gate and its operand, concatenated."""
 
     if TYPE_CHECKING:
 
@@ -53,20 +53,20 @@ class Projection(WeightLayer):
         self._matrix: Matrix | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Return x @ W^T + b: [..., in] to [..., out]."""
         return self._finished(x, self.scheme.apply(x))
 
     def wide(self, x: Tensor) -> Tensor:
-        """`forward`, in float32 where that costs little."""
+        """Like `forward`, in float32 if that costs little."""
         return self._finished(x, self.scheme.wide(x))
 
     def gated(self, x: Tensor) -> Tensor:
-        """silu(first half) * second half of the outputs: [T, in] to [T, out / 2]."""
+        """Return silu(first half) * second half of the outputs: [T, in] to [T, out / 2]."""
         fusing = self._fusing
         return silu_mul(self(x)) if fusing is None else fusing.gated(x)
 
     def after_norm(self, stream: Stream, norm: RMSNorm, *, gated: bool = False, wide: bool = False) -> Tensor:
-        """`forward` of norm(stream); `gated` or `wide` as the methods of these names."""
+        """Return `forward` of norm(stream); `gated` and `wide` as the methods of these names."""
         fusing = self._fusing
         if (
             fusing is not None
@@ -92,12 +92,12 @@ class Projection(WeightLayer):
         stream.add_later(self(x))
 
     def leaves(self, dtype: torch.dtype) -> bool:
-        """Whether the product can be added in its own launch to a stream of this dtype, for any number of rows."""
+        """Return whether the product's own launch can add it to a stream of this dtype, for any number of rows."""
         fusing = self._fusing
         return fusing is not None and fusing.dtype == dtype and not self.has_bias
 
     def pack(self) -> None:
-        """Keep the weights as the CPU kernels read them, for `emit`; the layer no longer computes by itself."""
+        """Convert the weights to the CPU kernels' format, for `emit`; the other methods can't be used afterwards."""
         self._matrix = packed(self.scheme, paired=self.gates)
 
     @property
@@ -114,7 +114,8 @@ class Projection(WeightLayer):
         epilogue: Epilogue = Epilogue.STORE,
         gated: Dtype = Dtype.FLOAT,
     ) -> None:
-        """Add the product of a buffer with rows stored as `given` to a native program; see `ProgramBuilder.linear`."""
+        """Add the product of a buffer, whose rows have dtype `given`, to a native program; see
+        `ProgramBuilder.linear`."""
         matrix = self.matrix
         meets = b.meets(matrix.dtype)
         if matrix.is_integers and meets is not given:
@@ -131,14 +132,14 @@ class Projection(WeightLayer):
         epilogue: Epilogue = Epilogue.STORE,
         gated: Dtype = Dtype.FLOAT,
     ) -> None:
-        """Add the product of the residual stream, normalized, to a native program."""
+        """Add the product of the normalized residual stream to a native program."""
         matrix = self.matrix
         normed = b.scratch("normed", norm.size * 4)
         norm.emit(b, RESIDUAL, normed, b.meets(matrix.dtype), matrix.zero_point)
         self._emit(b, normed, output, epilogue, gated)
 
     def emit_lookup(self, b: ProgramBuilder) -> None:
-        """Add the look-up of rows of the weights, to the residual stream, to a native program."""
+        """Add a look-up of rows of the weights, into the residual stream, to a native program."""
         emit_lookup(b, self.matrix, in_panels=True)
 
     def _emit(self, b: ProgramBuilder, source: int, output: int, epilogue: Epilogue, gated: Dtype) -> None:
@@ -197,7 +198,10 @@ class Linear(Projection):
         gates: bool = False,
         gather: bool = False,
     ) -> None:
-        """`gather` gives every rank all outputs of a COL layer."""
+        """
+        Args:
+            gather: give every rank all outputs of a COL layer.
+        """
         super().__init__(path, device, scheme, mesh)
         self.parts = tuple(parts)
         self.shard = shard
@@ -236,7 +240,7 @@ class Linear(Projection):
 
     @property
     def _stored_parts(self) -> tuple[Part, ...]:
-        """What this rank has: of a bias that follows a sum over ranks, the first alone."""
+        """Return the parts that this rank stores. Only rank 0 has a bias that is added after a sum over ranks."""
         if self.shard is ROW and self.mesh.rank:
             return tuple(replace(part, bias=False) for part in self.parts)
         return self.parts

@@ -32,19 +32,19 @@ class RMSNorm(WeightLayer):
         return rms_norm(x, self.weight, self.eps)
 
     def pack(self) -> None:
-        """Keep the weights in float32, as the CPU kernels read them."""
+        """Convert the weights to float32, for the CPU kernels."""
         self.weight = self.weight.float().contiguous()
 
     def emit(self, b: ProgramBuilder, source: int, output: int, dtype: Dtype, zero_point: int = 0) -> None:
-        """Add the norm of float32 rows to a native program; see `ProgramBuilder.norm`. The layer is packed."""
+        """Add the norm of float32 rows to a native program; see `ProgramBuilder.norm`. The layer must be packed."""
         b.norm(source, output, dtype, self.size, self.weight.data_ptr(), self.eps, zero_point=zero_point)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). x is consumed: its memory may hold the sum afterwards."""
+        """Return (norm(x + residual), x + residual). May overwrite x with the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def after(self, parts: Tensor | None, stream: Tensor) -> Tensor:
-        """norm(stream [T, size]) once `parts` [P, T, size], if there are any, are added to the stream in place."""
+        """Add `parts` [P, T, size], if any, to the stream [T, size] in place, and return norm(stream)."""
         return self(stream) if parts is None else sum_rms_norm(parts, stream, self.weight, self.eps)
 
     def wanted(self) -> list[Wanted]:
@@ -60,7 +60,7 @@ class RMSNorm(WeightLayer):
 
 
 class LayerNorm(WeightLayer):
-    """Normalization to mean 0 and variance 1 over the last dimension (Ba et al. 2016); scale and perhaps bias."""
+    """Normalization to mean 0 and variance 1 over the last dimension (Ba et al. 2016); with scale and optional bias."""
 
     if TYPE_CHECKING:
 

@@ -1,7 +1,7 @@
-"""`LargePages`: memory for what every step reads, in pages of 2 MiB where the system has them.
+"""`LargePages`: memory for data that every step reads, in pages of 2 MiB if the system supports them.
 
-With pages of 4 KiB a processor looks one up for every 64 lines that it reads. In a virtual machine each look-up goes
-through the tables of two systems, and reading a model's weights takes up to a tenth longer.
+With pages of 4 KiB, a processor needs an address translation for every 64 cache lines. In a virtual machine each
+translation goes through the tables of two systems, and reading a model's weights takes up to a tenth longer.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 
 _PAGE = 1 << 21
 _CHUNK = 1 << 28
-"""Asked for at once. It takes no memory before it is written."""
+"""Bytes reserved at once. They take no memory before they are written."""
 _LINE = 64
 
 
 class LargePages:
-    """Tensors one after the other, each from a cache line on. The memory is free once none of them is left."""
+    """Allocates tensors consecutively, each aligned to a cache line. Memory is freed once none of them is left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def keep(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parts one below the other, as `octavo.nn.weights.fused` gives them. Any thread may call it."""
+        """Return the parts concatenated along rows, like `octavo.nn.weights.fused`. May be called from any thread."""
         rows = sum(len(part) for part in parts)
         place = self._take(sum(part.nbytes for part in parts)).view(parts[0].dtype).view(rows, *parts[0].shape[1:])
         torch.cat(list(parts), out=place)
@@ -44,7 +44,7 @@ class LargePages:
 
 
 def _chunk(size: int) -> Tensor:
-    """[size or more] uint8, from the beginning of a large page on."""
+    """Return [size or more] uint8, aligned to a large page."""
     if sys.platform != "linux":
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -33,15 +33,15 @@ class Rope(WeightLayer):
         self.cos_sin = torch.empty(0)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Turns q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place."""
+        """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place."""
         return apply_rope(q, k, self.cos_sin, positions)
 
     def joint(self, qk: Tensor, positions: Tensor) -> Tensor:
-        """Turns queries and keys that lie side by side, [T, heads + kv_heads, head_dim], in place."""
+        """Rotate concatenated queries and keys, [T, heads + kv_heads, head_dim], in place."""
         return apply_rope_joint(qk, self.cos_sin, positions)
 
     def wanted(self) -> list[Wanted]:
-        """Some GGUF files hold, instead of a named scaling, a divisor for each frequency."""
+        """Return the optional tensor of GGUF files with a divisor per frequency instead of a named scaling."""
         spec = TensorSpec((self.spec.rotary_dim // 2,), torch.float32)
         return [Wanted(FACTORS, spec, optional=True)]
 
@@ -55,7 +55,7 @@ class Rope(WeightLayer):
 
 
 def cos_sin_table(spec: RopeSpec, divisors: Tensor | None = None) -> Tensor:
-    """[max_position, rotary_dim] float32. `divisors`, [rotary_dim / 2], stand in for a Llama 3 scaling."""
+    """Return [max_position, rotary_dim] float32. `divisors` [rotary_dim / 2] replace a Llama 3 scaling."""
     if divisors is None:
         frequencies = inverse_frequencies(spec)
     else:
@@ -67,7 +67,7 @@ def cos_sin_table(spec: RopeSpec, divisors: Tensor | None = None) -> Tensor:
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """[rotary_dim / 2] float32, radians per position, in the order of operations that Transformers uses."""
+    """Return [rotary_dim / 2] float32, radians per position, with Transformers' order of operations."""
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).to(torch.float32) / spec.rotary_dim
     periods = spec.theta**exponents
     match spec.scaling:
@@ -82,7 +82,7 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Wavelengths above original / low are slowed, below original / high kept, and linearly blended between."""
+    """Slow wavelengths above original / low, keep those below original / high, and blend linearly between."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position / wavelengths
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -91,10 +91,10 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(periods: Tensor, scaling: YarnScaling, spec: RopeSpec) -> Tensor:
-    """Channels that turn often within the original context are kept, seldom turning ones slowed (section 3.2)."""
+    """Keep channels that rotate often within the original context, slow the others (section 3.2)."""
 
     def channel(turns: float) -> float:
-        """The (fractional) channel pair that makes so many turns over the original context."""
+        """Return the (fractional) channel pair that makes `turns` rotations over the original context."""
         waves = scaling.original_max_position / (turns * 2 * math.pi)
         return spec.rotary_dim * math.log(waves) / (2 * math.log(spec.theta))
 

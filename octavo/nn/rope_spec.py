@@ -1,4 +1,4 @@
-"""Rotary embedding as a model's configuration states it. No torch here."""
+"""Rotary embedding of a model's configuration. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's: long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Llama 3.1's scaling: long wavelengths are slowed by `factor`, short ones kept, those between blended."""
 
     factor: float
     low_freq_factor: float
@@ -36,7 +36,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """`rotary_dim` channels of each head turn; positions are below `max_position`."""
+    """`rotary_dim` channels of each head are rotated; positions are below `max_position`."""
 
     rotary_dim: int
     max_position: int

@@ -1,4 +1,4 @@
-"""How a linear layer's parts divide over devices: declared by the model, and applied while weights are pulled."""
+"""Sharding of a linear layer's parts over devices: declared by the model, applied while weights are loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.parallel.mesh import Mesh
 
 
 class Shard(Enum):
-    """COL divides outputs, ROW divides inputs (its partial results must be summed), NONE keeps the layer whole."""
+    """COL shards outputs, ROW shards inputs (partial results must be summed), NONE keeps the layer whole."""
 
     COL = "col"
     ROW = "row"
@@ -21,9 +21,9 @@ class Shard(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Outputs divide by whole attention heads: the first part has `heads` of them, the others `kv_heads`.
+    """Shards outputs by whole attention heads: the first part has `heads` of them, the others `kv_heads`.
 
-    Where there are fewer kv heads than ranks, several ranks have the same one.
+    If there are fewer kv heads than ranks, several ranks have the same one.
     """
 
     heads: int
@@ -32,14 +32,14 @@ class Heads:
 
     @property
     def outputs(self) -> tuple[int, int, int]:
-        """Output features of q, k and v."""
+        """Return the output features of q, k and v."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
     def local(self, mesh: Mesh) -> Heads:
-        """The heads of one rank.
+        """Return the heads of one rank.
 
         Raises:
-            ConfigError: they do not divide.
+            ConfigError: they can't be divided evenly.
         """
         heads, kv_heads = self.heads, self.kv_heads
         if heads % mesh.size or (kv_heads % mesh.size and mesh.size % kv_heads):
@@ -61,7 +61,8 @@ class Cut:
     inputs: range | None = None
 
     def index(self, spec: TensorSpec, out_features: int, in_features: int) -> Index | None:
-        """What to read of a stored tensor, whose packing may hold several features in one element; None for all."""
+        """Return the part of a stored tensor to read; None for all. Packed tensors have several features per
+        element."""
         if self.outputs is None and self.inputs is None:
             return None
         index = [slice(None)] * len(spec.shape)
@@ -75,10 +76,13 @@ class Cut:
 
 
 def cut(shard: Shard | Heads, part: int, out_features: int, in_features: int, mesh: Mesh) -> Cut:
-    """What of a layer's part, by its place among the parts, belongs to a rank.
+    """Return the features of a layer's part that belong to a rank.
+
+    Args:
+        part: the part's index in the layer.
 
     Raises:
-        ConfigError: it does not divide.
+        ConfigError: they can't be divided evenly.
     """
     if mesh.size == 1 or shard is NONE:
         return Cut()
@@ -92,7 +96,7 @@ def cut(shard: Shard | Heads, part: int, out_features: int, in_features: int, me
 
 
 def local_shape(shape: Sequence[int], index: Index | None) -> tuple[int, ...]:
-    """The shape of what an index cuts out."""
+    """Return the shape of an indexed tensor."""
     if index is None:
         return tuple(shape)
     return tuple(len(range(size)[part]) for size, part in zip(shape, index, strict=True))
@@ -108,7 +112,7 @@ def _share(features: int, mesh: Mesh) -> range:
 
 
 def _scaled(edge: int, stored: int, features: int) -> int:
-    """A feature's place among the stored elements of a dimension."""
+    """Return a feature's index among the stored elements of a dimension."""
     place, rest = divmod(edge * stored, features)
     if rest:
         raise ConfigError(

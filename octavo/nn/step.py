@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SharedContexts:
-    """Which rows have contexts that begin with the same KV blocks, so that these can be read once for all of them.
+    """Groups of rows whose contexts begin with the same KV blocks, which can be read once for all rows of a group.
 
     Attributes:
-        groups: [G, 3] int32: where in `rows` a group's rows begin, how many they are, and how many tokens they have in
-            common (0 of a group of strangers). What is left of it has groups of no rows.
-        rows: [R] int32, group after group; each row is in one.
-        lens: [R] int32, how many tokens each row has in common with its group.
+        groups: [G, 3] int32: start of the group's rows in `rows`, their number, and the length of their common prefix
+            in tokens (0 for unshared rows). Unused groups have no rows.
+        rows: [R] int32, the rows, group by group; each row is in one group.
+        lens: [R] int32, length of each row's common prefix in tokens.
     """
 
     groups: Tensor
@@ -27,35 +27,35 @@ class SharedContexts:
 
     @classmethod
     def of(cls, packed: Tensor, rows: int) -> SharedContexts:
-        """Views of [3 G + 2 R] int32: groups, rows and lens, one after the other."""
+        """Return views of [3 G + 2 R] int32: groups, rows and lens, concatenated."""
         groups, order, lens = packed.split([len(packed) - 2 * rows, rows, rows])
         return cls(groups.view(-1, 3), order, lens)
 
 
 @dataclass(slots=True)
 class StepInput:
-    """A ragged batch of R rows and T tokens, row after row; S of the tokens get logits.
+    """A ragged batch of R rows and T tokens, row by row; S of the tokens get logits.
 
     Attributes:
         input_ids: [T] int64, token ids.
         positions: [T] int64, each token's position in its own sequence.
-        query_start: [R + 1] int32, where each row's tokens begin in the batch; the last entry is T.
-        seq_lens: [R] int32, tokens of each sequence once this step is computed (context plus this step's).
-        block_tables: [R, B] int32, KV block ids; entries past a sequence's end are undefined but valid ids.
-        table_rows: [R] int32, which row of `block_tables` is each row's own, where that is not the same; the tables may
-            then be longer than R.
-        slot_mapping: [T] int64, block id x block size + offset: where each token's KV goes.
+        query_start: [R + 1] int32, index of each row's first token in the batch; the last entry is T.
+        seq_lens: [R] int32, tokens of each sequence after this step (context plus this step's).
+        block_tables: [R, B] int32, KV block ids; entries past a sequence's end are arbitrary valid ids.
+        table_rows: [R] int32, index of each row's block table in `block_tables`, which may have more than R rows; None
+            if row i has table i.
+        slot_mapping: [T] int64, each token's KV cell: block id x block size + offset.
         logit_rows: [S] int64, indices into the batch.
-        hidden_rows: [S] int64, the only tokens whose hidden states are read, where these are not all: past the last
-            layer's attention the model computes no others.
+        hidden_rows: [S] int64, the tokens whose hidden states are needed after the last layer's attention; None for
+            all.
         max_query_len, max_seq_len: host-side bounds over the rows.
-        attn: what the attention backend prepared for this step.
-        token_types: [T] int64, which of several texts in one sequence each token belongs to; None for all the first.
-        query_lens: each row's tokens in this step as the host knows them, where reading them off the device would wait.
-        past_lens: each row's tokens before this step, as the host knows them.
-        shared: what contexts have in common, of rows with one token each; None if nothing, or nothing worth it. A
-            backend is free to ignore it.
-        others: the step as the layers of each cache group but the first see it; empty where all share one block table.
+        attn: the attention backend's data for this step.
+        token_types: [T] int64, each token's text in a sequence of several texts; None if all are of the first.
+        query_lens: each row's tokens in this step, on the host, to avoid reading them from the device.
+        past_lens: each row's tokens before this step, on the host.
+        shared: common prefixes of rows with one token each; None if there are none worth sharing. Backends may ignore
+            it.
+        others: the step for the layers of each cache group except the first; empty if all share one block table.
     """
 
     input_ids: Tensor
@@ -77,7 +77,7 @@ class StepInput:
     others: Sequence[StepInput] = ()
 
     def of(self, group: int) -> StepInput:
-        """The step as the layers of a cache group see it: with their block tables, cells and `attn`."""
+        """Return the step for the layers of a cache group, with their block tables, cells and `attn`."""
         return self.others[group - 1] if group and self.others else self
 
     def divide(self, block_tables: Tensor, slot_mapping: Tensor) -> None:

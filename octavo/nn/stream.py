@@ -9,9 +9,9 @@ from octavo.nn.norm import RMSNorm
 
 
 class Stream:
-    """The residual stream [T, hidden_size], and what is still to be added to it.
+    """The residual stream [T, hidden_size], with pending additions.
 
-    The sum is put off until the next norm, whose launch it shares.
+    Additions are deferred to the next norm, which fuses them into its launch.
 
     Attributes:
         value: the sum so far, in the residual dtype.
@@ -20,7 +20,7 @@ class Stream:
     __slots__ = ("_output", "_own", "_parts", "value")
 
     def __init__(self, value: Tensor) -> None:
-        """`value` is left as it is."""
+        """`value` is never modified."""
         self.value = value
         self._own = False
         self._output: Tensor | None = None
@@ -36,28 +36,28 @@ class Stream:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is still to be added."""
+        """Whether no addition is pending."""
         return self._output is None and self._parts is None
 
     def writable(self) -> Tensor:
-        """`value` in memory that may be changed in place."""
+        """Return `value` in memory that may be modified in place."""
         if not self._own:
             self.value = self.value.clone(memory_format=torch.contiguous_format)
             self._own = True
         return self.value
 
     def add_later(self, output: Tensor) -> None:
-        """Add a block's output [T, hidden_size] with the next norm; its memory may then hold the sum."""
+        """Add a block's output [T, hidden_size] with the next norm, which may overwrite it with the sum."""
         self._settle()
         self._output = output
 
     def add_parts_later(self, parts: Tensor | None) -> None:
-        """Add a product that came in parts [P, T, hidden_size] with the next norm. None adds nothing."""
+        """Add the parts of a product [P, T, hidden_size] with the next norm. None adds nothing."""
         self._settle()
         self._parts = parts
 
     def normed(self, norm: RMSNorm) -> Tensor:
-        """norm(stream), once all is added: [T, hidden_size] in the norm's dtype."""
+        """Apply pending additions and return norm(stream): [T, hidden_size] in the norm's dtype."""
         if self._output is not None:
             normed, self.value = norm.add(self._output, self.value)
             self._output, self._own = None, True
@@ -68,7 +68,7 @@ class Stream:
         return norm(self.value)
 
     def choose(self, rows: Tensor | None) -> None:
-        """Go on with these rows [S] only; None keeps all."""
+        """Keep only these rows [S]; None keeps all."""
         if rows is None:
             return
         self.value, self._own = self.value.index_select(0, rows), True
@@ -78,7 +78,7 @@ class Stream:
             self._parts = self._parts.index_select(1, rows)
 
     def total(self) -> Tensor:
-        """The stream with all that was added to it."""
+        """Return the stream with all additions."""
         self._settle()
         return self.value
 

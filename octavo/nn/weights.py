@@ -1,4 +1,4 @@
-"""How a layer says which tensors it needs and takes them. The loader walks the model and asks; nothing is pushed."""
+"""The interface between layers and the loader, which walks the model and pulls the tensors that each layer wants."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TensorSpec:
 
     Attributes:
         shape: as stored, so packed formats count stored elements.
-        dtype: what the layer wants; a floating-point tensor stored otherwise is converted.
-        out_dim, in_dim: which dimension runs along the layer's outputs or inputs; None where none does. A shard of
-            the layer is a range of that dimension, whatever the packing.
+        dtype: wanted by the layer; a floating-point tensor of another dtype is converted.
+        out_dim, in_dim: the dimension of the layer's outputs or inputs; None if the tensor has none. A shard of the
+            layer is a range of that dimension, with any packing.
     """
 
     shape: tuple[int, ...]
@@ -34,12 +34,12 @@ class TensorSpec:
 class Blocks:
     """A matrix [N, K] of unsigned integers in blocks of 32 along K: value = scale * (integer - zero point) + minimum.
 
-    The zero point is the middle of the integers, so that minima, where a format has them, are small.
+    The zero point is the middle of the integers' range, so that minima, if the format has them, are small.
 
     Attributes:
         values: [N, K] uint8, below 2 ** bits.
         scales: [N, K / 32] float16.
-        minima: the same, or None if all are 0.
+        minima: [N, K / 32] float16, or None if all are 0.
     """
 
     values: Tensor
@@ -49,7 +49,7 @@ class Blocks:
     bits: int
 
     def part(self, index: Index) -> Blocks:
-        """The outputs and inputs that an index cuts out. Inputs divide between blocks."""
+        """Return the outputs and inputs of an index. Inputs are divided between blocks only."""
         outputs, inputs = index
         size = self.values.shape[1] // self.scales.shape[1]
         begin, end, _ = inputs.indices(self.values.shape[1])
@@ -62,12 +62,12 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One tensor that a layer asks a checkpoint for, by its full name.
+    """One tensor that a layer needs from a checkpoint, by its full name.
 
     Attributes:
-        optional: it may be absent.
-        blocks: quantized weights may come as `Blocks`.
-        index: the part of the stored tensor that this rank has; None for all.
+        optional: it may be missing.
+        blocks: quantized weights may be delivered as `Blocks`.
+        index: the part of the stored tensor that this rank needs; None for all.
     """
 
     name: str
@@ -88,19 +88,20 @@ def plain(stored: Stored | None) -> Tensor:
 
 
 class WeightLayer(nn.Module, ABC):
-    """A module with weights of its own. It holds no tensor before `place`, so building a model costs no memory.
+    """A module with weights. It holds no tensor before `place`, so building a model takes no memory.
 
     Attributes:
-        path: where the layer stands in the model, in the checkpoint's vocabulary.
-        device: where its tensors go.
-        superseded: checkpoint names that this layer makes redundant, so that leaving them unread is no surprise.
+        path: its place in the model, in the checkpoint's names.
+        device: device of its tensors.
+        superseded: checkpoint names that this layer makes redundant; no warning if they are not read.
     """
 
     superseded: tuple[str, ...] = ()
 
     @property
     def source(self) -> WeightLayer | None:
-        """The layer whose tensors this one shares; it is then placed right after that, with none of its own."""
+        """The layer whose tensors this one shares, if any. This layer is then placed right after it, without
+        tensors."""
         return None
 
     def __init__(self, path: str, device: torch.device) -> None:
@@ -110,36 +111,36 @@ class WeightLayer(nn.Module, ABC):
 
     @abstractmethod
     def wanted(self) -> list[Wanted]:
-        """The tensors to fetch, in the order in which `place` expects them."""
+        """Return the tensors to fetch, in the order that `place` expects."""
 
     @abstractmethod
     def place(self, tensors: Sequence[Stored | None]) -> None:
         """Take the tensors, already of the wanted shape and dtype and on the layer's device; None for absent ones,
         `Blocks` for those wanted so.
 
-        They may be views into a mapped file: a layer keeps copies only.
+        They may be views into a mapped file, so a layer must keep copies only.
         """
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that the placed tensors occupy, not counting what is shared with another layer."""
+        """Bytes of the placed tensors, without those shared with another layer."""
 
 
 def tensor_bytes(*tensors: Tensor | None) -> int:
-    """Sum of the tensors' sizes, opaque layouts included."""
+    """Return the sum of the tensors' sizes in bytes, opaque layouts included."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 Keep = Callable[[Sequence[Tensor]], Tensor]
-"""What a layer keeps of a matrix whose parts it was given: `fused`, or the same in other memory."""
+"""Stores a matrix given in parts: `fused`, or the same in other memory."""
 
 
 def fused(parts: Sequence[Tensor]) -> Tensor:
-    """The parts one below the other, contiguous and independent of any mapped file."""
+    """Return the parts concatenated along rows, contiguous and independent of any mapped file."""
     return owned(parts[0]) if len(parts) == 1 else torch.cat(list(parts))
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and independent of any mapped file. One on an accelerator was copied on its way there."""
+    """Return the tensor, contiguous and independent of any mapped file. One on an accelerator is a copy already."""
     return tensor.clone(memory_format=torch.contiguous_format) if tensor.device.type == "cpu" else tensor.contiguous()

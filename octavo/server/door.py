@@ -49,7 +49,8 @@ class ApiKeys:
         self._digests = [_digest(key) for key in keys]
 
     def allow(self, headers: Headers) -> bool:
-        """Whether `Authorization: Bearer` or `x-api-key` contains a valid key. Takes constant time for wrong keys."""
+        """Return whether `Authorization: Bearer` or `x-api-key` contains a valid key. Takes constant time for wrong
+        keys."""
         if not self._digests:
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -59,7 +60,7 @@ class ApiKeys:
 
 
 def key_error() -> ApiError:
-    """The error for a missing or wrong key."""
+    """Return the error for a missing or wrong key."""
     return ApiError(
         401,
         "A valid API key is required: send 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",

@@ -132,7 +132,7 @@ def _unknown(body: BaseModel, name: str, value: Any, *, strict: bool) -> str:
     near = [other] if other in fields else difflib.get_close_matches(name, fields, n=1, cutoff=0.75)
     hint = f"; did you mean {near[0]}?" if near else f": {_HINTS[name]}." if name in _HINTS else "."
     if strict:
-        raise InvalidRequestError(f"{name} is not a parameter that this server knows{hint}", param=name, value=value)
+        raise InvalidRequestError(f"{name} is not a known parameter{hint}", param=name, value=value)
     return f"The unknown field `{name}` was ignored{hint}"
 
 

@@ -46,7 +46,7 @@ def _made(path: str, found: Any) -> Middleware:
 
 
 def _takes(found: Any, count: int) -> bool:
-    """Whether it can be called with `count` arguments."""
+    """Return whether it can be called with `count` arguments."""
     try:
         inspect.signature(found).bind(*[None] * count)
     except TypeError:

@@ -97,7 +97,7 @@ def _sentence(param: str, finding: ErrorDetails) -> str:
     if kind in ("less_than_equal", "less_than"):
         return f"{param} must be at most {context.get('le', context.get('lt'))}."
     if kind == "extra_forbidden":
-        return f"{param} is not a field that this server knows; correct its name or leave it out."
+        return f"{param} is not a known field; correct its name or leave it out."
     if kind == "string_too_long":
         return f"{param} must have at most {context['max_length']} characters, got {len(value)}."
     if kind == "too_short":

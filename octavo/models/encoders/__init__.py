@@ -1,1 +1,1 @@
-"""Models that read a whole text at once, in both directions, and make vectors or labels of it."""
+"""Bidirectional models that convert a whole text to vectors or labels."""

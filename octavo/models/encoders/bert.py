@@ -1,4 +1,4 @@
-"""BERT and its kin: one encoder, of which the families differ in names, positions and heads."""
+"""BERT and related families: one encoder, with different names, positions and heads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bert(config: Config) -> EncoderSpec:
 
 
 def roberta(config: Config) -> EncoderSpec:
-    """RoBERTa (https://arxiv.org/abs/1907.11692) and XLM-RoBERTa, whose positions begin behind that of the padding."""
+    """RoBERTa (https://arxiv.org/abs/1907.11692) and XLM-RoBERTa, whose positions begin after the padding's."""
     head = Head(dense="classifier.dense", labels="classifier.out_proj")
     offset = value_or(config, "pad_token_id", 1) + 1
     return _encoder(config, Names(root="roberta"), head, position_offset=offset)
@@ -54,11 +54,11 @@ def distilbert(config: Config) -> EncoderSpec:
 
 
 def _encoder(config: Config, names: Names, head: Head, position_offset: int = 0) -> EncoderSpec:
-    """The fields that the families share, with the defaults of Transformers' configurations.
+    """Return the spec from the common fields, with the defaults of Transformers' configurations.
 
     Raises:
-        ConfigError: a feature that is not supported.
-        ModelFileError: a field is senseless.
+        ConfigError: an unsupported feature.
+        ModelFileError: an invalid field.
     """
     only(config, "position_embedding_type", "absolute")
     only(config, "is_decoder", False)
@@ -84,10 +84,10 @@ def _encoder(config: Config, names: Names, head: Head, position_offset: int = 0)
 
 
 def activation(config: Config, field: str) -> Gate:
-    """The feed-forward's activation.
+    """Return the feed-forward's activation.
 
     Raises:
-        ConfigError: it is another than the known ones.
+        ConfigError: it is not supported.
     """
     name = value_or(config, field, "gelu")
     if name not in _ACTIVATIONS:
@@ -96,7 +96,7 @@ def activation(config: Config, field: str) -> Gate:
 
 
 def num_labels(config: Config) -> int:
-    """Outputs of the classification head, if the architecture has one; Transformers' default is two."""
+    """Return the number of outputs of the classification head, if any; Transformers' default is two."""
     if not str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
         return 0
     named = config.get("id2label")

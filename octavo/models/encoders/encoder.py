@@ -1,4 +1,4 @@
-"""The one post-norm encoder: BERT's shape, of which the other families are variations stated in `EncoderSpec`."""
+"""The post-norm encoder of all families: BERT's architecture, with variations given in `EncoderSpec`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class EncoderLayer(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """Labels of a pooled state."""
+    """Computes labels from a pooled state."""
 
     if TYPE_CHECKING:
 
@@ -68,23 +68,26 @@ class ClassificationHead(nn.Module):
         self.labels = b.linear(head.labels, inputs=size, outputs=num_labels, shard=NONE, bias=True)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """[R, H] to [R, labels]."""
+        """Return the labels' logits: [R, H] to [R, labels]."""
         if self.dense is not None:
             pooled = self.activation(self.dense(pooled))
         return self.labels(pooled)
 
 
 class Encoder(nn.Module):
-    """An encoder in the steps of `Model`, without logits.
+    """An encoder with the interface of `EncoderModel`.
 
     Attributes:
-        spec: its shape.
-        attention_layers: none: nothing is cached.
-        unneeded: beginnings of the names of what checkpoints hold besides: heads for training, and others' poolers.
+        spec: its architecture.
+        attention_layers: empty, since nothing is cached.
+        unneeded: prefixes of tensor names that checkpoints have in addition: heads for training, and unused poolers.
     """
 
     def __init__(self, b: Build, spec: EncoderSpec, root: str) -> None:
-        """`root` is what stands before the encoder's names in this checkpoint: the family's, or nothing."""
+        """
+        Args:
+            root: prefix of the encoder's names in this checkpoint: the family's, or "".
+        """
         super().__init__()
         self.spec = spec
         self.dtype = b.dtype
@@ -104,7 +107,7 @@ class Encoder(nn.Module):
         self.head = ClassificationHead(b, spec.head, spec.hidden_size, spec.num_labels) if spec.head else None
 
     def embed(self, step: StepInput) -> Tensor:
-        """[T, hidden_size]: the sum of words', positions' and token types' embeddings, normalized."""
+        """Return the normalized sum of word, position and token type embeddings, [T, hidden_size]."""
         x = self.words(step.input_ids) + self.positions(step.positions + self.spec.position_offset)
         if self.types is not None:
             types = step.token_types
@@ -114,16 +117,16 @@ class Encoder(nn.Module):
         return self.norm(x)
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        """[T, hidden_size] to the same."""
+        """Run the layers: [T, hidden_size] to the same shape."""
         for layer in self.layers:
             x = layer(x, step)
         return x
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The states as they are: their norm is a part of the last layer."""
+        """Return the states unchanged; their norm is part of the last layer."""
         return hidden
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """The head's outputs: [R, hidden_size] to [R, labels]."""
+        """Return the head's outputs: [R, hidden_size] to [R, labels]."""
         assert self.head is not None, "the model has no classification head"
         return self.head(pooled.to(self.dtype))

@@ -28,12 +28,12 @@ _OLD_THETAS = {"full_attention": "global_rope_theta", _LOCAL: "local_rope_theta"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModernSpec:
-    """Its shape.
+    """The architecture of a ModernBERT model.
 
     Attributes:
-        kinds: of each layer: "full_attention", or "sliding_attention", which sees `reach` places to either side.
-        thetas: rotary base of either kind.
-        biases: which of "attention", "mlp", "norm" and "head" have biases.
+        kinds: of each layer: "full_attention", or "sliding_attention", which attends to `reach` positions on each side.
+        thetas: rotary base of each kind.
+        biases: those of "attention", "mlp", "norm" and "head" that have biases.
         summary: as in `EncoderSpec`.
     """
 
@@ -58,16 +58,16 @@ class ModernSpec:
 
 
 def modernbert(config: Config) -> ModernSpec:
-    """The fields, with the defaults of Transformers' configuration.
+    """Return the spec, with the defaults of Transformers' configuration.
 
     Raises:
-        ConfigError: a feature that is not supported.
-        ModelFileError: a field is senseless.
+        ConfigError: an unsupported feature.
+        ModelFileError: an invalid field.
     """
     kinds = _kinds(config)
     summary = value_or(config, "classifier_pooling", "cls")
     if summary not in ("cls", "mean"):
-        raise ConfigError(f"The model's config has classifier_pooling={summary!r}; Octavo knows 'cls' and 'mean'.")
+        raise ConfigError(f"The model's config has classifier_pooling={summary!r}; Octavo supports 'cls' and 'mean'.")
     named = {"attention": "attention_bias", "mlp": "mlp_bias", "norm": "norm_bias", "head": "classifier_bias"}
     return ModernSpec(
         hidden_size=whole(config, "hidden_size", 768),
@@ -104,7 +104,7 @@ def _theta(config: Config, kind: str) -> float:
 
 
 class ModernLayer(nn.Module):
-    """Attention and gated feed-forward, each behind a norm; the first layer's states are normalized already."""
+    """Attention and gated feed-forward, each after a norm; the first layer's input is normalized already."""
 
     if TYPE_CHECKING:
 
@@ -137,7 +137,7 @@ class ModernLayer(nn.Module):
 
 
 class ModernHead(nn.Module):
-    """Labels of a pooled state."""
+    """Computes labels from a pooled state."""
 
     if TYPE_CHECKING:
 
@@ -152,20 +152,23 @@ class ModernHead(nn.Module):
         self.labels = b.linear("classifier", inputs=size, outputs=spec.num_labels, shard=NONE, bias=True)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """[R, H] to [R, labels]."""
+        """Return the labels' logits: [R, H] to [R, labels]."""
         return self.labels(self.norm(self.activation(self.dense(pooled))))
 
 
 class ModernEncoder(nn.Module):
-    """The steps of `EncoderModel`.
+    """A ModernBERT model with the interface of `EncoderModel`.
 
     Attributes:
-        attention_layers: none: nothing is cached.
-        unneeded: beginnings of the names of what checkpoints hold besides.
+        attention_layers: empty, since nothing is cached.
+        unneeded: prefixes of tensor names that checkpoints have in addition.
     """
 
     def __init__(self, b: Build, spec: ModernSpec, root: str) -> None:
-        """`root` is what stands before the encoder's names in this checkpoint: `ROOT`, or nothing."""
+        """
+        Args:
+            root: prefix of the encoder's names in this checkpoint: `ROOT`, or "".
+        """
         super().__init__()
         self.spec = spec
         self.dtype = b.dtype
@@ -188,11 +191,11 @@ class ModernEncoder(nn.Module):
         self.head = ModernHead(b, spec) if spec.num_labels else None
 
     def embed(self, step: StepInput) -> Tensor:
-        """[T, hidden_size]: the words' embeddings, normalized."""
+        """Return the normalized word embeddings, [T, hidden_size]."""
         return self.norm(self.words(step.input_ids))
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        """[T, hidden_size] to the same, before the final norm."""
+        """Run the layers: [T, hidden_size] to the same shape, before the final norm."""
         for layer in self.layers:
             x = layer(x, step)
         return x
@@ -201,6 +204,6 @@ class ModernEncoder(nn.Module):
         return self.final_norm(hidden)
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """The head's outputs: [R, hidden_size] to [R, labels]."""
+        """Return the head's outputs: [R, hidden_size] to [R, labels]."""
         assert self.head is not None, "the model has no classification head"
         return self.head(pooled.to(self.dtype))

@@ -1,4 +1,4 @@
-"""Architecture name -> encoder. Adding a family is a line here; every family comes with several heads."""
+"""Architecture name -> encoder. Adding a family takes one line here; every family has several heads."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ ENCODERS: Mapping[str, Callable[[Config], Spec]] = {
 
 
 def is_encoder(config: Config) -> bool:
-    """Whether the configuration is that of an encoder which Octavo knows."""
+    """Return whether the configuration is of a supported encoder."""
     return (config.get("architectures") or [None])[0] in ENCODERS
 
 
 def encoder_spec(config: Config) -> Spec:
-    """A checkpoint's configuration as a spec.
+    """Convert a checkpoint's configuration to a spec.
 
     Raises:
-        ConfigError: a feature that the configuration asks for is not supported.
-        ModelFileError: a field is missing or senseless.
+        ConfigError: the configuration has an unsupported feature.
+        ModelFileError: a field is missing or invalid.
     """
     return ENCODERS[config["architectures"][0]](config)
 
@@ -51,10 +51,10 @@ def encoder_spec(config: Config) -> Spec:
 def build_encoder(
     config: Config, *, dtype: torch.dtype, device: torch.device, scheme: type[Unquantized], stored: Set[str]
 ) -> Encoder | ModernEncoder:
-    """The encoder that a configuration describes, without weights.
+    """Build the encoder of a configuration, without weights.
 
     Args:
-        stored: the checkpoint's names, by which it is seen whether the family's root stands before them.
+        stored: the checkpoint's tensor names, which show whether they have the family's prefix.
 
     Raises:
         ConfigError, ModelFileError: as `encoder_spec`.

@@ -1,4 +1,4 @@
-"""What distinguishes one post-norm encoder from another. No torch here."""
+"""Parameters that distinguish post-norm encoders. No torch here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Summary = Literal["mean", "cls", "last"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Where a family's checkpoints keep the parts of a layer; the defaults are BERT's.
+    """Tensor names of a family's checkpoints; the defaults are BERT's.
 
     Attributes:
-        root: what stands before all names in checkpoints that hold more than the bare encoder.
-        qkv: the three projections of attention; `out` is the one after it.
-        up, down: the two of the feed-forward.
+        root: prefix of all names in checkpoints with more than the bare encoder.
+        qkv: the three projections of attention; `out` is the output projection.
+        up, down: the two projections of the feed-forward.
     """
 
     root: str
@@ -31,7 +31,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A classification head: perhaps a dense layer with an activation on the pooled state, then the labels.
+    """A classification head: optionally a dense layer with an activation on the pooled state, then the labels.
 
     Attributes:
         dense, labels: names of the two layers, from the checkpoint's root.
@@ -44,12 +44,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
-    """A transformer encoder with learnt positions, whose norms follow the residual sums (Devlin et al. 2018).
+    """A transformer encoder with learned positions, whose norms follow the residual sums (Devlin et al. 2018).
 
     Attributes:
-        num_positions: rows of the table of positions, the first of which stands at `position_offset`.
-        token_types: rows of the table of token types; 0 for no such table.
-        num_labels: outputs of the head, if there is one.
+        num_positions: rows of the position table; the first position is at row `position_offset`.
+        token_types: rows of the token type table; 0 for no such table.
+        num_labels: outputs of the head, if any.
     """
 
     hidden_size: int
@@ -68,7 +68,7 @@ class EncoderSpec:
 
     @property
     def summary(self) -> Summary:
-        """Whose hidden state stands for the whole prompt, for the classification head as well."""
+        """Pooling: the hidden states that represent the prompt, for the classification head too."""
         return "cls"
 
     @property
@@ -77,5 +77,5 @@ class EncoderSpec:
 
     @property
     def max_position(self) -> int:
-        """Tokens that a sequence may have."""
+        """Maximum number of tokens of a sequence."""
         return self.num_positions - self.position_offset

@@ -19,16 +19,16 @@ def open_checkpoint(
     seed: int = 0,
     device: str = "cpu",
 ) -> Checkpoint:
-    """The source of a model's weights. Reads headers only.
+    """Open the source of a model's weights. Reads headers only.
 
     Args:
-        load_format: "auto" goes by the files; "dummy" makes random weights from `seed`.
-        device: where random weights are made; others come from the files anyway.
+        load_format: "auto" depends on the files; "dummy" makes random weights from `seed`.
+        device: device of random weights; no effect on others.
 
     Raises:
         ModelFileError: files are missing, corrupt or truncated.
     """
-    # Imported here so that a process pays only for the format that it reads.
+    # Imported here so that a process imports only the format that it reads.
     if load_format == "dummy":
         from octavo.models.load.dummy import DummyCheckpoint
 

@@ -1,4 +1,4 @@
-"""Where weights come from, as the loader sees it: tensors by their Hugging Face name, whatever the file format."""
+"""`Checkpoint`: the loader's interface to weights: tensors by Hugging Face name, independent of the file format."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from octavo.nn.weights import Blocks, Index, TensorSpec
 
 
 class Checkpoint(Protocol):
-    """A source of named tensors. Reading is lazy, so only what is asked for leaves the disk."""
+    """A source of named tensors. Tensors are read lazily."""
 
     @property
     def origin(self) -> str:
-        """What error messages call the source: a file or folder."""
+        """Name of the source in error messages: a file or folder."""
         ...
 
     def names(self) -> Set[str]:
-        """The tensors stored, under Hugging Face names. Empty for a source that makes up what it is asked for."""
+        """Return the Hugging Face names of the stored tensors. Empty for a source that generates tensors."""
         ...
 
     def has(self, name: str) -> bool:
-        """Whether `tensor(name)` can be answered."""
+        """Return whether the source has this tensor."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """A stored tensor's shape, without reading it; None from a source that makes up what it is asked for."""
+        """Return a stored tensor's shape, without reading it; None from a source that generates tensors."""
         ...
 
     def blocks(self, name: str) -> Blocks | None:
-        """A quantized matrix as it is stored, if the format is one that `Blocks` can hold; else None."""
+        """Return a quantized matrix in its stored form, if `Blocks` can represent the format; else None."""
         ...
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
-        """A tensor in CPU memory, or the part of it that `index` cuts out; possibly a view into a mapped file.
+        """Return a tensor, or its part `index`, in CPU memory; possibly a view into a mapped file.
 
-        `spec.dtype` is the dtype wanted: a source that has to compute the values gives that one, the others give what
-        is stored.
+        `spec.dtype` is the wanted dtype: a source that computes the values returns that dtype, others return the stored
+        one.
 
         Raises:
             ModelFileError: the data can't be read; the text names the file and the tensor.

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from octavo.nn.weights import Blocks, Index, TensorSpec
 
-# A prime, so that a matrix's rows, which have round lengths, start at different places of the pool.
+# A prime, so that a matrix's rows, whose lengths are usually round, start at different offsets of the pool.
 _POOL = 1_048_573
 
 
 class DummyCheckpoint:
-    """Answers any name. The same seed gives the same model, whatever the order of the questions and the device.
+    """Has a tensor of every name. The same seed gives the same model, in any order of reading and on any device.
 
-    Values come from one pool of normal numbers, repeated: drawing billions would take minutes. Matrices are scaled by
-    1 / sqrt(inputs) so that activations neither vanish nor explode; norms are near one, biases small.
+    Values are from one pool of normal numbers, repeated, since drawing billions would take minutes. Matrices are scaled
+    by 1 / sqrt(inputs) so that activations neither vanish nor explode; norms are near one, biases small.
     """
 
     origin = "random weights"

@@ -39,7 +39,7 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<suffix>weight|
 
 
 def hf_name(name: str) -> str:
-    """A GGUF tensor's Hugging Face name; one that the table doesn't know keeps its own, to be reported as unread."""
+    """Return a GGUF tensor's Hugging Face name; an unknown tensor keeps its name and is reported as unread."""
     match = _NAME.fullmatch(name)
     if match is None:
         return name
@@ -53,7 +53,7 @@ class GGUFCheckpoint:
     """One GGUF file.
 
     Raises:
-        ModelFileError: the file is corrupt, truncated or not GGUF, or holds a tensor type that Octavo can't decode.
+        ModelFileError: the file is corrupt, truncated or not GGUF, or has an unsupported tensor type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class GGUFCheckpoint:
         tensor = self._tensors[name]
         rows, shape = self._rows(name), tensor.shape
         if index:
-            # Rows can be left out before decoding, columns only after it.
+            # Rows can be selected before decoding, columns only afterwards.
             rows = rows[index[0]].contiguous()
             shape = (rows.shape[0], *shape[1:])
         values = dequantize(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
@@ -89,8 +89,8 @@ class GGUFCheckpoint:
         return as_blocks(self._rows(name), GGMLQuantizationType(tensor.kind))
 
     def _rows(self, name: str) -> Tensor:
-        """A tensor's bytes [rows, bytes], in Hugging Face's order of rows. Read rather than mapped: pages of a mapped
-        file stay in this process's memory long after the tensor was converted."""
+        """Return a tensor's bytes [rows, bytes], in Hugging Face's order of rows. Read rather than mapped, because
+        pages of a mapped file stay in this process's memory long after the tensor was converted."""
         tensor = self._tensors[name]
         data = np.fromfile(self._path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
         rows = torch.from_numpy(data).view(tensor.shape[0], -1)
@@ -109,9 +109,9 @@ def _check_kind(tensor: GGUFTensor, path: Path) -> None:
 
 
 def _permuted_heads(metadata: Any, path: Path) -> dict[str, int]:
-    """Projection -> heads, for those whose rows llama.cpp stores in pairs: Llama's q and k.
+    """Return projection -> heads, for projections whose rows llama.cpp stores in pairs: Llama's q and k.
 
-    Its rope turns neighbouring channels together, where Hugging Face's turns channel i with channel i + half.
+    Its rope pairs adjacent channels, while Hugging Face's pairs channel i with channel i + half.
     """
     if metadata.get("general.architecture") != "llama":
         return {}
@@ -126,6 +126,6 @@ def _permuted_heads(metadata: Any, path: Path) -> dict[str, int]:
 
 
 def _in_halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads * D, ...] with rotary pairs side by side, to rows with them D / 2 apart."""
+    """Reorder rows [heads * D, ...] with adjacent rotary pairs to rows with pairs D / 2 apart."""
     paired = rows.view(heads, -1, 2, rows.shape[1])
     return paired.transpose(1, 2).reshape(rows.shape)

@@ -1,7 +1,7 @@
-"""Dequantizing ggml's block formats (layouts: `ggml-common.h` and `ggml-quants.c` of llama.cpp).
+"""Dequantization of ggml's block formats (layouts: `ggml-common.h` and `ggml-quants.c` of llama.cpp).
 
-The common formats are decoded here with torch, in pieces that stay in the processor's cache; the rest by the `gguf`
-library. The arithmetic is float32 throughout, in the library's order, so both agree exactly.
+The common formats are decoded here with torch, in pieces that fit the processor's cache; the rest by the `gguf`
+library. All arithmetic is float32, in the library's order, so both agree exactly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PLAIN = {
 
 
 def dequantize(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype) -> Tensor:
-    """A tensor's values.
+    """Return a tensor's values.
 
     Args:
         raw: uint8, contiguous, whole blocks.
-        dtype: of the result; plain formats come in their own dtype instead, as a view of `raw`.
+        dtype: of the result; plain formats are returned in their own dtype, as a view of `raw`.
 
     Returns:
         One-dimensional.
@@ -47,7 +47,7 @@ def dequantize(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype) -> T
 
 
 def as_blocks(raw: Tensor, kind: GGMLQuantizationType) -> Blocks | None:
-    """A matrix of integers in blocks of 32, without a detour over floats; None if the format is of another make.
+    """Convert to a matrix of integers in blocks of 32, without intermediate floats; None if the format does not fit.
 
     Args:
         raw: uint8 [N, bytes], contiguous, whole blocks.
@@ -70,17 +70,17 @@ def _by_library(kind: GGMLQuantizationType) -> Callable[[Tensor], Tensor]:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """[n, 1] float32 from the float16 at a byte offset of each block."""
+    """Return [n, 1] float32 from the float16 at a byte offset of each block."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[n, ..., w] bytes to [n, ..., 2, w]: all low halves, then all high ones."""
+    """Unpack [n, ..., w] bytes to [n, ..., 2, w]: all low halves, then all high ones."""
     return torch.stack([packed & 15, packed >> 4], dim=-2)
 
 
 def _fifth_bits(bits: Tensor) -> Tensor:
-    """Four bytes [n, 4] to [n, 2, 16]: bit j of the little-endian word, as 0 or 16, for value j."""
+    """Unpack four bytes [n, 4] to [n, 2, 16]: bit j of the little-endian word, as 0 or 16, for value j."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return (((bits[:, :, None] >> shifts) & 1) << 4).view(-1, 2, 16)
 
@@ -110,7 +110,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Twelve bytes hold eight 6-bit scales and eight 6-bit minima: [n, 12] to two of [n, 8]."""
+    """Unpack twelve bytes with eight 6-bit scales and eight 6-bit minima: [n, 12] to two of [n, 8]."""
     first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], dim=1)
     minima = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], dim=1)
@@ -118,7 +118,7 @@ def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_scales_and_minima(values: Tensor, blocks: Tensor) -> Tensor:
-    """values [n, 8, 32] float32 -> d * scale * value - dmin * minimum."""
+    """Return d * scale * value - dmin * minimum for values [n, 8, 32] float32."""
     scales, minima = _scales_and_minima(blocks[:, 4:16])
     scales, minima = scales.mul_(_half(blocks, 0)), minima.mul_(_half(blocks, 2))
     return values.mul_(scales[:, :, None]).sub_(minima[:, :, None])
@@ -149,7 +149,7 @@ _Integers = tuple[Tensor, Tensor, Tensor | None, int, int]
 
 
 def _centred(values: Tensor, scales: Tensor, minima: Tensor, middle: int, bits: int) -> _Integers:
-    """scale * value + minimum, written as scale * (value - middle) + a smaller minimum."""
+    """Rewrite scale * value + minimum as scale * (value - middle) + a smaller minimum."""
     return values, scales, minima + scales * middle, middle, bits
 
 

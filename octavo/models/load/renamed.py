@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors bear other names than the model asks for."""
+"""Checkpoints with other tensor names than the model's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.nn.weights import Blocks, Index, TensorSpec
 
 
 class RenamedCheckpoint:
-    """`source`, each of whose tensors is known under `rename(its name)`."""
+    """A view of `source` in which each tensor has the name `rename(name)`."""
 
     def __init__(self, source: Checkpoint, rename: Callable[[str], str]) -> None:
         self.origin = source.origin
@@ -35,7 +35,7 @@ class RenamedCheckpoint:
 
 
 def with_root(checkpoint: Checkpoint, root: str) -> Checkpoint:
-    """The checkpoint with names that begin with `root.`, as it has them unless it holds the bare model only."""
+    """Return the checkpoint with names that begin with `root.`, which are missing if it has the bare model only."""
     names = checkpoint.names()
     if not names or any(name.startswith(f"{root}.") for name in names):
         return checkpoint
@@ -43,7 +43,7 @@ def with_root(checkpoint: Checkpoint, root: str) -> Checkpoint:
 
 
 def with_modern_norms(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with `weight` and `bias` of norms, which the oldest ones call gamma and beta."""
+    """Return the checkpoint with norms' `weight` and `bias`, which the oldest checkpoints call gamma and beta."""
     if not any(name.endswith((".gamma", ".beta")) for name in checkpoint.names()):
         return checkpoint
     return RenamedCheckpoint(checkpoint, _modern)

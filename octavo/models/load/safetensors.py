@@ -32,7 +32,7 @@ class _File(Protocol):
 
 
 class SafetensorsCheckpoint:
-    """The union of the files' tensors; names and shapes come from the headers, data is mapped when asked for.
+    """The union of the files' tensors; names and shapes are read from the headers, data is mapped on demand.
 
     Raises:
         ModelFileError: a file is missing, truncated or not a safetensors file, or two files hold the same tensor.

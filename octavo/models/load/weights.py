@@ -1,4 +1,4 @@
-"""The loader: walks the model and pulls what each layer wants."""
+"""The loader: walk the model and load the tensors that each layer wants."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from octavo.nn.weights import Blocks, Wanted, WeightLayer
 
 logger = logging.getLogger(__name__)
 
-# Of keys and values in FP8; read apart from the weights, where the KV cache is in FP8.
+# Scales of FP8 keys and values; read separately if the KV cache is in FP8.
 _SCALES = (".k_scale", ".v_scale")
-# Buffers that older checkpoints carry along; they are computed, not learnt.
+# Buffers in older checkpoints that are computed, not learned.
 _NOT_WEIGHTS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "embeddings.position_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What loading did.
+    """Result of loading.
 
     Attributes:
-        tensors: how many were read.
-        nbytes: memory that the model's weights now take, in their final form.
+        tensors: number of tensors read.
+        nbytes: memory of the model's weights in their final form.
         seconds: wall time.
-        unread: tensors of the checkpoint that no layer asked for.
+        unread: tensors of the checkpoint that no layer wanted.
     """
 
     tensors: int
@@ -43,13 +43,13 @@ class LoadReport:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, *, unneeded: tuple[str, ...] = ()) -> LoadReport:
-    """Give every layer its tensors, a few layers at a time, so that little more than the model itself is in memory.
+    """Load every layer's tensors, a few layers at a time, so that little more memory than the model's is used.
 
-    Tensors that nobody asked for are logged as a warning: they often mean that the checkpoint holds something which
-    the model, as Octavo understands it, leaves out.
+    Unread tensors are logged as a warning, since they often mean that the checkpoint has parts that Octavo's model
+    lacks.
 
     Args:
-        unneeded: beginnings of names that may go unread without a word.
+        unneeded: prefixes of names that may be unread without a warning.
 
     Raises:
         ModelFileError: a tensor is missing, unreadable or of another shape than its layer needs.
@@ -69,10 +69,10 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, unneeded: tuple[st
 
 
 def _fill(layers: Sequence[WeightLayer], checkpoint: Checkpoint) -> None:
-    """Each layer on one thread, several layers at once.
+    """Load each layer on one thread, several layers at once.
 
-    Dividing every small operation over the threads instead makes them wait for each other thousands of times: no
-    faster when the machine is idle, and up to forty times slower when another process has one of the cores.
+    Splitting every small operation over the threads instead would synchronize them thousands of times: not faster on an
+    idle machine, and up to forty times slower if another process uses one of the cores.
     """
     threads = torch.get_num_threads()
     own = [layer for layer in layers if layer.source is None]
@@ -98,16 +98,16 @@ def _fill_one(layer: WeightLayer, sharer: WeightLayer | None, checkpoint: Checkp
 
 
 def weight_layers(model: nn.Module) -> Iterator[WeightLayer]:
-    """The layers that own weights, in the order in which the model registered them."""
+    """Yield the layers with weights, in the order of registration."""
     return (module for module in model.modules() if isinstance(module, WeightLayer))
 
 
 def replace_weights(model: nn.Module, other: nn.Module, *, in_place: bool) -> None:
-    """Give a model the weights of another of its make.
+    """Replace a model's weights by those of another model of the same spec.
 
     Args:
-        in_place: they are copied to where the old ones are, so that graphs that were recorded read them there. Else
-            they are the other model's own, which must not be used any more.
+        in_place: copy them to the addresses of the old ones, which recorded graphs read. Otherwise move them from the
+            other model, which must not be used any more.
     """
     for mine, its in zip(weight_layers(model), weight_layers(other), strict=True):
         _replace(mine, its, in_place=in_place)
@@ -125,7 +125,7 @@ def _replace(mine: object, its: object, *, in_place: bool) -> None:
 
 
 def wanted_bytes(model: nn.Module) -> int:
-    """Bytes of all tensors that the model will ask for, before any is loaded."""
+    """Return the bytes of all tensors that the model wants, before any is loaded."""
     wanted = (want for layer in weight_layers(model) for want in layer.wanted() if not want.optional)
     return sum(math.prod(local_shape(want.spec.shape, want.index)) * want.spec.dtype.itemsize for want in wanted)
 

@@ -1,4 +1,4 @@
-"""The interface of an attention backend: paged KV cache in, attention out. `reference.py` is the oracle of them all."""
+"""The interface of attention backends over a paged KV cache. `reference.py` is the oracle for all of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from octavo.nn.step import StepInput
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One attention layer, as its backend needs to know it.
+    """One attention layer's parameters for its backend.
 
     Attributes:
         scale: multiplies q·k before the softmax; normally head_dim ** -0.5.
-        window: a query at position p sees keys in (p - window, p]; None sees all of [0, p].
-        soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them.
+        window: a query at position p attends to keys in (p - window, p]; None: to all of [0, p].
+        soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them unchanged.
     """
 
     num_heads: int
@@ -39,19 +39,19 @@ class AttentionBackend(Protocol):
     """Reads and writes one layer's KV cache through block tables. Stateless: state is the cache and `step.attn`.
 
     Attributes:
-        follows_table_rows: a row's block table is found by `step.table_rows`, where that is set. Requests that live on
-            the device need such a backend.
+        follows_table_rows: the backend looks up a row's block table by `step.table_rows`, if set. Required for slots on
+            the device.
     """
 
     name: str
     follows_table_rows: bool
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor; dimension 0 is the block, so that a block can be copied as cache[b]."""
+        """Return the shape of one layer's cache tensor; dimension 0 is the block, so cache[b] is a whole block."""
         ...
 
     def prepare(self, step: StepInput, block_size: int) -> Any:
-        """Host work done once a step; the result becomes `step.attn`."""
+        """Do the host work of a step, once for all layers; return the value of `step.attn`."""
         ...
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
@@ -59,16 +59,16 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
-        """Causal attention of q [T, num_heads, head_dim] over each row's context; the same shape comes back."""
+        """Compute causal attention of q [T, num_heads, head_dim] over each row's context; return the same shape."""
         ...
 
 
 @runtime_checkable
 class FusedBackend(AttentionBackend, Protocol):
-    """A backend that does all there is between a layer's two projections, and knows caches in FP8. A row of length 0 is
-    padding.
+    """A backend that does all operations between a layer's two projections, and supports FP8 caches. Rows of length 0
+    are padding.
 
-    It reads nothing of the device's on the host, so on a GPU its work can be recorded in a graph; that of others can't.
+    It never reads device data on the host, so on a GPU, unlike other backends, it can be recorded in a graph.
     """
 
     def rotate_and_attend(
@@ -81,14 +81,14 @@ class FusedBackend(AttentionBackend, Protocol):
         step: StepInput,
         spec: AttentionSpec,
     ) -> Tensor:
-        """Normalizes (if asked to) and turns queries and keys, stores keys and values, and attends.
+        """Normalize (if `norms` is given) and rotate queries and keys, store keys and values, and attend.
 
         Args:
-            qkv: [T, num_heads + 2 num_kv_heads, head_dim], the last two dimensions contiguous. What it holds
-                afterwards is undefined.
-            cos_sin: [max_position, head_dim] float32, as `apply_rope`.
-            scales: [2, num_kv_heads] float32, of keys and of values, if the cache is in FP8: a stored number times
-                its head's scale is the value.
+            qkv: [T, num_heads + 2 num_kv_heads, head_dim], the last two dimensions contiguous. Its contents are
+                undefined afterwards.
+            cos_sin: [max_position, head_dim] float32, as for `apply_rope`.
+            scales: [2, num_kv_heads] float32, of keys and of values, for an FP8 cache: a stored number times its head's
+                scale is the value.
 
         Returns:
             [T, num_heads, head_dim].
@@ -96,43 +96,50 @@ class FusedBackend(AttentionBackend, Protocol):
         ...
 
     def cut(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-        """Divides rows with so many queries, after so many tokens each.
+        """Divide rows into tiles.
+
+        Args:
+            lens: queries of each row.
+            past: tokens of each row before this step.
 
         Returns:
-            [2 n] int32: tiles of the rows with several queries, each a row and the first query in it; and the other
-            rows, [m] int32.
+            [2 n] int32: tiles of the rows with several queries, each as (row, first query in it); and [m] int32: the
+            rows with one query.
         """
         ...
 
     def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
-        """How many tiles `cut` makes at most of so many rows with several queries, and so many tokens in all."""
+        """Return the most tiles that `cut` makes of `rows` rows with several queries and `tokens` tokens in total."""
         ...
 
     def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Any:
-        """What becomes `step.attn` of a step that is recorded before `cut` is known, which these tensors will hold.
+        """Return the value of `step.attn` for a recorded step. Before each replay, the tensors get the results of
+        `cut`.
 
-        What is left of them names a row without queries. No row will have more than `longest` queries.
+        Unused entries must name a row without queries. No row may have more than `longest` queries.
         """
         ...
 
     def sharing(self) -> tuple[int, int]:
-        """How many rows `StepInput.shared` may put in one group, and what its numbers of tokens are multiples of."""
+        """Return the most rows in a group of `StepInput.shared`, and the number of tokens that its lengths must be
+        multiples of."""
         ...
 
     def peaks(self, cache: Tensor) -> Tensor:
-        """The largest magnitudes in a cache that is not in FP8: [2, num_kv_heads] float32, of keys and of values."""
+        """Return the largest magnitudes in a cache that is not in FP8: [2, num_kv_heads] float32, of keys and of
+        values."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """What a backend is wanted for.
+    """Requirements on a backend.
 
     Attributes:
-        kv_dtype: what keys and values are stored in; None is `dtype`.
+        kv_dtype: dtype of stored keys and values; None for `dtype`.
         block_size: tokens of a KV block.
-        isa: the instruction set that kernels compiled for a CPU may use; "auto" is the best there is.
-        libraries: what the model needs of them beside what every model does; see `native/needs.py`.
+        isa: instruction set for CPU kernels; "auto" for the best available.
+        libraries: separate kernel libraries that the model needs; see `native/needs.py`.
     """
 
     device: torch.device
@@ -145,13 +152,13 @@ class BackendRequest:
 
 
 class BackendFactory(Protocol):
-    """An entry of `select.py`: whether this machine and layer are supported, and how to make the backend."""
+    """An entry of `select.py`: checks whether machine and layer are supported, and makes the backend."""
 
     @property
     def name(self) -> str: ...
 
     def supports(self, request: BackendRequest) -> str | None:
-        """None if it does, else the reason why not."""
+        """Return None if the request is supported, else the reason against it."""
         ...
 
     def make(self, request: BackendRequest) -> AttentionBackend: ...

@@ -1,7 +1,7 @@
-"""Attention on CPU with nothing but torch: fused kernels on views of the cache, merged by log-sum-exp.
+"""Attention on CPU with torch only: fused kernels on views of the cache, merged by log-sum-exp.
 
 Softmax over a union of key sets follows from the softmax over each: with o_i and l_i the output and log-sum-exp of
-part i, the whole is sum_i exp(l_i - l) o_i with l = log sum_i exp(l_i). So a context never has to lie in one place.
+part i, the whole is sum_i exp(l_i - l) o_i with l = log sum_i exp(l_i). So a context need not be contiguous.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Interval = tuple[int, int]
 
 
 class TorchAttention:
-    """Reads the context in place; copies are a row's partly filled blocks and a chunk's scattered ones.
+    """Reads the context in place; only a row's partly filled blocks and a chunk's scattered blocks are copied.
 
     Attributes:
         int8: the cache holds 8-bit integers with scales, as `kv_int8.pack` makes them; what is read is unpacked first.
@@ -67,7 +67,7 @@ class TorchAttention:
 
 
 def _attend_decodes(q: Tensor, cache: Tensor, plan: DecodePlan, spec: AttentionSpec, out: Tensor) -> None:
-    """The query heads of one kv head stand where queries stand, so that each key is read once for all of them."""
+    """Attend with the query heads of one kv head in the query dimension, so that each key is read once for all."""
     grouped = q.unflatten(1, (spec.num_kv_heads, -1))
     parts = [_span(grouped, cache, span, spec) for span in plan.spans]
     parts += [_range(grouped, cache, blocks, spec) for blocks in plan.ranges]
@@ -105,7 +105,7 @@ def _range(q: Tensor, cache: Tensor, blocks: BlockRange, spec: AttentionSpec) ->
 
 
 def _edges(q: Tensor, cache: Tensor, edges: Edges, spec: AttentionSpec) -> Part:
-    """Cells that don't count may hold anything, NaN included, so they are blanked in a copy."""
+    """Attend to partly visible blocks. Hidden cells may hold anything, NaN included, so they are zeroed in a copy."""
     cells = cache[edges.blocks].masked_fill_(edges.hidden[:, :, None, None, None], 0)
     k, v = _plain(cells, q.dtype).permute(2, 0, 3, 1, 4).unbind(0)
     return _attend(q[edges.tokens], k, v, spec, ~edges.hidden[:, None, None, :])
@@ -135,7 +135,7 @@ def _attend_chunk(q: Tensor, cache: Tensor, plan: ChunkPlan, spec: AttentionSpec
 
 
 def _halves(piece: Piece, plan: ChunkPlan, window: int | None) -> Iterator[tuple[Interval, Interval]]:
-    """(positions of queries, positions of keys) such that every pair is either wholly visible or a causal square."""
+    """Yield (positions of queries, positions of keys) so that every pair is either fully visible or a causal square."""
     assert window is None, "a window needs tiles"
     end = plan.position + plan.count
     first, last = piece.position, piece.position + piece.length
@@ -149,7 +149,7 @@ def _halves(piece: Piece, plan: ChunkPlan, window: int | None) -> Iterator[tuple
 
 
 def _tiles(piece: Piece, plan: ChunkPlan, window: int | None) -> Iterator[tuple[Interval, Interval]]:
-    """The same in tiles of queries, each of which sees at least one of the keys; the rest takes a mask."""
+    """Like `_halves`, in tiles of queries that each attend to at least one of the keys; the rest is masked."""
     first, last = piece.position, piece.position + piece.length
     begin, end = max(plan.position, first), plan.position + plan.count
     if window is not None:
@@ -167,7 +167,8 @@ def _visible(queries: Interval, keys: Interval, window: int | None) -> Tensor:
 
 
 def _keys_values(cache: Tensor, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[num_kv_heads, length, head_dim] each, a view unless the blocks are scattered or packed."""
+    """Return keys and values, [num_kv_heads, length, head_dim] each; views unless the blocks are scattered or
+    packed."""
     if piece.blocks is None:
         return _view(cache, piece.start, piece.length, dtype)
     k, v = _plain(cache[piece.blocks].flatten(0, 1)[: piece.length], dtype).permute(1, 2, 0, 3)
@@ -180,12 +181,12 @@ def _view(cache: Tensor, start: int, length: int, dtype: torch.dtype) -> tuple[T
 
 
 def _plain(cells: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cells of the cache as numbers."""
+    """Return cells of the cache as numbers of `dtype`."""
     return unpack(cells, dtype) if cells.dtype == torch.int8 else cells
 
 
 def _merge(acc: Tensor, lse: Tensor, part: Part) -> None:
-    """Takes a part into the running output and log-sum-exp, in place. `lse` may be -inf, the part's must not."""
+    """Merge a part into the running output and log-sum-exp, in place. `lse` may be -inf, the part's must not be."""
     out, new = part
     total = torch.logaddexp(lse, new)
     acc.mul_((lse - total).exp_().unsqueeze(-1)).add_(out * (new - total).exp_().unsqueeze(-1))
@@ -195,7 +196,8 @@ def _merge(acc: Tensor, lse: Tensor, part: Part) -> None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visible: Tensor | None = None, *, causal: bool = False
 ) -> Part:
-    """q [B, H, n, d], k and v [B, H, L, d]; `visible` broadcasts to [B, H, n, L]; `causal` aligns the first ones."""
+    """Attend with q [B, H, n, d], k and v [B, H, L, d]; `visible` broadcasts to [B, H, n, L]; `causal` masks from the
+    first query and key on."""
     if spec.soft_cap is not None or _flash is None or not _flash_works():
         if causal:
             visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril_()
@@ -208,7 +210,7 @@ def _attend(
 
 
 def _attend_plain(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visible: Tensor | None) -> Part:
-    """The same in float32 and in tiles of keys, with everything the fused kernel lacks."""
+    """Like `_attend`, in float32 and in tiles of keys, with the features that the fused kernel lacks."""
     acc = torch.zeros(q.shape, dtype=torch.float32)
     lse = torch.full(q.shape[:-1], float("-inf"))
     q = q.float() * spec.scale
@@ -233,7 +235,8 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visible:
 
 @functools.cache
 def _flash_works() -> bool:
-    """Whether this torch has the kernel behind scaled_dot_product_attention with the results that this file needs."""
+    """Return whether this torch has the kernel of scaled_dot_product_attention with the results that this file
+    needs."""
     if _flash is None:
         return False
     x = torch.ones(1, 2, 3, 8)

@@ -1,4 +1,4 @@
-"""FP8 keys and values on a GPU, as the host must know them: see `triton_fp8.py` for what kernels do with them."""
+"""Host-side parameters of FP8 keys and values on a GPU; see `triton_fp8.py` for the kernels."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ FORMS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 def tile_width(head_dim: int, form: int) -> int:
-    """Channels of a tile, a power of two: the matrix units take 16 of them at once, and FP8's are divided in two."""
+    """Return the channels of a tile, a power of two: matrix units process 16 at once, and FP8 tiles are halved."""
     width: int = triton.next_power_of_2(head_dim)
     return max(16 if form == PLAIN else 32, width)
 
 
 @functools.cache
 def means_of(device: torch.device) -> int:
-    """What kernels take as MEANS."""
+    """Return the kernels' argument MEANS: how to convert FP8 on this device."""
     if device.type != "cuda":
         return 0
     return 2 if torch.cuda.get_device_capability(device) >= (8, 9) else 1
 
 
 def form_of(dtype: torch.dtype) -> int:
-    """What kernels take as FORM for a cache of this dtype."""
+    """Return the kernels' argument FORM for a cache of this dtype."""
     return FORMS.get(dtype, PLAIN)

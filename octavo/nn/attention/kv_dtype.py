@@ -1,4 +1,4 @@
-"""What keys and values are stored in."""
+"""The dtype of stored keys and values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 
 def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a setting means; "auto" is the model's."""
+    """Return the dtype of a setting; "auto" is the model's dtype."""
     return (FP8 | INT8).get(name, dtype)
 
 

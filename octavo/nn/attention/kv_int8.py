@@ -1,7 +1,7 @@
-"""Keys and values as 8-bit integers, with a scale for each token and head. The plain form; the kernels have their own.
+"""Keys and values as 8-bit integers with a scale per token and head: the reference form, in torch.
 
-A scale is a vector's largest magnitude over 127, so that no number is off by more than half of it. Nothing has to be
-measured beforehand, and what a token is stored as depends on nothing but itself.
+A scale is a vector's largest magnitude over 127, so the error is at most half of it. No calibration is needed, and a
+token's stored values depend only on the token itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _LARGEST = 127
 
 
 def pack(x: Tensor) -> Tensor:
-    """[..., head_dim] to int8 [..., head_dim + SCALE_BYTES]: the integers, then the bytes of their float32 scale."""
+    """Convert [..., head_dim] to int8 [..., head_dim + SCALE_BYTES]: integers, then the bytes of their float32
+    scale."""
     x = x.float()
     peak = x.abs().amax(-1, keepdim=True)
     inverse = torch.where(peak > 0, torch.full_like(peak, _LARGEST) / peak, 0.0)
@@ -23,7 +24,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(cells: Tensor, dtype: torch.dtype) -> Tensor:
-    """The reverse of `pack`, to numbers of `dtype`."""
+    """Reverse `pack`, to numbers of `dtype`."""
     integers, scale = cells.split([cells.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
     values: Tensor = integers * scale.contiguous().view(torch.float32)
     return values.to(dtype)

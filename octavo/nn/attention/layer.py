@@ -17,8 +17,8 @@ class PagedAttention(nn.Module):
     """Stores this step's keys and values, then attends over each row's context.
 
     Attributes:
-        spec: what the cache's size and the backend depend on.
-        path: where it stands in the model, in the checkpoint's vocabulary.
+        spec: parameters of the cache and the backend.
+        path: its place in the model, in the checkpoint's names.
         cache: this layer's KV cache, of `backend.cache_shape(spec, ...)`. The worker binds it; empty until then.
         group: which cache group the layer belongs to; the worker sets it.
         scales: [2, num_kv_heads] float32 with an FP8 cache, see `FusedBackend`; the worker sets them too.
@@ -38,7 +38,7 @@ class PagedAttention(nn.Module):
         self.scales: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], to [T, num_heads, head_dim]."""
+        """Attend with q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]; return q's shape."""
         step = step.of(self.group)
         self.backend.write(k, v, self.cache, step)
         return self.backend.attend(q, self.cache, step, self.spec)
@@ -52,11 +52,11 @@ class PagedAttention(nn.Module):
 
     @property
     def fused(self) -> bool:
-        """Whether the backend takes over rotation and norms of heads too: `rotated` is then to be called."""
+        """Whether the backend also does rotation and norms of heads; then call `rotated`."""
         return isinstance(self.backend, FusedBackend)
 
     def rotated(self, qkv: Tensor, norms: Norms | None, cos_sin: Tensor, step: StepInput) -> Tensor:
-        """`forward` from qkv [T, num_heads + 2 num_kv_heads, head_dim], which is overwritten, as it was projected."""
+        """Like `forward`, from projected qkv [T, num_heads + 2 num_kv_heads, head_dim], which is overwritten."""
         if not isinstance(self.backend, FusedBackend):
             raise AssertionError(f"{self.backend.name} does not rotate")
         step = step.of(self.group)

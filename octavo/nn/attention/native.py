@@ -1,6 +1,6 @@
-"""Attention on CPU in Octavo's own C++ kernels, through the backend's interface.
+"""Attention on CPU in Octavo's C++ kernels, as an attention backend.
 
-A model that runs as a native program (see models/native.py) has these kernels inside it; here they run one by one.
+A native program (see models/native.py) contains these kernels; here they run one by one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CACHE_DTYPES = {**DTYPES, torch.int8: Dtype.INT8}
 
 
 class NativeAttention:
-    """Copies nothing; a result depends neither on the rest of the batch nor on how a prompt was cut, bit for bit.
+    """Copies nothing. Results are bitwise independent of the rest of the batch and of a prompt's chunks.
 
     Attributes:
-        pool: the threads it computes on.
-        int8: the cache holds 8-bit integers with scales, else numbers of the model's dtype.
+        pool: the compute threads.
+        int8: the cache holds 8-bit integers with scales, otherwise numbers of the model's dtype.
     """
 
     name = "native"
@@ -37,15 +37,15 @@ class NativeAttention:
         self.int8 = int8
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """[block, head, key or value, ...]: within a block both lie in panels, and scales behind them."""
+        """Return [block, head, key or value, ...]: within a block, both are stored in panels, followed by scales."""
         return (num_blocks, spec.num_kv_heads, 2, block_size, spec.head_dim + (SCALE_BYTES if self.int8 else 0))
 
     def prepare(self, step: StepInput, block_size: int) -> Any:
-        """The step as the kernels read it."""
+        """Return the step in the kernels' form."""
         return native_step(step, block_size)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
-        """As rope does, without turning anything."""
+        """Store keys and values with the rope kernel, without rotation."""
         _, heads, dim = k.shape
         rows = torch.cat([k, v], dim=1).to(torch.float32, memory_format=torch.contiguous_format).flatten(1)
         builder = ProgramBuilder.make(rows.shape[1] * 4, 0)
@@ -87,7 +87,7 @@ class NativeAttention:
         """Add one layer's operations to a program: norms of heads, rotation, the write to the cache, attention.
 
         Args:
-            source: the buffer with q, k and v side by side, float32; see `ProgramBuilder.rope`.
+            source: the buffer with q, k and v concatenated, float32; see `ProgramBuilder.rope`.
             norms: float32 weights.
             group: the layer's cache group.
             cos_sin: [max_position, rotary_dim] float32.
@@ -131,7 +131,7 @@ class NativeAttention:
 
 
 def native_step(step: StepInput, block_size: int) -> Step:
-    """Pointers into the step's tensors, which must outlive it. Raises TypeError if one has not the layout promised."""
+    """Return pointers into the step's tensors, which must outlive it. Raises TypeError for a wrong layout."""
     _require_layout(step)
     group_tables, group_slots = step.group_strides
     return Step(
@@ -151,7 +151,7 @@ def native_step(step: StepInput, block_size: int) -> Step:
 
 
 def reason_against(device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int) -> str | None:
-    """Why the kernels can't serve this, apart from there being no compiler; None if they can."""
+    """Return the reason why the kernels can't serve this, apart from a missing compiler; None if they can."""
     if device.type != "cpu":
         return f"runs on cpu, not on {device.type}"
     if dtype not in DTYPES:

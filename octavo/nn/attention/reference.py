@@ -13,7 +13,7 @@ from octavo.nn.step import StepInput
 
 
 class ReferenceAttention:
-    """What every other backend is compared with. Works for any device, dtype, block size and spec.
+    """The reference for all other backends. Supports any device, dtype, block size and spec.
 
     Attributes:
         int8: the cache holds 8-bit integers with scales, as `kv_int8.pack` makes them.
@@ -58,7 +58,7 @@ class ReferenceAttention:
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """softmax(mask(cap(scale · q kᵀ))) v of one sequence, in float64.
+    """Return softmax(mask(cap(scale · q kᵀ))) v of one sequence, in float64.
 
     Args:
         q: [n, num_heads, head_dim], the queries of the sequence's last n positions.

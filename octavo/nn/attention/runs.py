@@ -1,9 +1,9 @@
-"""Finds stretches of a paged KV cache that can be read in place: what the torch CPU backend plans once a step.
+"""Find stretches of a paged KV cache that can be read in place: the torch CPU backend's plan of a step.
 
-A block table maps a sequence to blocks anywhere in the cache. Where its ids ascend by one, the tokens lie in one
-strided view. Decode rows are cut into *spans* (long stretches, each one call on a view), *ranges* (neighbouring short
-stretches of many rows, one batched call on a view of all their blocks) and *edges* (blocks of which only a part counts,
-at most two a row, the only cells that are copied).
+A block table maps a sequence to blocks anywhere in the cache. Where its ids ascend by one, the tokens form one strided
+view. Decode rows are divided into *spans* (long stretches, each one call on a view), *ranges* (adjacent short stretches
+of many rows, one batched call on a view of all their blocks) and *edges* (partly visible blocks, at most two per row,
+the only cells that are copied).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# From this many blocks on, a call of its own costs less than handling the stretch block by block.
+# From this many blocks on, a separate call costs less than handling the stretch block by block.
 LONG_RUN = 8
-# Blocks of strangers that a range may step over rather than be split in two.
+# Blocks of other sequences that a range may include rather than be split in two.
 MAX_GAP = 3
 
 
@@ -34,9 +34,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """Blocks [first, first + count), whole. Block first + where[i] belongs to the row of batch index tokens[i].
+    """Whole blocks [first, first + count). Block first + where[i] belongs to the row of batch index tokens[i].
 
-    `readers` has a batch index for every block of the range; blocks of strangers have an arbitrary one.
+    `readers` has a batch index for every block of the range, an arbitrary one for blocks of other sequences.
     """
 
     first: int
@@ -47,7 +47,7 @@ class BlockRange:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Partly visible blocks, one entry each: `hidden` is [n, block_size], true where a cell does not count."""
+    """Partly visible blocks, one entry each: `hidden` is [n, block_size], true for hidden cells."""
 
     blocks: Tensor
     tokens: Tensor
@@ -60,9 +60,9 @@ class DecodePlan:
 
     Attributes:
         tokens: the rows' batch indices.
-        part_tokens, part_rows: per part the batch index, and the index into `tokens`, that it belongs to.
-        parts_of_row: [rows, most parts of a row], each row's parts, with repetitions where it has fewer.
-        single: every row has exactly one part, so that nothing needs merging.
+        part_tokens, part_rows: per part its row's batch index, and its row's index in `tokens`.
+        parts_of_row: [rows, most parts of a row], each row's parts, with repetitions if it has fewer.
+        single: every row has exactly one part, so no merge is needed.
     """
 
     tokens: Tensor
@@ -120,7 +120,7 @@ class Batch:
 
 
 def runs_of(table: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(index into the table, first block, count) of each maximal stretch of ids that ascend by one."""
+    """Yield (index into the table, first block, count) of each maximal stretch of ids that ascend by one."""
     cuts = np.flatnonzero(np.diff(table) != 1) + 1
     bounds = [0, *cuts.tolist(), len(table)]
     for begin, end in itertools.pairwise(bounds):
@@ -146,7 +146,7 @@ def _plan(batch: Batch, window: int | None) -> BatchPlan:
 
 
 def _pieces(table: np.ndarray, first: int, length: int, block_size: int) -> Iterator[Piece]:
-    """Cuts positions [first, length) of one sequence; neighbouring short runs become one piece of listed blocks."""
+    """Divide positions [first, length) of one sequence; adjacent short runs become one piece of listed blocks."""
     skipped = first // block_size
     loose: list[int] = []
     loose_from = 0
@@ -209,7 +209,7 @@ def _plan_decodes(rows: list[tuple[int, int, int, np.ndarray]], block_size: int)
 
 
 def _ranges(loose: list[tuple[int, int, int]]) -> Iterator[BlockRange]:
-    """Groups (copy, block, token) triples; a block that several rows read appears once in each copy."""
+    """Group (copy, block, token) triples; a block that several rows read occurs once in each copy."""
     group: list[tuple[int, int, int]] = []
     for entry in [*sorted(loose), (-1, 0, 0)]:
         if group and (entry[0] != group[-1][0] or entry[1] - group[-1][1] > MAX_GAP + 1):

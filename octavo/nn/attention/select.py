@@ -1,4 +1,4 @@
-"""Which attention backend serves a device, dtype and layer: the first that can, in order of speed."""
+"""Selection of the attention backend for a device, dtype and layer: the fastest one that supports them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _advise(reason: str) -> None:
         "Octavo's CPU kernels %s. The model runs in plain torch, which is correct but several times slower; %s the "
         "next start uses the kernels.",
         reason,
-        missing if "no C++ compiler" in reason else "once that is mended",
+        missing if "no C++ compiler" in reason else "once that is fixed",
     )
 
 
@@ -110,7 +110,7 @@ def _triton_reason(request: BackendRequest) -> str | None:
 
 
 def _make_triton(request: BackendRequest) -> AttentionBackend:
-    from octavo.nn.attention.triton import TritonAttention  # a machine without a GPU need not have the package
+    from octavo.nn.attention.triton import TritonAttention  # needs triton, which machines without a GPU may lack
 
     return TritonAttention(request.dtype, request.spec)
 
@@ -118,7 +118,7 @@ def _make_triton(request: BackendRequest) -> AttentionBackend:
 def _with_library(
     make_library: Callable[[BackendRequest], PromptLibrary],
 ) -> Callable[[BackendRequest], AttentionBackend]:
-    """What attends prompts with this library."""
+    """Return the factory function of the backend that attends prompts with this library."""
 
     def make(request: BackendRequest) -> AttentionBackend:
         from octavo.nn.attention.libraries.attention import LibraryAttention
@@ -129,7 +129,7 @@ def _with_library(
     return make
 
 
-# A library stands before Octavo's kernels where it measured faster and begins as soon: see docs/gpu.md.
+# A library precedes Octavo's kernels if it was measured to be faster and does not delay the start; see docs/gpu.md.
 BACKENDS: tuple[BackendFactory, ...] = (
     Factory("native", _native_reason, _make_native),
     Factory("torch", _torch_reason, lambda request: TorchAttention(int8=_int8(request))),
@@ -140,17 +140,17 @@ BACKENDS: tuple[BackendFactory, ...] = (
 )
 
 OTHER_NAMES = {"triton_attn": "triton", "torch_sdpa": "torch", "cpu_attn": "native"}
-"""Those that vLLM has for what is under another name here."""
+"""vLLM's names of backends -> the names here."""
 
 
 def select(name: str | None, request: BackendRequest) -> AttentionBackend:
-    """The backend called `name`, or the fastest one that supports the request.
+    """Return the backend called `name`, or by default the fastest one that supports the request.
 
     Args:
-        name: in small letters or capitals, ours or one of `OTHER_NAMES`.
+        name: a name of `BACKENDS` or `OTHER_NAMES`, in any case; None for the default.
 
     Raises:
-        ConfigError: `name` is unknown, or doesn't support this device, dtype or layer; lists what does and what not.
+        ConfigError: `name` is unknown, or doesn't support this device, dtype or layer; the text lists all backends.
     """
     if name is not None:
         name = OTHER_NAMES.get(name.lower(), name.lower())

@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs, in Triton: one kernel for rows with a few queries, one for rows with many."""
+"""Attention on NVIDIA GPUs in Triton: one kernel for rows with few queries, one for rows with many."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _MAX_FEW = 8
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """Tiles of rows with more queries: [count, 2] int32, a row and the first of the tile's queries in it. No row has
-    more than `longest` queries."""
+    """Tiles of rows with many queries: [count, 2] int32, (row, first query of the tile in it). No row has more than
+    `longest` queries."""
 
     tiles: Tensor
     count: int
@@ -40,8 +40,7 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What one step's attention runs: at most one launch of each kind a layer, the tiles `beside` the rows if that is
-    another stream."""
+    """One step's attention: at most one launch of each kind per layer, the tiles on the stream `beside` if given."""
 
     few: Few | None
     many: Many | None
@@ -49,7 +48,7 @@ class Launches:
 
 
 class TritonAttention:
-    """Stateless; everything it needs is in the step. A row of length 0 is padding and gets zeros."""
+    """Stateless: all its inputs are in the step. Rows of length 0 are padding and get zeros."""
 
     name = "triton"
     follows_table_rows = True
@@ -64,14 +63,14 @@ class TritonAttention:
         return (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
 
     def prepare(self, step: StepInput, block_size: int) -> Launches:
-        """Divides the rows over the two kernels. Asks the device for nothing if `step.query_lens` is given."""
+        """Divide the rows over the two kernels. Reads nothing from the device if `step.query_lens` is given."""
         if (few := self.all_few(step)) is not None:
             return Launches(few, None)
         lens = step.query_lens if step.query_lens is not None else step.query_start.diff().tolist()
         return self._divide(np.asarray(lens, dtype=np.int32), step.past_lens or [0] * len(lens), step.device)
 
     def all_few(self, step: StepInput) -> Few | None:
-        """The step's rows if none has many queries."""
+        """Return the step's rows if none has many queries, else None."""
         if step.max_query_len > _MAX_FEW:
             return None
         return Few(None, step.num_rows, 1 if step.max_query_len == 1 else _MAX_FEW, step.shared)
@@ -103,7 +102,7 @@ class TritonAttention:
         step: StepInput,
         spec: AttentionSpec,
     ) -> Tensor:
-        """See `FusedBackend`. Rows with many queries read this step's keys and values where they were projected."""
+        """See `FusedBackend`. Rows with many queries read this step's keys and values from `qkv`."""
         launches: Launches = step.attn
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=launches.many is not None)
         q, fresh = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :]
@@ -157,7 +156,7 @@ def rotate_and_write(
     step: StepInput,
     kept: bool,
 ) -> None:
-    """The first half of `rotate_and_attend`; with `kept` the turned keys are left in `qkv` too."""
+    """Do the first half of `rotate_and_attend`; with `kept`, also leave the rotated keys in `qkv`."""
     tokens, all_heads, dim = qkv.shape
     kv_heads = cache.shape[2]
     heads = all_heads - 2 * kv_heads
@@ -195,7 +194,8 @@ def rotate_and_write(
 def attend_parts(
     q: Tensor, fresh: Tensor | None, cache: Tensor, scales: Tensor | None, step: StepInput, spec: AttentionSpec
 ) -> Tensor:
-    """`fresh` [T, 2 num_kv_heads, head_dim] are the step's keys and values, in the rows of the tensor q is part of."""
+    """Attend. `fresh` [T, 2 num_kv_heads, head_dim]: the step's keys and values, in rows of the tensor that q is
+    from."""
     launches: Launches = step.attn
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if launches.many is not None:
@@ -258,14 +258,15 @@ def _attend_many(
 
 
 def _tiles(fresh: Tensor, keys: int) -> TensorDescriptor:
-    """The step's keys and values for the copy engine, in tiles of so many tokens of one head."""
+    """Return the descriptor of the step's keys and values for the copy engine, in tiles of `keys` tokens of one
+    head."""
     tokens, heads, dim = fresh.shape
     return TensorDescriptor(fresh, [tokens, heads * dim], [fresh.stride(0), 1], [keys, dim])
 
 
 @contextmanager
 def _forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched in the block runs on this stream, after what came before the block."""
+    """Run launches of the block on this stream, after earlier launches of the current one."""
     if stream is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What all of Triton's attention kernels take, from what the host has."""
+"""Common arguments of the Triton attention kernels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _LOG2_E = math.log2(math.e)
 
 
 def as_words(cache: Tensor) -> tuple[int, Tensor]:
-    """FORM, and the cache as the attending kernels read it: FP8 in pairs."""
+    """Return FORM, and the cache as the attention kernels read it: FP8 in pairs."""
     form = form_of(cache.dtype)
     return form, cache if form == PLAIN else cache.view(torch.uint16)
 
 
 def scales_of(spec: AttentionSpec) -> tuple[float, float]:
-    """Scores feed exp2, so they carry log2(e); capped ones get it after the cap."""
+    """Return the factors of scores before and after the cap. Scores are arguments of exp2, so one includes log2(e)."""
     if spec.soft_cap is None:
         return spec.scale * _LOG2_E, 0.0
     return spec.scale, spec.soft_cap
 
 
 def two_strides(x: Tensor) -> Sequence[int]:
-    """Of a token and of a head, [T, heads, head_dim]."""
+    """Return the strides of tokens and heads of x [T, heads, head_dim]."""
     if x.stride(2) != 1:
         raise AssertionError("the channels of a head must be contiguous")
     return x.stride()[:2]

@@ -1,10 +1,10 @@
-"""Attention of a few queries a row over a paged context, on a GPU: decoding, and checking of drafts.
+"""Attention of few queries per row over a paged context, on a GPU: decoding, and verification of drafts.
 
 The query heads that share a kv head, times the row's queries, are the rows of one tile, so that each key is read once.
-A context is divided over several programs where rows alone would not fill the chip; a second kernel merges the parts
-by their log-sum-exp (Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
-Where contexts begin with the same blocks, a tile holds the queries of many rows, so that the common beginning is read
-once for all of them, and each row reads only the rest (Juravsky et al. 2024, "Hydragen",
+A context is split over several programs if rows alone would not fill the GPU; a second kernel merges the parts by
+their log-sum-exp (Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+If contexts begin with the same blocks, a tile holds the queries of many rows, so that the common prefix is read once
+for all of them, and each row reads only the rest (Juravsky et al. 2024, "Hydragen",
 https://arxiv.org/abs/2402.05099).
 """
 
@@ -19,7 +19,7 @@ from octavo.nn.ops.triton_overlap import follow, invite, join, lead
 WHOLE: tl.constexpr = tl.constexpr(0)
 REST: tl.constexpr = tl.constexpr(1)
 COMMON: tl.constexpr = tl.constexpr(2)
-"""What a launch reads: whole contexts, what comes after each row's common beginning, or such beginnings."""
+"""What a launch reads: whole contexts, the rest after each row's common prefix, or common prefixes."""
 
 
 @triton.jit(do_not_specialize=["splits", "parts", "first_part"])
@@ -65,15 +65,15 @@ def decode_kernel(
     MEANS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One kv head of one row, and one part of its context. `scale` is the softmax scale times log2(e).
+    """Attend with one kv head of one row to one part of its context. `scale` is the softmax scale times log2(e).
 
-    The `splits` parts of a launch are some of a whole's `parts`, from `first_part` on. If READS is COMMON, an item is a
-    group of rows with one query each, three numbers in `shared`: where in `rows` they begin, how many they are, and how
-    many tokens they have in common, whole tiles. REST is launched behind that and runs beside it: a row's context
-    begins at shared[row], and if it is not DIVIDED, all `parts` are of what came before.
+    The `splits` parts of a launch are parts `first_part` onwards of all `parts`. If READS is COMMON, an item is a group
+    of rows with one query each, three integers in `shared`: their start in `rows`, their number, and the length of
+    their common prefix in tokens, a multiple of a tile. REST is launched afterwards and runs concurrently: a row's
+    context begins at shared[row], and unless it is DIVIDED, all `parts` are of the common prefix.
 
-    An FP8 cache (FORM, `triton_fp8.py`) comes as 16-bit words, its strides in those, and is computed with in float16:
-    of q, the output and the accumulators, even channels are in the first and odd ones in the second of two tiles.
+    An FP8 cache (FORM, `triton_fp8.py`) is given as 16-bit words, with strides in words, and computed in float16: q,
+    output and accumulators are two tiles each, of the even and of the odd channels.
     """
     if READS == COMMON:
         lead(OVERLAPS)
@@ -84,7 +84,7 @@ def decode_kernel(
     kv_head = tl.program_id(0)
     item, split = tl.program_id(1), tl.program_id(2)
     if READS == COMMON:
-        item, split = split, item  # groups that are not used come last
+        item, split = split, item  # unused groups come last
     heads = tl.num_programs(0) * GROUP
     m = tl.arange(0, M)
     query = m // GROUP
@@ -245,7 +245,7 @@ def merge_kernel(
     HAS_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One head of one query: the outputs of `count` parts, weighted by exp2 of their log-sum-exps."""
+    """Merge one head of one query: the outputs of `count` parts, weighted by exp2 of their log-sum-exps."""
     follow(OVERLAPS)
     head = tl.program_id(0)
     item = tl.program_id(1) // QUERIES

@@ -1,4 +1,4 @@
-"""How rows with a few queries are attended on a GPU: in how many parts, and what they share read once."""
+"""Attention of rows with few queries on a GPU: split into parts, with common prefixes read once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.step import SharedContexts, StepInput
 
 SHARED_TOKENS = 64
-"""What contexts share counts in so many tokens: a tile of keys of any shape ends there."""
+"""Common prefixes are multiples of this many tokens, where tiles of keys of all shapes end."""
 _SHARED_HEADS = 64
-"""Query heads in a tile that many rows share, as wide as Hopper multiplies at once."""
+"""Query heads in a tile that many rows share: the width of Hopper's matrix instruction."""
 _MAX_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """Rows with at most `queries` queries each; `rows` [count] int32 names them, None stands for all.
+    """Rows with at most `queries` queries each. `rows` [count] int32 are their indices, None means all.
 
-    `shared` is what all rows of a step have in common, to be read once; then each row has one query.
+    `shared`: common prefixes of the step's rows, to be read once; each row then has one query.
     """
 
     rows: Tensor | None
@@ -48,7 +48,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What one launch of the kernel reads, and which parts it makes of it."""
+    """The input of one launch of the kernel, and the parts that it computes."""
 
     kind: int
     items: int
@@ -60,7 +60,7 @@ class _Reading:
 
 
 def most_sharing(group: int) -> int:
-    """How many rows with a common beginning one tile holds, where so many query heads share a kv head."""
+    """Return how many rows with a common prefix fit one tile, if `group` query heads share a kv head."""
     return max(1, _SHARED_HEADS // group)
 
 
@@ -73,7 +73,7 @@ def attend_few(
     few: Few,
     out: Tensor,
 ) -> None:
-    """Writes these rows of `out`. With a window each row reads its own keys: what rows share may lie before it."""
+    """Write these rows of `out`. With a window, each row reads its own keys, since a common prefix may precede it."""
     shared = few.shared if spec.window is None else None
     rows = few.rows if few.rows is not None else step.query_start
     splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device)
@@ -180,12 +180,12 @@ def _merge(parts: _Parts, few: Few, rows: Tensor, step: StepInput, spec: Attenti
 
 
 def num_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
-    """Parts of each context, a power of two: enough to fill the chip, none shorter than 256 keys."""
+    """Return the number of parts of each context, a power of two: enough to fill the GPU, none below 256 keys."""
     return _power_of_two(8 * _multiprocessors(device) // max(programs, 1), max_seq_len)
 
 
 def _common_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
-    """The same of what groups have in common, which is attended beside the rest."""
+    """Return the number of parts of common prefixes, which are attended concurrently with the rest."""
     return _power_of_two(_multiprocessors(device) // programs, max_seq_len)
 
 

@@ -1,9 +1,9 @@
-"""FP8 keys and values on a GPU: how kernels round to them and what they turn them into to compute.
+"""FP8 keys and values on a GPU: rounding to FP8, and conversion to float16 for computing.
 
-Two adjacent channels travel as one 16-bit word and part into two float16 tiles, of the even and of the odd channels.
-So tiles of 16-bit elements reach the tensor cores the usual way, and two or three integer operations on packed words
-replace each pair of conversions: E5M2 is the upper half of a float16, and E4M3 one bit to the right of it is a float16
-of 1/256 its value. Both are exact. Formats: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433.
+Two adjacent channels are loaded as one 16-bit word and split into two float16 tiles, of the even and of the odd
+channels. So the tensor cores get ordinary tiles of 16-bit elements, and two or three integer operations on packed words
+replace each pair of conversions: E5M2 is the upper half of a float16, and E4M3 shifted right by one bit is a float16 of
+1/256 its value. Both are exact. Formats: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton.language as tl
 
 @triton.jit
 def narrow(x, FORM: tl.constexpr):
-    """float32 to the bits of FP8 (uint8), to nearest, ties to even; what is too large becomes the largest number.
+    """Round float32 to the bits of FP8 (uint8), to nearest, ties to even, saturating at the largest number.
 
-    Scaled by a power of two, the smallest normal number of the format meets that of float32, and what is left is to
-    round the mantissa: subnormal numbers need no care.
+    Scaling by a power of two maps the format's smallest normal number to that of float32, so only the mantissa has to
+    be rounded, also for subnormal numbers.
     """
     if FORM == 1:
         y = tl.minimum(tl.maximum(x, -448.0), 448.0) * 7.52316384526264e-37
@@ -34,10 +34,10 @@ def narrow(x, FORM: tl.constexpr):
 
 @triton.jit
 def widen(words, FORM: tl.constexpr, MEANS: tl.constexpr):
-    """uint16 words of two FP8 numbers to two float16 tiles, of the lower and the upper bytes; see `unit`.
+    """Convert uint16 words of two FP8 numbers to two float16 tiles, of the lower and the upper bytes; see `unit`.
 
-    MEANS, from `means_of`, says how: the integer operations that its comments describe, one number at a time (all that
-    Triton's interpreter can); the same on pairs of numbers; or the processor's own conversion.
+    MEANS, from `means_of`, selects the method: integer operations on one number at a time (the only one that Triton's
+    interpreter supports), the same on pairs of numbers, or the processor's own conversion.
     """
     if MEANS == 2 and FORM == 1:
         low, high = tl.inline_asm_elementwise(
@@ -87,7 +87,7 @@ def widen(words, FORM: tl.constexpr, MEANS: tl.constexpr):
             pack=2,
         )
     else:
-        # The number's bits come to lie where float16 has the same: sign at 15, E4M3's others from 13 down.
+        # Move the bits to their places in float16: the sign to 15, E4M3's others from 13 down.
         first = (words & 0xFF) << 8
         second = words & 0xFF00
         if FORM == 1:
@@ -100,7 +100,7 @@ def widen(words, FORM: tl.constexpr, MEANS: tl.constexpr):
 
 @triton.jit
 def unit(FORM: tl.constexpr, MEANS: tl.constexpr):
-    """What a number from `widen` must be multiplied by."""
+    """Return the factor by which numbers from `widen` must be multiplied."""
     if FORM == 1 and MEANS < 2:
         factor = 256.0
     else:

@@ -1,8 +1,8 @@
-"""Attention of many queries a row over a paged context, on a GPU (Dao 2023, https://arxiv.org/abs/2307.08691).
+"""Attention of many queries per row over a paged context, on a GPU (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-A batch is a list of tiles, each some consecutive queries of one row, so that rows of all lengths share one launch.
-Keys come from two places: those of earlier steps from the cache, through the block table; this step's own, if the
-projection's output is at hand, from there, where they lie in order and, unlike in an FP8 cache, are not rounded.
+A batch is a list of tiles, each of consecutive queries of one row, so that rows of all lengths share one launch. Keys
+of earlier steps are read from the cache through the block table; this step's own keys are read from the projection's
+output if available, where they are contiguous and, unlike in an FP8 cache, not rounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.nn.attention.triton_fp8 import unit, widen
 
 @triton.jit
 def _weigh(scores, visible, peak, total, scale, soft_cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
-    """One tile's softmax weights, the factor by which earlier results shrink, and the new peak and total."""
+    """Return one tile's softmax weights, the scale factor of earlier results, and the new peak and total."""
     if CAPPED:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1); scaled scores carry a factor log2(e), which exp2 wants.
         scores = scores * scale
@@ -25,7 +25,7 @@ def _weigh(scores, visible, peak, total, scale, soft_cap, CAPPED: tl.constexpr, 
         scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-    # One fused multiply-add an element: the scale is applied here and not to the scores.
+    # One fused multiply-add per element, because the scale is applied here and not to the scores.
     weights = tl.exp2(scores * scale - safe[:, None])
     decay = tl.exp2(peak - safe)
     return weights, decay, new_peak, total * decay + tl.sum(weights, 1)
@@ -68,10 +68,10 @@ def prefill_kernel(
     FORM: tl.constexpr,
     MEANS: tl.constexpr,
 ):
-    """One query head of one tile. `tiles` holds (row, first query within the row) pairs.
+    """Attend with one query head of one tile. `tiles`: (row, first query in the row) pairs.
 
-    `fresh` [T, KV_HEADS + KV_HEADS, D] are this step's keys and values, in rows of q's stride. An FP8 cache (FORM,
-    `triton_fp8.py`) comes as 16-bit words, its strides in those.
+    `fresh` [T, KV_HEADS + KV_HEADS, D]: this step's keys and values, in rows of q's stride. An FP8 cache (FORM,
+    `triton_fp8.py`) is given as 16-bit words, with strides in words.
     """
     head = tl.program_id(0)
     heads = tl.num_programs(0)

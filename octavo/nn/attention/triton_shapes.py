@@ -1,4 +1,4 @@
-"""The shapes in which the attention kernels are launched, as `benchmarks/gpu_attention.py --sweep` found them."""
+"""Launch shapes of the attention kernels, measured by `benchmarks/gpu_attention.py --sweep`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from octavo.nn.attention.fp8 import PLAIN
 
 
 class Shape(NamedTuple):
-    """How a kernel is launched.
+    """Launch shape of a kernel.
 
     Attributes:
         queries, keys: of a tile.
-        stages: loads under way; a tile of keys in a paged cache takes two of them, its block's id and itself.
-        registers: the most a thread gets, so that more programs fit.
-        bulk: this step's own keys come by the copy engine of Hopper and later.
+        stages: loads in flight; a tile of keys in a paged cache takes two, its block id and itself.
+        registers: maximum per thread, so that more programs fit.
+        bulk: load this step's own keys with the copy engine of Hopper and later.
     """
 
     queries: int
@@ -29,7 +29,8 @@ class Shape(NamedTuple):
 
 
 def decode_shape(dtype: torch.dtype, block_d: int, form: int, queries: int) -> Shape:
-    """For tiles of so many queries, counting heads. One warp a program waits for no other, and many programs fit."""
+    """Return the shape for tiles of `queries` queries times heads. Programs of one warp need no synchronization, and
+    many of them fit."""
     itemsize = dtype.itemsize if form == PLAIN else 1
     if queries > 16 or block_d > 128 or itemsize == 4:
         return Shape(queries, max(16, min(64, 16384 // (block_d * itemsize))), 4, 3)
@@ -37,7 +38,7 @@ def decode_shape(dtype: torch.dtype, block_d: int, form: int, queries: int) -> S
 
 
 def prefill_shape(dtype: torch.dtype, head_dim: int, longest: int, device: torch.device) -> Shape:
-    """`longest` is the step's largest number of queries in a row; how many a tile has does not depend on it."""
+    """Return the shape for rows of at most `longest` queries. The queries of a tile do not depend on `longest`."""
     if dtype.itemsize == 4:
         return Shape(32, 32, 4, 1)
     if head_dim > 128:
@@ -50,5 +51,5 @@ def prefill_shape(dtype: torch.dtype, head_dim: int, longest: int, device: torch
 
 @functools.cache
 def _has_large_tiles(device: torch.device) -> bool:
-    """Whether there is a copy engine, and room for three tiles of 64 KiB: data centres' Hopper and Blackwell."""
+    """Return whether there are a copy engine and memory for three tiles of 64 KiB: data-center Hopper and Blackwell."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)

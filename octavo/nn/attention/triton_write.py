@@ -1,4 +1,4 @@
-"""Storing of keys and values in a paged cache, on a GPU: alone, or with what comes before it in the same launch."""
+"""Storing keys and values in a paged cache, on a GPU: alone, or fused with norms and rotation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_kernel(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """One token's keys and values; nothing for a token without a slot (a negative one)."""
+    """Store one token's keys and values; nothing for a token with a negative slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -45,7 +45,7 @@ def write_kernel(
 
 @triton.jit
 def _turned(source, h_valid, i, norm, cos, sin, eps, HALF: tl.constexpr, NORMED: tl.constexpr):
-    """Both halves of some heads, normalized if asked for, then rotated, in float32."""
+    """Return both halves of some heads, normalized if NORMED, then rotated, in float32."""
     valid = h_valid & (i < HALF)
     low = tl.load(source + i, mask=valid, other=0.0).to(tl.float32)
     high = tl.load(source + i + HALF, mask=valid, other=0.0).to(tl.float32)
@@ -84,9 +84,9 @@ def rotate_write_kernel(
     FORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some heads of one token: queries are turned where they are; keys are turned and stored, values stored.
+    """Process some heads of one token: rotate queries in place; rotate and store keys; store values.
 
-    With KEPT, keys are turned where they are too. An FP8 cache (FORM, `triton_fp8.py`) comes as bytes.
+    With KEPT, also rotate keys in place. An FP8 cache (FORM, `triton_fp8.py`) is given as bytes.
     """
     follow(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)

@@ -1,6 +1,6 @@
-"""Attention of whole sequences in which every token sees all others, or those near it; nothing is cached.
+"""Bidirectional attention of whole sequences, full or within a window; nothing is cached.
 
-The batch is ragged and stays so: sequences of one length are computed together, and none is padded.
+The batch is ragged: sequences of equal length are computed together, without padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.device.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences of one length. `tokens` [count * length] int64 are their places in the batch."""
+    """Sequences of equal length. `tokens` [count * length] int64: their indices in the batch."""
 
     tokens: Tensor
     count: int
@@ -26,7 +26,7 @@ class Group:
 
 
 def groups_of(lengths: Sequence[int], device: torch.device) -> list[Group]:
-    """The groups of a batch whose sequences lie one after the other."""
+    """Return the groups of a batch of consecutive sequences."""
     counts = np.asarray(lengths, dtype=np.int64)
     starts = counts.cumsum() - counts
     groups = []
@@ -37,11 +37,11 @@ def groups_of(lengths: Sequence[int], device: torch.device) -> list[Group]:
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], reach: int | None = None) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim)) v within each sequence.
+    """Return softmax(q kᵀ / sqrt(head_dim)) v within each sequence.
 
     Args:
         q, k, v: [T, heads, head_dim].
-        reach: a token sees those at most so many places away; None for all.
+        reach: a token attends to those at most this many positions away; None for all.
 
     Returns:
         [T, heads, head_dim].
@@ -57,6 +57,6 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], reach
 
 
 def _band(length: int, reach: int, device: torch.device) -> Tensor:
-    """[length, length], true where two places are near enough."""
+    """Return [length, length], true where two positions are at most `reach` apart."""
     places = torch.arange(length, device=device)
     return (places[:, None] - places).abs() <= reach

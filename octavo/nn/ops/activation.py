@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up, as a new contiguous tensor.
+    """Return silu(gate) · up, as a new contiguous tensor.
 
     Args:
         gate_up: [..., 2I], the gate in the first half of the last dimension.
@@ -16,7 +16,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         [..., I].
     """
     if gate_up.is_cuda and gate_up.is_contiguous():
-        from octavo.nn.ops import triton_activation  # a machine without a GPU need not have the package
+        from octavo.nn.ops import triton_activation  # needs triton, which machines without a GPU may lack
 
         return triton_activation.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -1,6 +1,6 @@
-"""cuBLASLt, which torch brings along, by way of ctypes: its algorithms for a product, tried one by one and chosen.
+"""cuBLASLt, which torch includes, through ctypes: enumerate its algorithms for a product and run a chosen one.
 
-torch takes the first that the library's heuristic names, which for some numbers of rows is far from the fastest.
+torch uses the heuristic's first choice, which for some numbers of rows is far from the fastest.
 https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
 """
 
@@ -56,13 +56,13 @@ class CublasError(RuntimeError):
 
 
 class Library:
-    """The functions used, and what all products share: a handle and a workspace.
+    """The library's functions, and a handle and a workspace that all products share.
 
     Attributes:
-        version: of the library; algorithms are only good for one.
+        version: of the library; algorithms are valid for one version only.
 
     Raises:
-        OSError: the library isn't there.
+        OSError: the library is missing.
     """
 
     def __init__(self) -> None:
@@ -87,12 +87,13 @@ class Library:
 
     def check(self, status: int) -> None:
         if status:
-            raise CublasError(f"cuBLASLt answered with status {status}")
+            raise CublasError(f"cuBLASLt failed with status {status}")
 
     def layout(
         self, dtype: torch.dtype, rows: int, columns: int, stride: int | None = None, parts: tuple[int, int] = (1, 0)
     ) -> c_void_p:
-        """Of a matrix stored column after column, `stride` elements apart; of several, `parts` (count, offset)."""
+        """Return the layout of a column-major matrix with columns `stride` elements apart; `parts` (count, offset): of
+        several matrices."""
         made = c_void_p()
         kind, columns_apart = c_int(_TYPES[dtype]), c_int64(rows if stride is None else stride)
         self.check(
@@ -105,7 +106,7 @@ class Library:
         return made
 
     def operation(self) -> c_void_p:
-        """The product whose left side is transposed."""
+        """Return the descriptor of a product with a transposed left side."""
         made = c_void_p()
         self.check(self._lib.cublasLtMatmulDescCreate(byref(made), c_int(_COMPUTE_32F), c_int(_REAL_32F)))
         flag = c_int32(_TRANSPOSED)
@@ -113,7 +114,8 @@ class Library:
         return made
 
     def candidates(self, operation: c_void_p, layouts: list[c_void_p], count: int, *, splits: bool) -> list[bytes]:
-        """With `splits`, also algorithms that divide the inputs and add up in a launch of its own."""
+        """Return at most `count` algorithms; with `splits`, also those that split the inputs and sum in a second
+        launch."""
         preference = c_void_p()
         self.check(self._lib.cublasLtMatmulPreferenceCreate(byref(preference)))
         wanted = self._lib.cublasLtMatmulPreferenceSetAttribute
@@ -134,7 +136,7 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The library, or None where it can't be used."""
+    """Return the library, or None if it can't be used."""
     try:
         return Library()
     except (OSError, AttributeError, CublasError):
@@ -142,11 +144,12 @@ def library() -> Library | None:
 
 
 class Product:
-    """x [M, K] @ weight [N, K]^T of one shape and dtype, by any of its algorithms. Contiguous tensors only.
+    """x [M, K] @ weight [N, K]^T of one shape and dtype, by any algorithm. Contiguous tensors only.
 
-    With several `parts`, equal ones of the inputs, each part's product is stored, [parts, M, N], and none is added up.
+    With several `parts`, the inputs are divided equally and each part's product is stored, [parts, M, N], without
+    summing.
 
-    The workspace is shared, so products of one process must follow each other on one stream.
+    The workspace is shared, so all products of a process must run on one stream.
     """
 
     def __init__(
@@ -162,19 +165,19 @@ class Product:
         self._one, self._zero = c_float(1.0), c_float(0.0)
 
     def algorithms(self, count: int) -> list[bytes]:
-        """At most `count`, in the order in which the library's heuristic believes in them. They may be stored."""
+        """Return at most `count` algorithms in the order of the library's heuristic. They may be stored."""
         layouts = [self._a, self._b, self._c, self._c]
         return self._lib.candidates(self._operation, layouts, count, splits=self._parts == 1)
 
     def takes(self, algorithm: bytes) -> bool:
-        """Whether an algorithm, found for another number of rows, does this product too within the workspace."""
+        """Return whether an algorithm for another number of rows also supports this product within the workspace."""
         found = _Found()
         layouts = (self._a, self._b, self._c, self._c)
         status: int = self._lib.fits(self._lib.handle, self._operation, *layouts, algorithm, byref(found))
         return status == 0 and found.workspace <= WORKSPACE_BYTES
 
     def into(self, out: Tensor, x: Tensor, weight: Tensor, algorithm: bytes, *, add: bool = False) -> None:
-        """out [M, N] or [parts, M, N] = x @ weight^T, or what it holds plus that, rounded once."""
+        """Write x @ weight^T to `out` [M, N] or [parts, M, N], or with `add` add it; rounded once."""
         lib = self._lib
         status = lib.run(
             lib.handle,
@@ -198,18 +201,18 @@ class Product:
 
 
 def _stream(device: int) -> int:
-    """The current stream's address, by the short way where torch has it: this is asked for at each product."""
+    """Return the current stream's address, by torch's fast path if it exists, since every product needs it."""
     short = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return int(short(device) if short is not None else torch.cuda.current_stream(device).cuda_stream)
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether the algorithms may be used on these."""
+    """Return whether these tensors are aligned as the algorithms require."""
     return all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
 
 
 def algorithm_of(text: str) -> bytes | None:
-    """What `bytes.hex` made of an algorithm; None if it is something else."""
+    """Parse the hexadecimal text of an algorithm; return None if it is invalid."""
     try:
         found = bytes.fromhex(text)
     except (ValueError, TypeError):

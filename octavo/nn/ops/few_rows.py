@@ -1,4 +1,4 @@
-"""Products of few rows with a matrix on a GPU; with one row, in one launch with what a decoder does around it."""
+"""Products of few rows with a matrix on a GPU; with one row, fused with a decoder's adjacent operations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from octavo.nn.ops.triton_gemv import row_kernel, rows_kernel
 from octavo.nn.ops.triton_overlap import overlap
 
 MAX_ROWS = 16
-"""A tile of the matrix units has so many rows."""
+"""Rows of a tile of the matrix units."""
 _MAX_OUTPUTS = 8192
-"""Up to here `few_product` is faster than the library (on an H200 by 7 to 20 %), for larger matrices slower."""
+"""Matrix size up to which `few_product` is faster than the library (on an H200 by 7 to 20 %)."""
 _INTERPRETED = (128, 64, 1, 0)
-"""Few and large programs, where Triton's interpreter runs them one after the other."""
+"""Few and large programs for Triton's interpreter, which runs them in sequence."""
 
 
 def fused_product(
@@ -27,16 +27,16 @@ def fused_product(
     add_to: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y = rms_norm(x) @ weight^T + bias, with what is asked for; in float32 up to one rounding at the end.
+    """Return y = rms_norm(x) @ weight^T + bias, with the given options; in float32 up to one rounding at the end.
 
     Args:
         x: [1, K] contiguous.
-        weight: [N, K] contiguous, or [2N, K] where `gated`.
+        weight: [N, K] contiguous, or [2N, K] if `gated`.
         bias: [N].
         norm: weight [K] and epsilon of an RMS norm of x.
         gated: y = silu(first half) * second half.
-        add_to: [1, N] contiguous, to which y is added **in place**; it is then what is returned.
-        dtype: of y; None takes the weight's.
+        add_to: [1, N] contiguous; y is added to it **in place**, and it is returned.
+        dtype: of y; None for the weight's.
 
     Returns:
         [1, N].
@@ -72,9 +72,9 @@ def fused_product(
 
 
 def few_product(x: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:
-    """x [M, K] @ weight [N, K]^T, both of one 16-bit dtype and contiguous, M at most MAX_ROWS.
+    """Return x [M, K] @ weight [N, K]^T, both contiguous and of one 16-bit dtype, M at most MAX_ROWS.
 
-    It is added to `add_to` [M, N] **in place**, if that is given, which is then what is returned.
+    If `add_to` [M, N] is given, the product is added to it **in place**, and it is returned.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0]
@@ -102,14 +102,14 @@ def few_product(x: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tens
 
 
 def pays(rows: int, outputs: int) -> bool:
-    """Whether `few_product` is the way to multiply."""
+    """Return whether `few_product` is faster than the library."""
     return 0 < rows <= MAX_ROWS and outputs <= _MAX_OUTPUTS
 
 
 def _row_shape(inputs: int, gated: bool, normed: bool) -> tuple[int, int, int, int]:
-    """(matrix rows, columns a pass, warps, elements of each row asked for ahead), as measured on an H200.
+    """Return (matrix rows, columns per pass, warps, prefetched elements of each row), as measured on an H200.
 
-    The norm's weights are read once a program, so that its programs are larger.
+    Each program reads the norm's weights once, so programs with a norm are larger.
     """
     if inputs < 2048:
         return (2, 1024, 4, 0) if gated else (4, 1024, 4, 0)

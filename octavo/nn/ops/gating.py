@@ -1,8 +1,8 @@
 """The gated product of a feed-forward layer in one launch, for some hundred rows on a Hopper GPU.
 
-It saves the gate's launch, which would read and write the product once more. Columns of the gate and of what it scales
-come in one tile, so that the matrix units take both at once. Tiles all of one size would keep a part of the
-multiprocessors waiting in the last round; so the last round's are narrower, as many as there are multiprocessors.
+It saves the gate's launch, which would read and write the product again. A tile has columns of the gate and of its
+operand, so that the matrix units compute both at once. With tiles of one size, part of the multiprocessors would idle
+in the last round; so the last round's tiles are narrower, one per multiprocessor.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from octavo.nn.ops.triton_gated import gated_kernel
 from octavo.nn.ops.triton_overlap import overlap
 
 _WIDE = 128
-"""Columns of the result in a tile; the last round's have three quarters."""
+"""Columns of the result in a wide tile; slim tiles of the last round have three quarters."""
 _SLIM = 96
 _SLIM_COST = 104
-"""A slim tile's time, where a wide one's is 128: its half and its quarter are multiplied apart."""
+"""Relative time of a slim tile, 128 for a wide one: its half and its quarter are multiplied separately."""
 _ROWS = 128
 _DEPTH = 64
 
 
 def gated_product(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x @ gate^T) * (x @ up^T), in float32 up to one rounding at the end.
+    """Return silu(x @ gate^T) * (x @ up^T), in float32 up to one rounding at the end.
 
     Args:
         x: [M, K] contiguous, of a 16-bit dtype, K a multiple of 64.
@@ -66,14 +66,14 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def serves(rows: int, weight: Tensor) -> bool:
-    """Whether `gated_product` takes such a matrix on its device, and so many rows fill its tiles to more than half."""
+    """Return whether `gated_product` supports this matrix on its device, and `rows` fill its tiles more than half."""
     hopper = weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] == 9
     fills = -rows % _ROWS < _ROWS // 2
     return hopper and fills and weight.dtype.itemsize == 2 and weight.shape[1] % _DEPTH == 0
 
 
 def divided(columns: int, side_by_side: int) -> tuple[int, int]:
-    """(wide, slim) tiles of so many columns that take the least time, each round with so many tiles at once."""
+    """Return the (wide, slim) numbers of tiles that take the least time, with `side_by_side` tiles per round."""
     whole = triton.cdiv(columns, _WIDE)
     ways = []
     for wide in {whole, *range(0, columns // _WIDE + 1, side_by_side)}:

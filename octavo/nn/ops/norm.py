@@ -7,16 +7,16 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, as a new tensor of the weight's dtype.
+    """Return x / sqrt(mean(x²) + eps) · weight over the last dimension, as a new tensor of the weight's dtype.
 
-    Statistics and the product are float32 whatever the dtype, rounded once at the end.
+    Statistics and the product are always float32, rounded once at the end.
 
     Args:
         x: [..., H], of the weight's dtype or float32.
         weight: [H].
     """
     if x.is_cuda and x.is_contiguous():
-        from octavo.nn.ops import triton_norm  # a machine without a GPU need not have the package
+        from octavo.nn.ops import triton_norm  # needs triton, which machines without a GPU may lack
 
         return triton_norm.rms_norm(x, weight, eps)
     if x.dtype == weight.dtype:
@@ -25,11 +25,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The step between two blocks of a pre-norm decoder: add to the residual stream, then normalize.
+    """Add a block's output to the residual stream of a pre-norm decoder, then normalize.
 
     Args:
-        x: [T, H], a block's fresh output. **Overwritten** with the sum, if of the residual's dtype.
-        residual: [T, H], of x's dtype or float32; left as it is.
+        x: [T, H], a block's output. **Overwritten** with the sum, if of the residual's dtype.
+        residual: [T, H], of x's dtype or float32; unchanged.
         weight: [H].
 
     Returns:
@@ -44,7 +44,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def sum_rms_norm(parts: Tensor, stream: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The step between two blocks where a product came in parts: add them up, then normalize. On a GPU.
+    """Add the parts of a product to the residual stream, then normalize. On a GPU.
 
     Args:
         parts: [P, T, H] contiguous.

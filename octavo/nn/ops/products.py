@@ -1,6 +1,6 @@
-"""Matrix products on a GPU: for shapes that were tried out, the library's algorithm that was fastest here.
+"""Matrix products on a GPU, by the library's algorithm that was measured to be fastest for a shape.
 
-What was found is kept in Octavo's cache folder, by device and library, so that a start tries nothing twice.
+Results are stored in Octavo's cache folder, by device and library, so that nothing is measured twice.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _FEW_ROWS = 256
 _BONUS = 0.98
 _ROUNDED = 0.02
 _MAX_PAIRED = 512
-"""The most rows for which a product is tried together with what follows it: with more, launches fill the chip."""
+"""Most rows for which fusing a product with the next operation is tried; with more, launches fill the GPU anyway."""
 _EVEN = 256
-"""Inputs of which this is a divisor have halves that begin where the library expects matrices to."""
+"""If this divides the number of inputs, both halves are aligned as the library requires."""
 _STEP = 64
-"""A tile's rows. Above `_FEW_ROWS`, what is best for a multiple of it is taken for the numbers below, too."""
+"""Rows of a tile. Above `_FEW_ROWS`, the best algorithm for a multiple of it is also used for smaller numbers of
+rows."""
 
 Shape = tuple[int, int, int, torch.dtype, torch.dtype]
 """Rows, outputs, inputs; dtypes of the factors and of the product."""
@@ -46,12 +47,12 @@ Shape = tuple[int, int, int, torch.dtype, torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """Matrices of one shape [N, K]: several, because the chip would hold a single small one in its cache.
+    """Matrices of one shape [N, K]; several, because a single small one would stay in the GPU's cache.
 
     Attributes:
         dtype: of the product.
-        added: the product is also added to a residual stream, of which a norm is taken next.
-        gated: the product's halves are a gate and what it scales.
+        added: the product is also added to a residual stream, which is normalized next.
+        gated: the product's halves are a gate and its operand.
     """
 
     weights: Sequence[Tensor]
@@ -61,10 +62,10 @@ class Like:
 
 
 class Products:
-    """The chosen algorithm of each shape. One object serves a process, whose only GPU it is.
+    """The chosen algorithm of each shape. There is one object per process, for its only GPU.
 
     Attributes:
-        tried: how many shapes were measured and not found on disk.
+        tried: number of shapes that were measured, not found on disk.
     """
 
     def __init__(self, lib: Library, path: Path) -> None:
@@ -78,7 +79,7 @@ class Products:
         self.tried = 0
 
     def run(self, x: Tensor, weight: Tensor, dtype: torch.dtype, add_to: Tensor | None = None) -> Tensor | None:
-        """x [M, K] @ weight [N, K]^T, or added to `add_to` [M, N] in place; None if no algorithm was chosen for it."""
+        """Return x [M, K] @ weight [N, K]^T, or add it to `add_to` [M, N] in place; None if no algorithm was chosen."""
         rows, inputs = x.shape
         found = self._chosen.get((rows, weight.shape[0], inputs, x.dtype, dtype))
         if found is None or not aligned(x, weight, *([] if add_to is None else [add_to])):
@@ -89,7 +90,7 @@ class Products:
         return out
 
     def halves(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """[2, M, N]: `run` over the first and the second half of the inputs; None where that was not chosen."""
+        """Return [2, M, N]: the products over the first and the second half of the inputs; None if not chosen."""
         rows, inputs = x.shape
         outputs = weight.shape[0]
         found = self._halved.get((rows, outputs, inputs, x.dtype, weight.dtype))
@@ -101,7 +102,7 @@ class Products:
         return out
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """silu(first half) * second half of `run`'s outputs, in a launch of its own; None where that was not chosen."""
+        """Return silu(first half) * second half of the outputs, in the product's launch; None if not chosen."""
         shape = (x.shape[0], weight.shape[0], x.shape[1], x.dtype, weight.dtype)
         if shape not in self._gated or not aligned(x, weight):
             return None
@@ -109,16 +110,18 @@ class Products:
 
     @property
     def paired(self) -> tuple[int, int]:
-        """How many shapes come in halves, and how many are gated in the product's launch."""
+        """Return the number of shapes computed in halves, and of those gated in the product's launch."""
         return len(self._halved), len(self._gated)
 
     def choose(self, like: Like, rows: Iterable[int]) -> None:
-        """Choose among the library's algorithms for these numbers of rows. The outcome is run once, which loads it."""
+        """Choose among the library's algorithms for these numbers of rows, and run the chosen ones once to load
+        them."""
         for count in _tried_first(like, rows):
             self._choose_one(count, like)
 
     def pair(self, like: Like, rows: Iterable[int]) -> None:
-        """Choose, where an algorithm was, whether a product is computed with what follows it, by kernels of our own."""
+        """For shapes with a chosen algorithm, choose whether Octavo's kernels fuse the product with the next
+        operation."""
         weight = like.weights[0]
         outputs, inputs = weight.shape
         for count in _tried_first(like, rows):
@@ -153,7 +156,7 @@ class Products:
             self.run(x, weights[0], dtype, add_to=out)
 
     def _choose_halves(self, shape: Shape, x: Tensor, like: Like) -> None:
-        """Whether the product in halves, which a norm adds up, is faster than one that adds to the stream itself."""
+        """Choose whether a product in halves, summed by the norm, is faster than one that adds to the stream itself."""
         rows, outputs, inputs, kind, dtype = shape
         product = Product(self._lib, kind, dtype, rows, outputs, inputs, parts=2)
         name = self._name_of_pair(shape, "halves")
@@ -166,7 +169,7 @@ class Products:
             self.halves(x, like.weights[0])
 
     def _fastest_halves(self, shape: Shape, product: Product, x: Tensor, like: Like) -> bytes:
-        """The algorithm, or nothing if it is no gain with the norm that follows."""
+        """Return the algorithm, or b"" if it is not faster together with the following norm."""
         rows, outputs, *_ = shape
         stream = torch.zeros(rows, outputs, dtype=like.dtype, device=x.device)
         parts = torch.empty(2, rows, outputs, dtype=like.dtype, device=x.device)
@@ -187,7 +190,7 @@ class Products:
         return algorithm if self._pays(in_halves, at_once, like.weights, rows) else b""
 
     def _choose_gated(self, shape: Shape, x: Tensor, like: Like) -> None:
-        """Whether product and gate in one launch are faster than two launches."""
+        """Choose whether product and gate in one launch are faster than two launches."""
         product, algorithm = self._chosen[shape]
         out = torch.empty(*shape[:2], dtype=like.dtype, device=x.device)
 
@@ -215,19 +218,19 @@ class Products:
         weights: Sequence[Tensor],
         rows: int,
     ) -> bool:
-        """Whether `other` is clearly faster."""
+        """Return whether `other` is clearly faster."""
         for each in (usual, other):
-            each(weights[0])  # which compiles
+            each(weights[0])  # compiles it
         before, after = self._track.race((usual, other), weights, rows, _ROUNDS + 1)
         return after < _BONUS * before
 
     def _name_of_pair(self, shape: Shape, what: str) -> str:
-        """Under which something is known, or else is to be kept."""
+        """Return the key of a choice on disk."""
         own, next_to_it = (f"{_name((rows, *shape[1:]))}-{what}" for rows in (shape[0], _tried_for(shape[0])))
         return next_to_it if own not in self._known and next_to_it in self._known else own
 
     def save(self) -> None:
-        """Write what was found, if anything is new; a folder that can't be written costs the next start some time."""
+        """Write new results, if any. If the folder can't be written, the next start measures again."""
         if not self.tried:
             return
         try:
@@ -236,22 +239,22 @@ class Products:
             part.write_text(json.dumps(self._known), encoding="utf-8")
             part.replace(self._path)
         except OSError as error:
-            log.warning("the chosen matrix products could not be kept in %s: %s", self._path, error)
+            log.warning("failed to write the chosen matrix products to %s: %s", self._path, error)
 
     def _fastest(self, product: Product, x: Tensor, weights: Sequence[Tensor], out: Tensor) -> bytes | None:
         algorithms = product.algorithms(_TRIES)
         runs = [functools.partial(product.into, out, x, algorithm=algorithm) for algorithm in algorithms]
         for run in runs:
-            run(weights[0])  # which loads
+            run(weights[0])  # loads it
         times = self._track.race(runs, weights, x.shape[0], _ROUNDS)
-        # The library's own first choice stands unless another is clearly better.
+        # Keep the library's first choice unless another algorithm is clearly faster.
         times[:1] = [first * _BONUS for first in times[:1]]
         return min(zip(times, algorithms, strict=True))[1] if times else None
 
 
 @functools.cache
 def products() -> Products | None:
-    """This process's, or None where the library can't be used."""
+    """Return this process's products, or None if the library can't be used."""
     lib = library() if torch.cuda.is_available() else None
     if lib is None:
         return None
@@ -260,10 +263,10 @@ def products() -> Products | None:
 
 
 def choose(groups: Sequence[Like], rows: Sequence[int], wait: Callable[[], None]) -> None:
-    """Choose for some groups of like matrices and all these numbers of rows.
+    """Choose algorithms for groups of like matrices and all these numbers of rows.
 
     Args:
-        wait: returns once the kernels of our own are compiled; called when the library's have been tried.
+        wait: waits until Octavo's own kernels are compiled; called after the library's were measured.
     """
     owner = products()
     narrow = [like for like in groups if like.weights[0].dtype.itemsize == 2]
@@ -280,7 +283,7 @@ def choose(groups: Sequence[Like], rows: Sequence[int], wait: Callable[[], None]
         owner.pair(like, rows)
     owner.save()
     log.info(
-        "matrix products for %d shapes in %.1f s, %d tried out; %d come in halves, %d with their gate",
+        "chose matrix products for %d shapes in %.1f s, %d measured; %d in halves, %d with a fused gate",
         len(groups) * len(rows),
         time.perf_counter() - again + middle - began,
         owner.tried,
@@ -289,7 +292,7 @@ def choose(groups: Sequence[Like], rows: Sequence[int], wait: Callable[[], None]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """x @ weight^T + bias: [..., K] to [..., N], rounded once, to `dtype` if that is given."""
+    """Return x @ weight^T + bias: [..., K] to [..., N], rounded once, to `dtype` if given."""
     wanted = dtype or x.dtype
     if x.is_cuda and x.dim() == 2 and bias is None and x.dtype.itemsize == 2:
         if wanted == x.dtype and x.is_contiguous() and few_rows.pays(x.shape[0], weight.shape[0]):
@@ -304,7 +307,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | 
 
 
 def add_linear(stream: Tensor, x: Tensor, weight: Tensor) -> None:
-    """stream [M, N] += x [M, K] @ weight [N, K]^T, in place and rounded once; contiguous tensors of one dtype."""
+    """Add x [M, K] @ weight [N, K]^T to stream [M, N], in place and rounded once; contiguous tensors of one dtype."""
     if x.is_cuda and x.dtype.itemsize == 2:
         if few_rows.pays(x.shape[0], weight.shape[0]):
             few_rows.few_product(x, weight, add_to=stream)
@@ -316,32 +319,32 @@ def add_linear(stream: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def halves(x: Tensor, weight: Tensor) -> Tensor | None:
-    """[2, M, N]: x [M, K] @ weight [N, K]^T over either half of the inputs, each rounded; contiguous tensors of one
-    dtype. None unless adding them up in the norm of a residual stream was found to be faster than `add_linear`."""
+    """Return [2, M, N]: x [M, K] @ weight [N, K]^T over each half of the inputs, both rounded; contiguous tensors of
+    one dtype. None unless summing them in the norm of a residual stream was measured to be faster than `add_linear`."""
     owner = products() if x.is_cuda else None
     return None if owner is None else owner.halves(x, weight)
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x @ gate^T) * (x @ up^T): [M, K] to [M, N], of weight [2N, K]; contiguous tensors of one dtype."""
+    """Return silu(x @ gate^T) * (x @ up^T): [M, K] to [M, N], for weight [2N, K]; contiguous tensors of one dtype."""
     owner = products() if x.is_cuda else None
     out = None if owner is None else owner.gated(x, weight)
     return silu_mul(linear(x, weight, None)) if out is None else out
 
 
 def _same(other: Callable[[Tensor], Tensor], usual: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
-    """Whether `other` runs on this chip, under this Triton, and gives the same but for rounding."""
+    """Return whether `other` runs on this GPU, with this Triton, and gives the same result except for rounding."""
     expected = usual(weight).float()
     try:
         off = (other(weight).float() - expected).norm() / expected.norm()
     except (RuntimeError, TritonError) as error:
-        log.warning("a kernel that can't be used here is passed over: %s", error)
+        log.warning("skipped a kernel that can't be used here: %s", error)
         return False
     return bool(off < _ROUNDED)
 
 
 def _tried_first(like: Like, rows: Iterable[int]) -> list[int]:
-    """The numbers of rows that the library multiplies, those before all others that stand for others, too."""
+    """Return the numbers of rows that the library multiplies, first those whose algorithm is also used for others."""
     weight = like.weights[0]
     ours = like.dtype == weight.dtype
     counts = sorted(rows, key=lambda rows: (_tried_for(rows) != rows, rows))
@@ -349,7 +352,7 @@ def _tried_first(like: Like, rows: Iterable[int]) -> list[int]:
 
 
 def _tried_for(rows: int) -> int:
-    """The number of rows with whose algorithm so many are multiplied."""
+    """Return the number of rows whose algorithm is used for `rows`."""
     return rows if rows <= _FEW_ROWS else -(-rows // _STEP) * _STEP
 
 

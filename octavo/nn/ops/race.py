@@ -1,4 +1,4 @@
-"""Which of some launches is the fastest on a GPU, measured without the host that launches them."""
+"""Measure which of several launches is the fastest on a GPU, excluding host time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 _MICROSECONDS = 200
-"""What the calls of a round take together, of products that take so long."""
+"""Target duration of a round of calls."""
 _MAX_CALLS = 4
 _HEAD_START = 60_000
-"""Cycles for each call, to begin with: about 30 µs, in which the host launches a product and a norm."""
+"""Initial delay in cycles per call: about 30 µs, in which the host launches a product and a norm."""
 _LONGEST_START = 16 * _HEAD_START
 _HOPELESS = 1.15
-"""Who takes so many times the best's time is out of the race."""
+"""A candidate that takes this multiple of the best time is eliminated."""
 
 
 class Track:
-    """Where launches race on the device. Nothing else may run in this process meanwhile."""
+    """Compares launches on the device. Nothing else may run in this process meanwhile."""
 
     def __init__(self) -> None:
         self._head_start = _HEAD_START
@@ -27,7 +27,7 @@ class Track:
     def race(
         self, runs: Sequence[Callable[[Tensor], object]], weights: Sequence[Tensor], rows: int, rounds: int
     ) -> list[float]:
-        """Milliseconds that some calls of each take, every one with the next of the matrices: the best round's."""
+        """Return the best round's milliseconds of each candidate's calls, each call with the next matrix."""
         best = [math.inf] * len(runs)
         calls = _calls(rows, weights[0])
         while runs and rounds:
@@ -39,7 +39,7 @@ class Track:
                 for call in range(calls):
                     runs[i](weights[call % len(weights)])
                 end.record()
-            overtaken = events[0][0].query()  # the device has waited for launches, so the host was measured
+            overtaken = events[0][0].query()  # the device waited for launches, so host time was measured
             events[-1][1].synchronize()
             if overtaken and self._head_start < _LONGEST_START:
                 self._head_start *= 2
@@ -51,6 +51,6 @@ class Track:
 
 
 def _calls(rows: int, weight: Tensor) -> int:
-    """How many products make a round, by what a chip of 600 TFLOP/s and 4 TB/s would need for one."""
+    """Return the number of products in a round, from the time of one on a GPU of 600 TFLOP/s and 4 TB/s."""
     microseconds = max(2 * rows * weight.numel() / 600e6, weight.nbytes / 4e6)
     return max(1, min(_MAX_CALLS, int(_MICROSECONDS / microseconds)))

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def apply_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates q and k **in place** by their positions and returns them.
+    """Rotate q and k **in place** by their positions and return them.
 
-    Channel i turns together with channel i + rotary_dim / 2; channels from rotary_dim on stay as they are. The
-    arithmetic is float32 whatever the dtype, rounded once.
+    Channel i is paired with channel i + rotary_dim / 2; channels from rotary_dim on are unchanged. The arithmetic is
+    always float32, rounded once.
 
     Args:
         q: [T, H, D]; may be a strided view, for instance into a fused projection's output.
@@ -25,7 +25,7 @@ def apply_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tupl
 
 
 def apply_rope_joint(qk: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
-    """`apply_rope` of queries and keys that lie side by side, [T, H + KVH, D], in half as many operations."""
+    """Like `apply_rope`, for concatenated queries and keys [T, H + KVH, D], in half as many operations."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     _rotate_(qk, cos, sin)
     return qk

@@ -1,4 +1,4 @@
-"""Gated activations on a GPU: what `activation.py` says, in one pass."""
+"""Gated activations of `activation.py` on a GPU, in one pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVER
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2I] contiguous."""
+    """See `activation.silu_mul`. gate_up [..., 2I] must be contiguous."""
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
     rows = out.numel() // size

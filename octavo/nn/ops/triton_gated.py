@@ -1,4 +1,4 @@
-"""The gated product of a feed-forward layer on a Hopper GPU: `gating.py` launches it."""
+"""The kernel of the gated product of a feed-forward layer on a Hopper GPU; launched by `gating.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.nn.ops.triton_overlap import follow
 
 @triton.jit
 def _gate(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, 2 COLUMNS] to [ROWS, COLUMNS]: silu(first half) * second half."""
+    """Return silu(first half) * second half: [ROWS, 2 COLUMNS] to [ROWS, COLUMNS]."""
     gate, up = tl.split(tl.permute(tl.reshape(both, [ROWS, 2, COLUMNS]), (0, 2, 1)))
     return gate / (1.0 + tl.exp(-gate)) * up
 
@@ -32,9 +32,9 @@ def gated_kernel(
     DEPTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Columns [0, WIDE * wide) in wide tiles, those behind in `slim` ones of WIDE / 2 + WIDE / 4.
+    """Compute columns [0, WIDE * wide) in wide tiles, and the rest in `slim` tiles of WIDE / 2 + WIDE / 4.
 
-    The matrix comes as [2, N, K] in tiles [2, WIDE, WIDE / 2 or WIDE / 4, DEPTH]. A program keeps to its rows.
+    The matrix is given as [2, N, K] in tiles [2, WIDE, WIDE / 2 or WIDE / 4, DEPTH]. A program keeps its rows.
     """
     follow(OVERLAPS)
     HALF: tl.constexpr = WIDE // 2

@@ -1,10 +1,10 @@
-"""Products of a few rows with a weight matrix on a GPU, at the speed at which the matrix is read.
+"""Products of few rows with a weight matrix on a GPU, at the speed of reading the matrix.
 
-With a single row, what stands before and after the product in a decoder is done inside it: the norm of its input, the
+With a single row, a decoder's operations before and after the product are fused into it: the norm of its input, the
 gated activation or the residual addition of its output.
 
-A launch that begins while the one before it still runs (`triton_overlap.py`) asks for its weights, which no kernel
-writes, and waits only before it reads what the others wrote.
+A launch that overlaps the previous one (`triton_overlap.py`) prefetches its weights, which no kernel writes, and waits
+only before it reads the results of other kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.nn.ops.triton_overlap import follow
 
 @triton.jit
 def _ask_for(pointers):
-    """Brings the cache lines at these addresses towards the chip; nothing waits for them."""
+    """Prefetch the cache lines at these addresses, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -48,10 +48,10 @@ def row_kernel(
     OVERLAPS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """One row times some rows of the matrix; GATED ones have their partner N further down.
+    """Multiply one row by some rows of the matrix; the partners of GATED rows are N rows below.
 
-    `norm` scales the input, whose root mean square divides the result: one pass over both. AHEAD elements of each
-    matrix row are asked for before the wait.
+    `norm` scales the input, whose root mean square divides the result, in one pass. AHEAD elements of each matrix row
+    are prefetched before the wait.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -121,9 +121,9 @@ def rows_kernel(
     OVERLAPS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """M rows, at most BLOCK_M, times some rows of the matrix, which are the left side of the units' product.
+    """Multiply M rows, at most BLOCK_M, by some rows of the matrix, the left operand of the matrix units.
 
-    ADDED to what `out` holds.
+    ADDED: add the product to `out`.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

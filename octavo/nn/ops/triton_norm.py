@@ -1,4 +1,4 @@
-"""Root-mean-square normalization on a GPU: what `norm.py` says, one program a row."""
+"""Root-mean-square normalization of `norm.py` on a GPU, one program per row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MANY = 256
-"""From so many rows on, more warps are faster for sums of parts."""
+"""Rows from which on more warps are faster for sums of parts."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _norm_kernel(
     PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The norm is taken of x; or of the residual plus the PARTS of x, each [rows, SIZE], as that sum is stored."""
+    """Normalize x; or the residual plus the PARTS of x, each [rows, SIZE], as that sum is stored."""
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
@@ -50,18 +50,18 @@ def _norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] contiguous."""
+    """See `norm.rms_norm`. x [..., H] must be contiguous."""
     return _launch(x, x, x, weight, eps, parts=0)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and residual contiguous; the sum replaces x if they have one dtype."""
+    """See `norm.add_rms_norm`. x and residual must be contiguous; the sum overwrites x if they have one dtype."""
     total = x if x.dtype == residual.dtype else residual.new_empty(residual.shape)
     return _launch(x, residual, total, weight, eps, parts=1), total
 
 
 def sum_rms_norm(parts: Tensor, stream: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """parts [P, T, H] and stream [T, H] contiguous; the stream is overwritten with the sum, rounded once."""
+    """See `norm.sum_rms_norm`. parts [P, T, H] and stream [T, H] must be contiguous; the sum overwrites the stream."""
     return _launch(parts, stream, stream, weight, eps, parts=parts.shape[0])
 
 

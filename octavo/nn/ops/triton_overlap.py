@@ -1,9 +1,9 @@
-"""Launches that begin while the one before them still runs, on NVIDIA GPUs from Hopper on.
+"""Launches that begin while the previous one still runs, on NVIDIA GPUs from Hopper on.
 
 Programmatic dependent launch
 (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization): once all
-programs of a launch have begun, the next launch's may come to the chip, and wait there. Whoever touches memory that
-other kernels write waits first.
+programs of a launch have begun, programs of the next launch may start. A kernel must wait before it accesses memory
+that other kernels write.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def overlap(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that takes OVERLAPS."""
+    """Return the launch options of a kernel with the argument OVERLAPS."""
     return {"OVERLAPS": True, "launch_pdl": True} if _can_overlap(device) else {"OVERLAPS": False}
 
 
 @triton.jit
 def follow(OVERLAPS: tl.constexpr):
-    """Let the next launch come, and wait for what the ones before have written."""
+    """Let the next launch start, and wait for the results of the previous ones."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -34,7 +34,7 @@ def follow(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def lead(OVERLAPS: tl.constexpr):
-    """Wait, then let the next launch come, which may use what the ones before this have written without waiting."""
+    """Wait, then let the next launch start, which may use results of launches before this one without waiting."""
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
@@ -42,20 +42,20 @@ def lead(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def join(OVERLAPS: tl.constexpr):
-    """In the middle of a launch: wait for what the one before, which leads, has written."""
+    """In the middle of a kernel: wait for the results of the previous launch, which must call `lead`."""
     if OVERLAPS:
         gdc_wait()
 
 
 @triton.jit
 def invite(OVERLAPS: tl.constexpr):
-    """Let the next launch come."""
+    """Let the next launch start."""
     if OVERLAPS:
         gdc_launch_dependents()
 
 
 @functools.cache
 def _can_overlap(device: torch.device) -> bool:
-    import torch  # kernels are compiled by processes that do without
+    import torch  # not at the top: processes that only compile kernels run without torch
 
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

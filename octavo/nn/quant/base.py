@@ -1,4 +1,4 @@
-"""What a way of storing a linear layer's weights must offer. One object serves one layer."""
+"""The interface of quantization schemes: storage of a linear layer's weights. There is one object per layer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Part:
 
 
 class Scheme(Protocol):
-    """Weights of one linear layer: what the checkpoint holds of them, and how to multiply with them."""
+    """Weights of one linear layer: the checkpoint's tensors, and multiplication with them."""
 
     takes_blocks: bool
     """Whether quantized weights may come as `Blocks`."""
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
-        """Checkpoint suffix -> tensor, such as {"weight": ..., "bias": ...}."""
+        """Return checkpoint suffix -> tensor, such as {"weight": ..., "bias": ...}."""
         ...
 
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
@@ -38,11 +38,11 @@ class Scheme(Protocol):
         ...
 
     def apply(self, x: Tensor) -> Tensor:
-        """x @ W^T + b: [..., in] to [..., sum of the parts' outputs], as a new contiguous tensor."""
+        """Return x @ W^T + b: [..., in] to [..., sum of the parts' outputs], as a new contiguous tensor."""
         ...
 
     def wide(self, x: Tensor) -> Tensor:
-        """`apply`, unrounded (float32) where that costs little."""
+        """Like `apply`, unrounded (float32) if that costs little."""
         ...
 
     @property
@@ -50,10 +50,10 @@ class Scheme(Protocol):
 
 
 class Schemes(Protocol):
-    """Chooses a scheme for each linear layer, from what the checkpoint says of it."""
+    """Chooses a scheme for each linear layer, by the checkpoint's configuration."""
 
     def at(self, path: str, parts: Sequence[Part]) -> Scheme:
-        """A new scheme for the layer at `path`, in the checkpoint's vocabulary."""
+        """Return a new scheme for the layer at `path`, in the checkpoint's names."""
         ...
 
 
@@ -68,17 +68,17 @@ class Everywhere:
 
 
 def everywhere(make: Callable[..., Scheme], *args: Any) -> Everywhere:
-    """One kind of scheme for all layers, made with these arguments each time."""
+    """Return `Schemes` that make every layer's scheme with these arguments."""
     return Everywhere(partial(make, *args))
 
 
 @runtime_checkable
 class Fusing(Protocol):
-    """A scheme that can fuse norm, gate or residual add into the product's launch; more of it with few rows."""
+    """A scheme that can fuse norm, gate or residual add into the product's launch, depending on the number of rows."""
 
     dtype: torch.dtype
     fused_rows: int
-    """The most rows of `fused`."""
+    """Most rows supported by `fused`."""
 
     def fused(
         self,
@@ -93,13 +93,13 @@ class Fusing(Protocol):
         ...
 
     def gated(self, x: Tensor) -> Tensor:
-        """silu(first half) * second half of the outputs, which are not rounded in between where that is faster."""
+        """Return silu(first half) * second half of the outputs, not rounded in between if that is faster."""
         ...
 
     def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
-        """stream [T, out] += x [T, in] @ W^T, in place, in the product's own launch and rounded once.
+        """Add x [T, in] @ W^T to stream [T, out], in place, in the product's own launch and rounded once.
 
-        Where that is faster, leave the stream as it is and return the product in parts [P, T, out], for the next norm
-        to add. For layers without a bias and a stream of their dtype.
+        If that is faster, leave the stream unchanged and return the product in parts [P, T, out], for the next norm to
+        add. For layers without a bias, and a stream of their dtype.
         """
         ...

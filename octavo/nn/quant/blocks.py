@@ -1,4 +1,4 @@
-"""Weights that stay the integers that they are stored as; only Octavo's CPU kernels multiply with them."""
+"""Weights kept as the stored integers; only Octavo's CPU kernels multiply with them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import pack_blocks
 from octavo.nn.weights import Blocks, Keep, Stored, fused, plain, tensor_bytes
 
-_MIDDLE = 128  # of integers of 8 bits
+_MIDDLE = 128  # zero point of 8-bit integers
 
 
 class BlockQuantized(Unquantized):
-    """A matrix of `Blocks` where the checkpoint has one, else the plain matrix.
+    """A matrix of `Blocks` if the checkpoint has one, else a plain matrix.
 
     Attributes:
-        packed: the panels of one part after the other; None if the matrix is plain.
+        packed: the panels of all parts, concatenated; None if the matrix is plain.
         zero_point, bits, has_minima: of all parts.
     """
 
@@ -62,7 +62,7 @@ class BlockQuantized(Unquantized):
 
 
 def alike(parts: list[Blocks]) -> list[Blocks]:
-    """The parts in one format: their own if it is the same, else 8 bits with minima, which holds every other."""
+    """Convert the parts to one format: their common one, else 8 bits with minima, which can represent all others."""
     if len({(part.bits, part.zero_point, part.minima is None) for part in parts}) == 1:
         return parts
     return [
@@ -78,7 +78,7 @@ def alike(parts: list[Blocks]) -> list[Blocks]:
 
 
 def dequantized(blocks: Blocks, dtype: torch.dtype) -> Tensor:
-    """The matrix's values, [N, K]."""
+    """Return the matrix's values, [N, K]."""
     values = blocks.values.view(*blocks.scales.shape, BLOCK).float() - blocks.zero_point
     values *= blocks.scales.float()[..., None]
     if blocks.minima is not None:

@@ -1,4 +1,4 @@
-"""Unquantized weights on a GPU: how they are multiplied with depends on the number of rows."""
+"""Unquantized weights on a GPU, multiplied by a kernel chosen by the number of rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from octavo.nn.quant.none import Unquantized
 
 
 class OnGpu(Unquantized):
-    """A single row may take its neighbours into the launch; others go through the fastest call there is.
+    """Fuses adjacent operations with products of a single row; uses the fastest measured call for others.
 
     Attributes:
-        fused_rows: the most rows of `fused`.
+        fused_rows: most rows supported by `fused`.
     """
 
     fused_rows = 1

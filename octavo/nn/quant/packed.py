@@ -1,4 +1,4 @@
-"""`Matrix`: weights in the form that the CPU kernels read, taken from a layer's scheme."""
+"""`Matrix`: a layer's weights in the CPU kernels' format, moved from its scheme."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Matrix:
     Attributes:
         rows, columns: outputs and inputs.
         bias: float32, padded to whole panels.
-        zero_point, minima: of integers; see `Blocks`.
+        zero_point, minima: of integer weights; see `Blocks`.
     """
 
     dtype: Dtype
@@ -43,7 +43,7 @@ class Matrix:
 
     @property
     def is_integers(self) -> bool:
-        """Whether the weights stay the integers that the checkpoint has."""
+        """Whether the weights are the checkpoint's integers."""
         return self.dtype in (Dtype.INT4, Dtype.INT8)
 
     @property
@@ -52,7 +52,7 @@ class Matrix:
 
 
 def packed(scheme: object, *, paired: bool = False) -> Matrix:
-    """A scheme's weights in panels; the scheme loses them.
+    """Move a scheme's weights into panels; the scheme keeps none.
 
     Args:
         paired: alternate the panels of the two halves, for the GATE epilogue.
@@ -79,7 +79,7 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
 
 
 def table_of(weight: Stored) -> Matrix:
-    """An embedding table: plain rows, or integers in panels."""
+    """Return an embedding table: plain rows, or integers in panels."""
     if isinstance(weight, Tensor):
         rows, columns = weight.shape
         return Matrix(DTYPES[weight.dtype], rows, columns, weight)
@@ -90,7 +90,7 @@ def table_of(weight: Stored) -> Matrix:
 
 
 def emit_lookup(b: ProgramBuilder, matrix: Matrix, *, in_panels: bool) -> None:
-    """Add the look-up of a matrix's rows, into the residual stream, to a native program."""
+    """Add a look-up of a matrix's rows, into the residual stream, to a native program."""
     address, place = matrix.weight.data_ptr(), RESIDUAL
     zero_point, minima = matrix.zero_point, matrix.minima
     b.embed(address, matrix.dtype, matrix.columns, place, packed=in_panels, zero_point=zero_point, minima=minima)

@@ -16,13 +16,12 @@ _SLICE = 128
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[N, K] float32 or bfloat16 to [ceil(N / 16), K / e, 16, e], where e elements make 32 bits; K must divide by e."""
+    """Pack [N, K] float32 or bfloat16 to [ceil(N / 16), K / e, 16, e], with e elements in 32 bits; e must divide K."""
     return pack_(weight.clone())
 
 
 def pack_(weight: Tensor) -> Tensor:
-    """`pack` of a contiguous matrix that is no longer needed: each panel takes the place of its rows, if N divides
-    by 16."""
+    """Like `pack`, for a contiguous matrix that is no longer needed: in place if 16 divides N."""
     over = -weight.shape[0] % PANEL
     rows = F.pad(weight, (0, 0, 0, over)) if over else weight
     words, per_word = weight.nbytes // weight.shape[0] // 4, 4 // weight.element_size()
@@ -34,12 +33,12 @@ def pack_(weight: Tensor) -> Tensor:
 
 
 def interleave(first: Tensor, second: Tensor) -> Tensor:
-    """Panels of two matrices of the same shape, in turns."""
+    """Interleave the panels of two matrices of the same shape."""
     return torch.stack([first, second], dim=1).flatten(0, 1)
 
 
 def pack_blocks(blocks: Blocks) -> Tensor:
-    """[ceil(N / 16), K / 32, record] uint8: see native/src/blocks.h. In slices, for the steps between take memory."""
+    """Pack to [ceil(N / 16), K / 32, record] uint8 (see native/src/blocks.h), in slices to limit temporary memory."""
     rows, columns = blocks.values.shape
     record = PANEL * (BLOCK * blocks.bits // 8 + (2 if blocks.minima is None else 4))
     packed = torch.empty(-(-rows // PANEL), columns // BLOCK, record, dtype=torch.uint8)
@@ -61,11 +60,11 @@ def _pack_slice(blocks: Blocks) -> Tensor:
 
 
 def _columns(halves: Tensor) -> Tensor:
-    """[N, K / 32] float16 to [ceil(N / 16), K / 32, 32] bytes."""
+    """Convert [N, K / 32] float16 to [ceil(N / 16), K / 32, 32] bytes."""
     padded = F.pad(halves, (0, 0, 0, -halves.shape[0] % PANEL))
     return padded.view(-1, PANEL, halves.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
 
 
 def pad_bias(bias: Tensor) -> Tensor:
-    """[N] to float32 [ceil(N / 16), 16]."""
+    """Pad [N] to float32 [ceil(N / 16), 16]."""
     return F.pad(bias.float(), (0, -bias.shape[0] % PANEL)).view(-1, PANEL)

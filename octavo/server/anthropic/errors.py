@@ -27,7 +27,7 @@ _TYPES = {
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is from an Anthropic client: by the header that they all send, or by the route."""
+    """Return whether a request is from an Anthropic client: by the header that they all send, or by the route."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path == _PATH or path.startswith(_PATH + "/") or _VERSION in Headers(scope=scope)
 

@@ -184,7 +184,7 @@ def _without_text(output: RequestOutput) -> RequestOutput:
 
 
 def _tells(choice: CompletionOutput, reply: Reply) -> bool:
-    """Whether this delta has anything new for the client."""
+    """Return whether this delta has anything new for the client."""
     visible = choice.text or choice.finish_reason or choice.logprobs
     return bool(visible or (reply.return_token_ids and choice.token_ids))
 

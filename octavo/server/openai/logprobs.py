@@ -25,7 +25,7 @@ _LOWEST = -9999.0
 
 
 def tokens_as_ids(ctx: ServerContext, body: GenerationBody) -> bool:
-    """Whether tokens are written as `token_id:<id>`: as the request sets, else the server."""
+    """Return whether tokens are written as `token_id:<id>`: as the request sets, else the server."""
     given = body.return_tokens_as_token_ids
     return ctx.config.return_tokens_as_token_ids if given is None else given
 

@@ -81,5 +81,5 @@ class Reply:
         )
 
     def ends(self, *, last: bool) -> bool:
-        """Whether the last chunk with choices is the last chunk of the stream."""
+        """Return whether the last chunk with choices is the last chunk of the stream."""
         return last and not self.include_usage

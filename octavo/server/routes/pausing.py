@@ -34,7 +34,7 @@ def pause_routes(ctx: ServerContext) -> APIRouter:
         return json_response({"status": "resumed"})
 
     async def is_paused(request: Request) -> Response:
-        """Whether requests wait because of a pause or a sleep."""
+        """Return whether requests wait because of a pause or a sleep."""
         return json_response({"is_paused": engine.stats().paused})
 
     async def abort_requests(request: Request) -> Response:
@@ -59,7 +59,7 @@ def sleep_routes(ctx: ServerContext) -> APIRouter:
     engine = ctx.frontend.engine
 
     async def is_sleeping(request: Request) -> Response:
-        """Whether memory is released, or nothing is computed until /wake_up."""
+        """Return whether memory is released, or nothing is computed until /wake_up."""
         return json_response({"is_sleeping": engine.stats().sleep_level != AWAKE})
 
     async def sleep(request: Request) -> Response:

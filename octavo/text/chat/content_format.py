@@ -11,7 +11,7 @@ ContentFormat = Literal["auto", "string", "openai"]
 
 
 def takes_parts(template: nodes.Template) -> bool:
-    """Whether a template loops over the parts of a message's content.
+    """Return whether a template loops over the parts of a message's content.
 
     Messages are the variable `messages`, elements taken from it by a loop or index, and variables assigned from those.
     A content is their item or attribute `content`.

@@ -81,7 +81,7 @@ class ContentGuard:
 
 
 def _is_broken(span: tuple[int, int], marks: list[int]) -> bool:
-    """Whether a mark was inside the span, or after its only character."""
+    """Return whether a mark was inside the span, or after its only character."""
     begin, end = span
     after = bisect_right(marks, begin)
     return after < len(marks) and marks[after] < max(end, begin + 2)

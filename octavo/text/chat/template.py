@@ -112,7 +112,7 @@ class ChatTemplate:
         return guard.read(_cut(prompt) if continue_final_message else prompt)
 
     def names_role(self, role: str) -> bool:
-        """Whether `role` is a common role or occurs in the template's source."""
+        """Return whether `role` is a common role or occurs in the template's source."""
         return role in self._roles
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]], allowed: Collection[str]) -> None:
@@ -122,7 +122,7 @@ class ChatTemplate:
             meant = None if self.names_role(role) or role in allowed else _meant(role)
             if meant is not None:
                 raise InvalidRequestError(
-                    f"The role {role!r} is not one that this model's chat template knows; did you mean {meant}? "
+                    f"The role {role!r} is not in this model's chat template; did you mean {meant}? "
                     f"Roles are {', '.join(ROLES)}.",
                     param="messages",
                     value=role,
@@ -163,7 +163,7 @@ def chat_template_of(
 
 
 def no_template_error() -> InvalidRequestError:
-    """The error for chat with a model that has no chat template."""
+    """Return the error for chat with a model that has no chat template."""
     return InvalidRequestError(
         "This model has no chat template, so messages can't be made into a prompt. Use /v1/completions, or start the "
         "server with --chat-template FILE.",

@@ -67,7 +67,7 @@ class SpecialTokens:
             self._backend.add_tokens([tokenizers.AddedToken(token.content, **known)])
 
     def may_occur(self, text: str) -> bool:
-        """Whether the text can contain a special token; a fast check before `find`."""
+        """Return whether the text can contain a special token; a fast check before `find`."""
         return any(beginning in text for beginning in self._beginnings)
 
     def find(self, text: str) -> list[Span]:

@@ -258,5 +258,5 @@ def detect_format(template: str) -> ToolFormat:
 
 
 def takes_tools(template: str) -> bool:
-    """Whether a chat template describes tools to the model."""
+    """Return whether a chat template describes tools to the model."""
     return re.search(r"\btools\b", template) is not None

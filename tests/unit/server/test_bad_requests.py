@@ -322,7 +322,7 @@ def test_only_json_is_read() -> None:
         ({"images": ["aGk="]}, "images is not supported by this version; it reads only text."),
         ({"mirostat": 2}, "mirostat is not supported by this version; use temperature, top_p, top_k or min_p."),
         ({"prediction": {}}, "prediction is not supported by this version; leave it out."),
-        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp is not a field that this server knows;"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp is not a known field;"),
     ],
 )
 def test_what_to_do_instead(body: dict[str, Any], said: str) -> None:

@@ -55,7 +55,7 @@ def test_the_warning_about_an_unknown_field_says_what_may_be_meant(field: str, h
 def test_a_misspelled_role_is_refused(role: str, meant: str) -> None:
     for path, body in ((CHAT, {"messages": [{"role": role, "content": "a"}]}),):
         message = ask_now(APP, path, body).error()["message"]
-        assert f"The role {role!r} is not one that this model's chat template knows; did you mean {meant}?" in message
+        assert f"The role {role!r} is not in this model's chat template; did you mean {meant}?" in message
     asked = {"input": [{"role": role, "content": "a"}]}
     assert ask_now(APP, "/v1/responses", asked).status == 400
 

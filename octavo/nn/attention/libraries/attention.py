@@ -1,4 +1,4 @@
-"""Prompts attended by a library, in an engine that is otherwise Octavo's: its cache, its decoding, its graphs."""
+"""Attention of prompts by a library; cache, decoding and graphs are Octavo's own."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from octavo.nn.step import StepInput
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What one step's attention runs: Octavo's kernel for rows with few queries, the library for the others."""
+    """The parts of one step's attention: Octavo's kernel for rows with few queries, the library for the others."""
 
     few: Few | None
     prompts: Prompts | None
 
 
 class LibraryAttention:
-    """Rows with many queries go to the library, with what lies between the first and the last of them.
+    """Rows with many queries, and rows between the first and the last of them, go to the library.
 
-    All others, so all of what graphs record, run in Octavo's own kernels, which also store keys and values.
+    All others, including all recorded steps, run in Octavo's own kernels, which also store keys and values.
 
     Attributes:
-        own: what computes the rest.
+        own: Octavo's kernels.
     """
 
     follows_table_rows = True
@@ -45,7 +45,7 @@ class LibraryAttention:
         return self.own.cache_shape(spec, num_blocks, block_size)
 
     def prepare(self, step: StepInput, block_size: int) -> Parts:
-        """Divides the rows. Asks the device for nothing if `step` has `query_lens` and `past_lens`."""
+        """Divide the rows. Reads nothing from the device if `step` has `query_lens` and `past_lens`."""
         if (few := self.own.all_few(step)) is not None:
             return Parts(few, None)
         counts = np.asarray(step.query_lens or step.query_start.diff().tolist(), dtype=np.int32)

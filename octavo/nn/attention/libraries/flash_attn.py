@@ -16,11 +16,11 @@ _MODULE = "flash_attn_interface"
 
 
 def reason_against(request: BackendRequest) -> str | None:
-    """None if it can serve the request, else why not."""
+    """Return None if it can serve the request, else the reason against it."""
     if (reason := common_reason(request, _MODULE, "FlashAttention-3")) is not None:
         return reason
     if torch.cuda.get_device_capability(request.device)[0] != 9:
-        return "is FlashAttention-3, which runs on Hopper GPUs alone"
+        return "is FlashAttention-3, which runs only on Hopper GPUs"
     left_out = _left_out()
     for name, wanted in (
         ("SOFTCAP", request.spec.soft_cap is not None),
@@ -35,7 +35,7 @@ def reason_against(request: BackendRequest) -> str | None:
 
 
 def _left_out() -> set[str]:
-    """What the installed build was made without, where it tells."""
+    """Return the features that the installed build was compiled without, if it reports them."""
     if importlib.util.find_spec("flash_attn_config") is None:
         return set()
     flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
@@ -43,7 +43,7 @@ def _left_out() -> set[str]:
 
 
 class FlashAttention3:
-    """Contexts are not divided over programs: there are many queries."""
+    """Attention of prompts by FlashAttention-3, without splitting contexts, since there are many queries."""
 
     name = "flash_attn"
 
@@ -69,5 +69,5 @@ class FlashAttention3:
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """Keys seen to the left and to the right of a query."""
+    """Return the number of visible keys to the left and to the right of a query."""
     return (-1, -1) if spec.window is None else (spec.window - 1, 0)

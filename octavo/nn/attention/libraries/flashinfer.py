@@ -1,4 +1,4 @@
-"""FlashInfer (https://docs.flashinfer.ai), which compiles kernels when they are first wanted: that takes minutes."""
+"""FlashInfer (https://docs.flashinfer.ai), which compiles kernels at their first use, which takes minutes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEADS = (64, 128, 256)
 
 
 def reason_against(request: BackendRequest) -> str | None:
-    """None if it can serve the request, else why not."""
+    """Return None if it can serve the request, else the reason against it."""
     if (reason := common_reason(request, _MODULE, "FlashInfer")) is not None:
         return reason
     if request.spec.head_dim not in _HEADS:
@@ -30,7 +30,7 @@ def reason_against(request: BackendRequest) -> str | None:
 
 
 class FlashInfer:
-    """Plans on the host once a step. A wrapper of FlashInfer's holds one plan, so each kind of layer has its own."""
+    """Attention of prompts by FlashInfer, planned on the host once per step. Each kind of layer has its own wrapper."""
 
     name = "flashinfer"
 
@@ -43,7 +43,7 @@ class FlashInfer:
     def attend(self, q: Tensor, cache: Tensor, prompts: Prompts, spec: AttentionSpec) -> Tensor:
         if spec not in prompts.plans:
             prompts.plans[spec] = self._planned(q.dtype, cache.shape[3], prompts, spec)
-        out: Tensor = prompts.plans[spec].run(q, cache, enable_pdl=False)  # what comes before must have ended
+        out: Tensor = prompts.plans[spec].run(q, cache, enable_pdl=False)  # earlier kernels must have ended
         return out
 
     def _planned(self, dtype: torch.dtype, page: int, prompts: Prompts, spec: AttentionSpec) -> Any:
@@ -51,7 +51,7 @@ class FlashInfer:
             self._wrappers[spec] = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
         wrapper = self._wrappers[spec]
         pages = -(-prompts.lengths // page)
-        self._sent.synchronize()  # a plan travels from a pinned buffer of the wrapper's
+        self._sent.synchronize()  # the wrapper sends plans from one pinned buffer
         try:
             wrapper.plan(
                 _starts(prompts.counts),
@@ -79,14 +79,14 @@ class FlashInfer:
 
 
 def _starts(counts: np.ndarray) -> Tensor:
-    """[n + 1] int32 on the host, as plans are made there."""
+    """Return the start indices of counts, [n + 1] int32 on the host, for plans."""
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     return torch.from_numpy(starts)
 
 
 def _blocks(prompts: Prompts, pages: np.ndarray) -> Tensor:
-    """The rows' block ids one after the other, without what follows a row's last."""
+    """Return the rows' block ids concatenated, without entries after a row's last block."""
     tables = prompts.block_tables
     width = tables.shape[1]
     places = np.concatenate([row * width + np.arange(count, dtype=np.int32) for row, count in enumerate(pages)])

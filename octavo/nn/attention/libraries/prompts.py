@@ -1,4 +1,4 @@
-"""What a library is asked for: attention of adjacent rows of a step, most of which have many queries."""
+"""The input of attention libraries: adjacent rows of a step, most of them with many queries."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Prompts:
 
     Attributes:
         counts: [n] int32 on the host, each row's queries.
-        lengths: [n] int32 on the host, each row's keys: those computed before, and its queries' own.
-        first_token: where the rows' tokens begin in the batch.
-        query_start: [n + 1] int32 on the device, where each row's tokens begin among those of these rows.
-        plans: what a library prepared for this step and uses in each layer.
+        lengths: [n] int32 on the host, each row's keys: earlier ones and those of its queries.
+        first_token: index of the rows' first token in the batch.
+        query_start: [n + 1] int32 on the device, start of each row's tokens among those of these rows.
+        plans: a library's data for this step, used in each layer.
     """
 
     step: StepInput
@@ -46,7 +46,7 @@ class Prompts:
 
     @property
     def block_tables(self) -> Tensor:
-        """[n, B] int32, one row after the other."""
+        """[n, B] int32, contiguous rows."""
         if self._tables is None:
             rows = slice(self.first_row, self.last_row)
             tables, order = self.step.block_tables, self.step.table_rows
@@ -55,14 +55,14 @@ class Prompts:
 
 
 class PromptLibrary(Protocol):
-    """One library. What a cache holds after a row's last key must not matter to it, be it an infinity."""
+    """One library. Cache contents after a row's last key, even infinities, must not affect its results."""
 
     name: str
 
     def attend(self, q: Tensor, cache: Tensor, prompts: Prompts, spec: AttentionSpec) -> Tensor:
-        """Causal attention of q [T, num_heads, head_dim], the tokens of `prompts`; the same shape comes back.
+        """Compute causal attention of q [T, num_heads, head_dim], the tokens of `prompts`; return the same shape.
 
         Args:
-            cache: [block, key or value, head, offset in the block, channel]; it holds this step's keys too.
+            cache: [block, key or value, head, offset in the block, channel]; includes this step's keys.
         """
         ...

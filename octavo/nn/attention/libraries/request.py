@@ -1,4 +1,4 @@
-"""What all libraries need alike."""
+"""Requirements common to all libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.nn.attention.kv_dtype import name_of
 
 
 def common_reason(request: BackendRequest, module: str, title: str) -> str | None:
-    """Why no library called `title`, imported as `module`, can serve the request; None if one may."""
+    """Return the reason why library `title`, imported as `module`, can't serve the request; None if it may."""
     if request.device.type != "cuda":
         return f"runs on cuda, not on {request.device.type}"
     if importlib.util.find_spec("triton") is None:

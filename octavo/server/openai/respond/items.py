@@ -32,7 +32,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
                 messages.append({"role": role, "content": _text(content, f"{where}.content")})
             case {"type": str(kind)} if kind not in ("message", "function_call", "function_call_output"):
-                raise UnsupportedError(f"{where} is of type {kind!r}, which this server does not know.", param=where)
+                raise UnsupportedError(f"{where} is of type {kind!r}, which is not supported.", param=where)
             case _:
                 raise InvalidRequestError(
                     f"{where} must be a message with role and content, a function_call or its output.", param=where

@@ -135,7 +135,7 @@ def as_chat(body: ResponseBody, earlier: Items) -> ChatBody:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise UnsupportedError(
-            f"tools has one of type {tool.get('type')!r}; this server knows only functions.",
+            f"tools has one of type {tool.get('type')!r}; this server supports only functions.",
             param="tools",
             value=tool.get("type"),
         )

@@ -87,7 +87,7 @@ class Responses:
         return json_response({"object": "response.input_tokens", "input_tokens": len(making.chat.job.prompt_tokens)})
 
     def keeps(self, name: str) -> bool:
-        """Whether this process has stored a response."""
+        """Return whether this process has stored a response."""
         return name in self._store
 
     def recalled(self, name: str) -> Response:
