@@ -33,7 +33,7 @@ from octavo.hub.resolve import eos_token_ids
 from octavo.hub.sentence_transformers import max_sequence_length
 from octavo.models.encoders.registry import is_encoder
 from octavo.models.overrides import check_overrides
-from octavo.schedule.hooks import EngineHook
+from octavo.schedule.hooks import EngineHook, most_drafts
 from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Policy, make_policy
 from octavo.schedule.scheduler import Scheduler
@@ -88,9 +88,10 @@ def _with_worker(
     encodes = is_encoder(files.config)
     hooks = build_engine_halves(context)
     tasks = _tasks(files, hooks, generates=context.generates)
-    loaded = worker.load(timer)
+    loaded = worker.load(timer, most_drafts(hooks))
     num_blocks, limits = (_encoder_sized if encodes else _sized)(config, files, worker.facts, loaded)
-    port = worker.allocate(_cache_sizes(num_blocks, limits))
+    sizes = _cache_sizes(num_blocks, limits, hooks)
+    port = worker.allocate(sizes)
     scheduler = Scheduler(
         _cache(config, loaded, num_blocks, limits, keeps=not encodes),
         limits,
@@ -103,7 +104,7 @@ def _with_worker(
     loop = EngineLoop(scheduler, port.executor(), _depth(config, worker.facts), worker=port, profiler=profiler)
     _warm_up(loop, timer, prompt_only="generate" not in tasks)
     if config.device.record_steps is not None:
-        loop.record(_recorder(config, config.device.record_steps, worker.facts, _cache_sizes(num_blocks, limits)))
+        loop.record(_recorder(config, config.device.record_steps, worker.facts, sizes))
     info = msgspec.structs.replace(
         _info(config, files, worker.facts, loaded, num_blocks, limits),
         eos_token_ids=[] if encodes else list(eos_token_ids(files)),
@@ -180,12 +181,13 @@ def _recorder(config: EngineConfig, path: str, facts: WorkerFacts, sizes: CacheS
     return Recorder(Path(path).expanduser(), config.device.record_steps_limit, header, PlanCodec(payload_types()))
 
 
-def _cache_sizes(num_blocks: int, limits: Limits) -> CacheSizes:
+def _cache_sizes(num_blocks: int, limits: Limits, hooks: Sequence[EngineHook]) -> CacheSizes:
     return CacheSizes(
         num_blocks=num_blocks,
         num_slots=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_step_tokens=limits.max_num_batched_tokens,
+        max_drafts=most_drafts(hooks),
     )
 
 

@@ -123,7 +123,7 @@ class DecoderBuild:
         self.facts = _facts(self._worker)
         self.context = feature_context(config, files, self.facts)
 
-    def load(self, timer: PhaseTimer) -> LoadedFacts:
+    def load(self, timer: PhaseTimer, max_drafts: int = 0) -> LoadedFacts:
         worker, config = self._worker, self._config
         timer.begin("kernels")
         worker.prepare_kernels()
@@ -142,20 +142,21 @@ class DecoderBuild:
             step_weight_bytes=worker.step_weight_bytes,
             kv_bytes_per_token=worker.kv_bytes_per_token,
             groups=worker.cache_groups,
-            kv_budget=None if stated else worker.kv_budget(*limits),
+            kv_budget=None if stated else worker.kv_budget(*limits, max_drafts),
         )
 
     def allocate(self, sizes: CacheSizes) -> LocalWorker:
         worker, cache = self._worker, self._config.cache
         if cache.memory_bytes is not None or cache.num_blocks is not None:
             size = sizes.num_blocks * cache.block_size * worker.kv_bytes_per_token
-            worker.check_cache(size, sizes.num_slots, sizes.max_step_tokens)
+            worker.check_cache(size, sizes.num_slots, sizes.max_step_tokens, sizes.max_drafts)
         make_runner = partial(
             worker.make_runner,
             num_blocks=sizes.num_blocks,
             num_slots=sizes.num_slots,
             max_model_len=sizes.max_model_len,
             max_step_tokens=sizes.max_step_tokens,
+            max_drafts=sizes.max_drafts,
             hooks=build_worker_halves(self.context),
         )
         return LocalWorker(worker, make_runner, can_sleep=self._config.model.enable_sleep_mode)
@@ -173,7 +174,7 @@ class EncoderBuild:
         self.facts = _facts(self._worker)
         self.context = feature_context(config, files, self.facts)
 
-    def load(self, timer: PhaseTimer) -> LoadedFacts:
+    def load(self, timer: PhaseTimer, max_drafts: int = 0) -> LoadedFacts:
         timer.begin("weights")
         with blamed(self._config.model.config_overrides):
             self._worker.load()

@@ -48,6 +48,8 @@ class StepOutput(msgspec.Struct, frozen=True):
         errors: row -> why it could not be sampled; its tokens are void.
         prompt_logprobs: row -> entries of the prompt tokens that follow the computed ones, if requested.
         found: row -> feature name -> encoded result of that feature's worker half.
+        drafts: row -> number of drafts proposed after its tokens, for rows of `StepPlan.proposals`; a row without an
+            entry may have as many as planned.
         idle_s: seconds for which the device was idle between the previous step, if it was still running, and this one.
     """
 
@@ -57,6 +59,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     found: dict[int, dict[str, bytes]] = msgspec.field(default_factory=dict)
     idle_s: float = 0.0
+    drafts: dict[int, int] = msgspec.field(default_factory=dict)
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -43,7 +43,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     """One planned step. The order and counts of its rows *are* the layout: scheduler and worker both read them.
 
     Row i computes `num_tokens[i]` tokens of slot `slots[i]`, the last `num_drafts[i]` of them drafts, and yields
-    `1 + num_drafts[i]` rows of logits if `samples[i]`, else none. Rows that decode come first.
+    `1 + num_drafts[i]` consecutive rows of logits if `samples[i]`, else none. Rows that decode come first. A row may
+    have fewer drafts than counted: the rest of its tokens is padding, computed but never accepted.
 
     Attributes:
         id: counts up from 0.
@@ -56,6 +57,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         needs_feedback: the rows can't be sampled before the previous step's tokens are known on the host.
         repeats: the rows equal those of the previous plan, which was launched, and `new` is empty; a worker may reuse
             its layout. Never set on the first plan after a failed step.
+        proposals: row -> the most drafts to propose after its tokens, for sampling rows that get drafts.
     """
 
     id: int
@@ -70,10 +72,19 @@ class StepPlan(msgspec.Struct, frozen=True):
     payload: dict[str, Any] = msgspec.field(default_factory=dict)
     needs_feedback: bool = False
     repeats: bool = False
+    proposals: dict[int, int] = msgspec.field(default_factory=dict)
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+    @property
+    def logit_slots(self) -> list[int]:
+        """The slot of each row of logits, in their order."""
+        if not any(self.num_drafts):
+            return [slot for slot, samples in zip(self.slots, self.samples, strict=True) if samples]
+        rows = zip(self.slots, self.num_drafts, self.samples, strict=True)
+        return [slot for slot, drafts, samples in rows if samples for _ in range(1 + drafts)]
 
 
 @dataclass(slots=True)
@@ -90,6 +101,7 @@ class PlanDraft:
     payload: dict[str, Any] = field(default_factory=dict)
     needs_feedback: bool = False
     repeats: bool = False
+    proposals: dict[int, int] = field(default_factory=dict)
 
     def freeze(self, step_id: int, freed: list[int]) -> StepPlan:
         return StepPlan(
@@ -105,4 +117,5 @@ class PlanDraft:
             payload=self.payload,
             needs_feedback=self.needs_feedback,
             repeats=self.repeats,
+            proposals=self.proposals,
         )

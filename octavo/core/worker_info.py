@@ -74,9 +74,11 @@ class CacheSizes(msgspec.Struct, frozen=True, kw_only=True):
         num_slots: requests that run at once.
         max_model_len: tokens of the longest request.
         max_step_tokens: tokens of the largest step.
+        max_drafts: draft tokens of a row at most; 0 if no feature drafts.
     """
 
     num_blocks: int
     num_slots: int
     max_model_len: int
     max_step_tokens: int
+    max_drafts: int = 0

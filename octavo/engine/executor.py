@@ -190,8 +190,8 @@ class WorkerBuild(Protocol):
 
     facts: WorkerFacts
 
-    def load(self, timer: PhaseTimer) -> LoadedFacts:
-        """Choose kernels and read the weights; report phases to `timer`."""
+    def load(self, timer: PhaseTimer, max_drafts: int = 0) -> LoadedFacts:
+        """Choose kernels and read the weights; report phases to `timer`. Rows have up to `max_drafts` drafts."""
         ...
 
     def allocate(self, sizes: CacheSizes) -> WorkerPort:

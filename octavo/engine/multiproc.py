@@ -265,9 +265,9 @@ class RankBuild:
         self.facts = rank.call(WorkerFacts, "begin")
         rank.device = self.facts.device
 
-    def load(self, timer: PhaseTimer) -> LoadedFacts:
+    def load(self, timer: PhaseTimer, max_drafts: int = 0) -> LoadedFacts:
         timer.begin("weights")
-        loaded = self._rank.call(LoadedFacts, "load")
+        loaded = self._rank.call(LoadedFacts, "load", max_drafts)
         timer.begin("kv cache")
         return loaded
 

@@ -164,10 +164,10 @@ class _Methods:
             self._build = self._make_build()
         return self._build.facts
 
-    def load(self) -> Any:
+    def load(self, max_drafts: int) -> Any:
         assert self._build is not None
         with memory_errors():
-            return self._build.load(PhaseTimer(lambda name, seconds: None))
+            return self._build.load(PhaseTimer(lambda name, seconds: None), max_drafts)
 
     def allocate(self, sizes: dict[str, int]) -> bool:
         """Return whether the worker can sleep."""

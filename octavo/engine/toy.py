@@ -21,6 +21,9 @@ from octavo.core.spans import Spans
 VOCAB = 50
 EOS = 0
 
+_PADDING = -1
+"""Computed where fewer drafts were proposed than planned."""
+
 Cell = tuple[int, ...]
 
 
@@ -71,8 +74,9 @@ class ToyStep:
 class ToyDevice:
     """A FIFO of launched work.
 
+    It proposes drafts where the plan asks for them, as many or fewer; three out of five are right.
+
     Args:
-        num_drafts: tokens drafted after each sampled one; three out of five are right.
         lazy: run work only when a result is requested; otherwise at random moments.
         fail_at: ids of plans whose forward pass raises RuntimeError.
         poison: a token that no step can compute.
@@ -85,7 +89,6 @@ class ToyDevice:
         num_blocks: int,
         block_size: int,
         *,
-        num_drafts: int = 0,
         lazy: bool = True,
         seed: int = 0,
         fail_at: Sequence[int] = (),
@@ -96,7 +99,6 @@ class ToyDevice:
         self._cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
         self._groups = tuple(groups)
-        self._num_drafts = num_drafts
         self._lazy = lazy
         self._random = random.Random(seed)
         self._fail_at = frozenset(fail_at)
@@ -155,7 +157,8 @@ class ToyDevice:
         for slot, count, drafts in zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True):
             state = self._slots[slot]
             start = state.computed
-            inputs = (state.tokens[start:] + state.drafts[:drafts])[:count]
+            padding = [_PADDING] * (drafts - len(state.drafts))
+            inputs = (state.tokens[start:] + state.drafts[:drafts] + padding)[:count]
             if len(inputs) != count:
                 raise AssertionError(f"slot {slot}: the plan computes {count} tokens but the device has {len(inputs)}")
             if self._poison in inputs:
@@ -209,18 +212,20 @@ class ToyDevice:
     def _sample(self, step: ToyStep) -> None:
         plan = step.plan
         tokens = []
-        for slot, samples, drafts, inputs in zip(plan.slots, plan.samples, plan.num_drafts, step.inputs, strict=True):
+        rows = zip(plan.slots, plan.samples, plan.num_drafts, step.inputs, strict=True)
+        for row, (slot, samples, drafts, inputs) in enumerate(rows):
             state = self._slots[slot]
             if samples:
                 accepted = self._verify(state, inputs[len(inputs) - drafts :] if drafts else [])
                 state.computed += len(inputs) - (drafts + 1 - len(accepted))
                 state.tokens += accepted
-                state.drafts = self._draft(state)
+                state.drafts = self._draft(state, plan.proposals.get(row, 0))
             else:
                 accepted = []
                 state.computed += len(inputs)
             tokens.append(accepted)
-        step.output = StepOutput(tokens)
+        told = plan.proposals if plan.proposals and self._random.random() < 0.5 else {}
+        step.output = StepOutput(tokens, drafts={row: len(self._slots[plan.slots[row]].drafts) for row in told})
 
     def _verify(self, state: _Slot, drafts: list[int]) -> list[int]:
         """Return the model's tokens as far as the drafts agree with them, and one more."""
@@ -231,9 +236,11 @@ class ToyDevice:
                 break
         return accepted
 
-    def _draft(self, state: _Slot) -> list[int]:
+    def _draft(self, state: _Slot, most: int) -> list[int]:
+        """As many drafts as may be, or fewer."""
+        count = most if self._random.random() < 0.5 else self._random.randint(0, most)
         drafts: list[int] = []
-        while len(drafts) < self._num_drafts:
+        while len(drafts) < count:
             right = self._random.random() < 0.6
             drafts.append(next_token(state.tokens + drafts, state.seed) if right else self._random.randrange(VOCAB))
         return drafts

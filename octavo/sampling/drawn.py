@@ -25,6 +25,10 @@ class Drawn(Protocol):
         """Wait for the log-probabilities and return them by row index, for the rows that asked."""
         ...
 
+    def kept(self) -> list[int] | None:
+        """Wait for how many tokens each row of the plan that samples keeps; None if none had drafts, so 1 each."""
+        ...
+
 
 @dataclass(slots=True)
 class DrawnHere:
@@ -32,6 +36,7 @@ class DrawnHere:
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    counts: list[int] | None = None
     arrived: None = None
 
     def token_list(self) -> list[int]:
@@ -39,3 +44,6 @@ class DrawnHere:
 
     def logprobs_of(self) -> dict[int, TokenLogprobs]:
         return self.logprobs
+
+    def kept(self) -> list[int] | None:
+        return self.counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -80,6 +80,11 @@ class Row:
         return self.params.drawn and (not self.params.min_tokens or self.banned is None)
 
     @property
+    def most_tokens(self) -> int:
+        """Upper bound on the sequence's tokens."""
+        return self.num_tokens
+
+    @property
     def banned(self) -> Tensor | None:
         """Tokens that may not be sampled yet."""
         params = self.params
@@ -109,6 +114,27 @@ class Sampled:
             found.update(zip(rows, entries_of(columns), strict=True))
         return found
 
+    def kept(self) -> list[int] | None:
+        return None
+
+
+@dataclass(slots=True)
+class Verified(Sampled):
+    """Tokens of rows of which some had drafts, and how many each row of the plan keeps.
+
+    Attributes:
+        counts: [R] integers.
+        settle: called with them once they have arrived.
+    """
+
+    counts: Download
+    settle: Callable[[list[int]], None]
+
+    def kept(self) -> list[int]:
+        found: list[int] = self.counts.wait().tolist()
+        self.settle(found)
+        return found
+
 
 class ResidentSampler:
     """A row's token depends only on its logits, mask, parameters, seed and tokens, not on other steps.
@@ -116,9 +142,10 @@ class ResidentSampler:
     A buffer for counts is allocated at the first row that needs it; it is all zero between calls.
     """
 
-    def __init__(self, table: ParamTable, vocab_size: int) -> None:
+    def __init__(self, table: ParamTable, vocab_size: int, max_rows: int | None = None) -> None:
+        """`max_rows`: rows of logits of a step, by default one for each slot."""
         self._table = table
-        self._allowed = ResidentAllowed(len(table.length), vocab_size, table.length.device)
+        self._allowed = ResidentAllowed(max_rows or len(table.length), vocab_size, table.length.device)
         self._counts: Tensor | None = None
 
     def allowing(self, allowed: Allowed | None) -> AbstractContextManager[None]:
@@ -174,8 +201,9 @@ class ResidentSampler:
         self._allowed.forbid(logits)
         reported = any(row.params.logprobs is not None for row in rows)
         work = logits.to(torch.float32, copy=reported)
-        forbid(work, self._table.tokens, rows)
-        self._bias_and_ban(work, rows)
+        self._forbid(work, rows)
+        self._bias(work, rows)
+        self._ban(work, rows)
         self._penalize(work, slots, rows)
         filtered = any(row.params.filtered and not row.params.greedy for row in rows)
         tokens = self.draw(work, slots, self.kept(work, slots) if filtered else None)
@@ -251,19 +279,25 @@ class ResidentSampler:
         temperatures = np.array([[1.0 if one.greedy else float(one.filters[0])] for one in params], dtype=np.float32)
         return work.div_(upload(temperatures, work.device))
 
-    def _bias_and_ban(self, work: Tensor, rows: Sequence[Row]) -> None:
+    def _forbid(self, work: Tensor, rows: Sequence[Row]) -> None:
+        forbid(work, self._table.tokens, rows)
+
+    def _bias(self, work: Tensor, rows: Sequence[Row]) -> None:
         flat, vocab = work.view(-1), work.shape[1]
         biased = [(i, row.params) for i, row in enumerate(rows) if len(row.params.bias_ids)]
         if biased:
             index = np.concatenate([params.bias_ids.numpy() + i * vocab for i, params in biased])
             values = np.concatenate([params.bias_values.numpy() for _, params in biased])
             flat.index_add_(0, upload(index, work.device), upload(values, work.device))
+
+    def _ban(self, work: Tensor, rows: Sequence[Row]) -> None:
+        vocab = work.shape[1]
         banned = [row.banned.numpy() + i * vocab for i, row in enumerate(rows) if row.banned is not None]
         if banned:
-            flat.index_fill_(0, upload(np.concatenate(banned), work.device), float("-inf"))
+            work.view(-1).index_fill_(0, upload(np.concatenate(banned), work.device), float("-inf"))
 
     def _penalize(self, work: Tensor, slots: Tensor, rows: Sequence[Row]) -> None:
-        lengths = [row.num_tokens for row in rows if _penalized(row.params)]
+        lengths = [row.most_tokens for row in rows if _penalized(row.params)]
         if not lengths:
             return
         count, vocab = work.shape

@@ -24,11 +24,12 @@ def forbid(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
         tokens: [slots, max_model_len] int32, contiguous, each slot's tokens.
         rows: S of them.
     """
-    _allow(logits, rows)
+    allow(logits, rows)
     _end_bad_words(logits, tokens, rows)
 
 
-def _allow(logits: Tensor, rows: Sequence[Row]) -> None:
+def allow(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Minus infinity for all but a row's `allowed_token_ids`, in place, for the rows that have some."""
     named = [(i, row.params.allowed) for i, row in enumerate(rows) if row.params.allowed is not None]
     if named:
         which = upload(places_of([i for i, _ in named], len(logits)), logits.device)

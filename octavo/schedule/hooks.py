@@ -73,6 +73,8 @@ class EngineHook:
     """Facts about the model for the feature's other parts; see `ModelInfo.feature_info`."""
     admits_for_good: bool = False
     """`admit` never delays a request that computes single tokens, so it is not called for each of them."""
+    max_drafts: int = 0
+    """Most draft tokens that the worker half proposes after one sampled token; 0 for none. Buffers are sized by it."""
 
     def lockstep(self, spec: GenerateRequest) -> Lockstep | None:
         """Return the rule that keeps the request's sequences in lockstep; None if they are independent.
@@ -100,6 +102,22 @@ class EngineHook:
         """
         return None
 
+    def drafts(self, request: Request) -> int | None:
+        """Return the most drafts that may follow the next sampled token of the request; None sets no bound.
+
+        The smallest bound of all features holds, or the largest `max_drafts` if none of them sets one. Called only if
+        some feature has `max_drafts`, then for every request, and possibly more than once a step. While all bounds
+        are 0, steps stay as cheap as without the feature. A feature whose worker half masks or changes logits must
+        return 0 for its requests, unless it does so for every draft; see `WorkerHook.allowed`.
+        """
+        return None
+
+    def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Process the result of a row with room for `num_drafts` drafts: its first `num_accepted` were accepted.
+
+        Fewer than `num_drafts` may have been proposed. Called before `on_commit`, whatever the request's options.
+        """
+
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         """Process tokens that were just appended. Return True to end the request with its output complete."""
         return False
@@ -113,6 +131,11 @@ class EngineHook:
 
     def on_release(self, request: Request) -> None:
         """Drop the state of a request that has ended. After a failure this may be called twice."""
+
+
+def most_drafts(hooks: Sequence[EngineHook]) -> int:
+    """Return how many drafts one row can have."""
+    return max((hook.max_drafts for hook in hooks), default=0)
 
 
 def lockstep_of(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> Lockstep | None:

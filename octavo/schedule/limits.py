@@ -16,8 +16,6 @@ class Limits:
 
     Attributes:
         max_ahead: steps in flight that may hold a row of one request: the loop's depth + 1.
-        num_drafts: draft tokens that the worker proposes whenever it samples. 0 for all real workers; only the toy
-            device of the tests (`engine/toy.py`) drafts.
         share_prefixes: whether requests may reuse each other's blocks.
         watermark: fraction of the KV cache (0 to 1) kept free when a request is admitted while others run.
         paced_tokens: under a policy that spreads prompts, prompts that can wait are not added to a step beyond this
@@ -29,7 +27,6 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     max_ahead: int = 1
-    num_drafts: int = 0
     share_prefixes: bool = True
     watermark: float = 0.0
     paced_tokens: int = 0
@@ -54,7 +51,7 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits, lo
             param="max_tokens",
             value=spec.params.max_tokens,
         )
-    need = cache.blocks_for(len(spec.tokens) + max_tokens + limits.num_drafts)
+    need = cache.blocks_for(len(spec.tokens) + max_tokens)
     if lockstep is not None:
         need += _checked_width(lockstep, limits) * (cache.blocks_for(max_tokens) + 1)
     if need > cache.num_blocks:

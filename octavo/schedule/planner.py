@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError
 from octavo.schedule.counters import Counters
+from octavo.schedule.drafts import DraftBounds
 from octavo.schedule.hooks import EngineHook, admitted
 from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Pace, Policy, Rank, displaced_by, victim_of
@@ -40,6 +41,7 @@ class Planner:
         hooks: Sequence[EngineHook],
         quarantine: Quarantine,
         counters: Counters,
+        drafts: DraftBounds,
     ) -> None:
         self.num_deferred = 0
         self.at: Request | None = None
@@ -51,6 +53,7 @@ class Planner:
         self._hooks = hooks
         self._quarantine = quarantine
         self._counters = counters
+        self._drafts = drafts
         self._kv = requests.kv
         self._paced = policy.spreads_prompts and limits.paced_tokens > 0
 
@@ -127,6 +130,10 @@ class Planner:
         if num_tokens <= 0:
             return
         while not self._add_row(step, request, num_tokens):
+            certain = request.uncomputed - request.num_drafts
+            if num_tokens > certain:  # drafts are not worth another request's blocks
+                num_tokens = certain
+                continue
             victim = victim_of(request, self._requests.running, set(step.rows), self._policy)
             if victim is None:
                 step.starved = self._policy.rank(request)
@@ -177,7 +184,7 @@ class Planner:
         return step.pace.allowed(request, self._limits.max_num_batched_tokens - step.budget, step.budget)
 
     def _allowed(self, step: StepBuilder, request: Request) -> int:
-        """Return how many tokens the request computes in this step. Drafts are computed all together or not at all."""
+        """Return how many tokens the request computes in this step. Drafts that do not fit the budget are dropped."""
         num_tokens = min(request.uncomputed, self._budget(step, request))
         num_tokens = self._cache.chunk(request.num_computed, num_tokens)
         if self._limits.whole_prompts and num_tokens < request.uncomputed:
@@ -185,9 +192,7 @@ class Planner:
         num_tokens, error = admitted(self._hooks, request, num_tokens)
         if error is not None:
             self.refused.append((request, error))
-        end = request.num_computed + num_tokens
-        splits_drafts = num_tokens < request.uncomputed and end >= len(request.tokens) + request.pending
-        return 0 if request.num_drafts and splits_drafts else num_tokens
+        return num_tokens
 
     def _add_row(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
         """Add a row for a request with a slot; return False, with nothing changed, if too few blocks are free."""
@@ -195,8 +200,9 @@ class Planner:
         growth = self._cache.grow(request.table, start, end, oldest=start - request.pending)
         if growth is None:
             return False
-        samples = num_tokens == request.uncomputed and request.max_tokens > 0
-        drafts = request.num_drafts if samples else 0
+        certain = request.uncomputed - request.num_drafts
+        samples = num_tokens >= certain and request.max_tokens > 0
+        drafts = num_tokens - certain if samples else 0
         step.add_row(request, num_tokens, growth, samples=samples, drafts=drafts)
         if request.siblings.take_moved(request):
             step.add_new(request, start)
@@ -204,9 +210,18 @@ class Planner:
         request.inflight += 1
         if samples:
             request.pending += 1 + drafts
-            request.num_drafts = self._limits.num_drafts
+            request.unsure += drafts
+            request.num_drafts = 0
+            if self._drafts.most:
+                self._propose(step, request)
         self._kv.register(request)
         return True
+
+    def _propose(self, step: StepBuilder, request: Request) -> None:
+        """Ask for drafts after the tokens of the row that was just added."""
+        request.num_drafts = self._drafts.following(request, len(self._requests.running))
+        if request.num_drafts:
+            step.draft.proposals[len(step.rows) - 1] = request.num_drafts
 
     # After a failure
 

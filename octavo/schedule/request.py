@@ -42,7 +42,9 @@ class Request:
     pending: int = 0
     """Upper bound on tokens that launched steps will append."""
     num_drafts: int = 0
-    """Draft tokens held by the device after the last known or pending token."""
+    """Upper bound on draft tokens held by the device after the last known or pending token."""
+    unsure: int = 0
+    """Drafts in launched steps: upper bound on what commits will take back from `num_computed` and `pending`."""
     inflight: int = 0
     """Launched steps that hold a row of this request."""
     slot: int = -1

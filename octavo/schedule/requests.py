@@ -100,7 +100,7 @@ class Requests:
         for request in alive:
             if request not in seated:
                 request.slot, request.table = -1, BlockTable()
-                request.num_computed = request.pending = request.num_drafts = 0
+                request.num_computed = request.pending = request.num_drafts = request.unsure = 0
         self._cache.recount([request.table for request in seated])
         self.running[:] = sorted(seated, key=self._policy.rank)
         self.waiting.refill(request for request in alive if request.slot < 0 and request.finish is None)
@@ -137,7 +137,7 @@ def _begin_anew(request: Request) -> None:
     """Reset its counters: none of its tokens is computed any more."""
     request.num_lost = request.num_computed
     request.num_preemptions += 1
-    request.num_computed = request.pending = request.num_drafts = 0
+    request.num_computed = request.pending = request.num_drafts = request.unsure = 0
 
 
 class WaitingQueue:

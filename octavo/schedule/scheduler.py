@@ -20,6 +20,7 @@ from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.schedule.counters import Counters
+from octavo.schedule.drafts import DraftBounds
 from octavo.schedule.hooks import EngineHook, committed, lockstep_of, results
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.outputs import Last, append, last_news, prompt_news, times_at_first_token
@@ -56,14 +57,17 @@ class Scheduler:
         self._num_arrivals = self._num_plans = 0
         self._quarantine = Quarantine()
         self._requests = Requests(cache, policy, limits, hooks)
-        self._planner = Planner(self._requests, cache, limits, policy, hooks, self._quarantine, self.counters)
+        self._drafts = DraftBounds(hooks, limits, cache)
+        self._planner = Planner(
+            self._requests, cache, limits, policy, hooks, self._quarantine, self.counters, self._drafts
+        )
         self._launched: dict[int, tuple[list[Request], Steady | None]] = {}
         """Plan id -> the requests behind its rows, and the `Steady` that made it, if any."""
         self._planning = False
         self._news: list[TokenDelta] = []
         """Deltas not handed over yet; kept here, so that no failure loses them."""
         self._steady: Steady | None = None
-        self._repeats = not limits.num_drafts and all(hook.opt_in for hook in hooks)
+        self._repeats = all(hook.opt_in for hook in hooks)
 
     # Adding and ending requests
 
@@ -194,7 +198,8 @@ class Scheduler:
             tokens, sampled = sum(draft.num_tokens), sum(draft.samples)
             self.counters.step(len(step.rows), tokens, step.num_prompt_tokens, sampled, unfilled)
             if self._repeats and not self._requests.waiting and not self._quarantine:
-                self._steady = Steady.after(step, running, unfilled, self.cache, self._requests.kv, ahead, self._hooks)
+                kv = self._requests.kv
+                self._steady = Steady.after(step, running, unfilled, self.cache, kv, ahead, self._hooks, self._drafts)
         return step.rows, step.draft
 
     def payload(self, plan: StepPlan) -> dict[str, Any]:
@@ -259,6 +264,9 @@ class Scheduler:
         self._quarantine.passed(request)
         request.pending -= 1 + num_drafts
         request.num_computed -= 1 + num_drafts - len(sampled)
+        request.unsure -= num_drafts
+        if row in output.drafts and not request.inflight:
+            request.num_drafts = min(request.num_drafts, output.drafts[row])
         error, found = output.errors.get(row), output.logprobs.get(row)
         if request.finish is not None:
             return
@@ -267,6 +275,9 @@ class Scheduler:
         elif request.siblings.lockstep is not None and found:
             self._report(request, found[0])
         else:
+            if num_drafts:
+                for hook in self._hooks:
+                    hook.on_verify(request, num_drafts, len(sampled) - 1)
             before = request.num_output
             self._append(request, sampled, found)
             self.counters.stats.generation_tokens += request.num_output - before

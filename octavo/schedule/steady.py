@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from octavo.cache.cache import KVCache
 from octavo.core.output import TokenDelta
 from octavo.core.plan import PlanDraft
+from octavo.schedule.drafts import DraftBounds
 from octavo.schedule.hooks import EngineHook, hooks_of
 from octavo.schedule.kv_planner import KvPlanner
 from octavo.schedule.request import Request
@@ -38,6 +39,7 @@ class Steady:
         kv: KvPlanner,
         max_ahead: int,
         hooks: Sequence[EngineHook],
+        drafts: DraftBounds,
     ) -> None:
         self.rows = list(step.rows)
         self.unfilled = unfilled
@@ -45,6 +47,7 @@ class Steady:
         self._cache = cache
         self._growing = sum(group.grows for group in cache.groups)
         self._kv = kv
+        self._drafts = drafts if drafts.most else None
         self._watched = {request for request in self.rows if request.spec.options}
         self.hooks = hooks if self._watched else ()
         asked = [hook for hook in self.hooks if not hook.admits_for_good]
@@ -70,20 +73,26 @@ class Steady:
         kv: KvPlanner,
         max_ahead: int,
         hooks: Sequence[EngineHook],
+        drafts: DraftBounds,
     ) -> Steady | None:
-        """Return the steps that repeat `step`, if it decodes one token of each running request in order; else None."""
+        """Return the steps that repeat `step`, if it decodes one token of each running request in order; else None.
+
+        None also while drafts wait or are in flight, since their number changes from step to step.
+        """
         rows, draft = step.rows, step.draft
         if rows != running or draft.num_tokens != [1] * len(rows) or not all(draft.samples) or any(draft.num_drafts):
             return None
-        if any(r.num_drafts or r.siblings.lockstep for r in rows):
+        if any(r.num_drafts or r.unsure or r.siblings.lockstep for r in rows):
             return None
-        return cls(step, unfilled, cache, kv, max_ahead, hooks)
+        return cls(step, unfilled, cache, kv, max_ahead, hooks, drafts)
 
     def next(self) -> PlanDraft | None:
         """Return the next step and count it as launched; None if the scheduler must plan from scratch."""
         borders = self._borders.get((self._count + 1) % self._cache.block_size, ())
         grown = sum(begins for _, begins in borders)
         if self._left <= 0 or grown * len(self._cache.groups) > self._cache.num_free or not self._admitted():
+            return None
+        if self._drafts is not None and self._begins_to_draft(self._drafts):
             return None
         draft = PlanDraft(
             slots=self._draft.slots,
@@ -111,6 +120,13 @@ class Steady:
             return all(hook.admit(request, 1) for request, hooks in self._asked for hook in hooks)
         except Exception:
             return False
+
+    def _begins_to_draft(self, drafts: DraftBounds) -> bool:
+        """Return whether a feature wants drafts now. True also if it fails; planning from scratch reports that."""
+        try:
+            return any(drafts.wanted(request) for request in self.rows)
+        except Exception:
+            return True
 
     def _grow(self, request: Request, draft: PlanDraft) -> None:
         growth = self._cache.grow(request.table, request.num_computed - 1, request.num_computed)

@@ -18,6 +18,7 @@ from octavo.models.model import EncoderModel, Model
 from octavo.nn.build import Build
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed, in_common
+from octavo.worker.drafts import Drafting, Drafts
 
 Findings = Callable[[], tuple[Mapping[int, bytes], Mapping[int, str]]]
 """Wait for a feature's results: row -> encoded bytes, and row -> error."""
@@ -52,7 +53,7 @@ class WorkerHook:
     `apply` only makes its sampling unrecorded.
 
     Order of calls in a step: `add`, `lay_out`, `variant`, `select`, `embed`, `after_forward`, `allowed`, `apply`,
-    `after_sample`.
+    `propose`, `after_sample`.
     """
 
     name: str = ""
@@ -109,17 +110,30 @@ class WorkerHook:
     def allowed(self, slots: Sequence[int], payload: Any) -> Allowed | None:
         """Return the allowed tokens of rows of logits; row i belongs to `slots[i]`. Called only with a payload.
 
-        Cheaper than `apply`, since the samplers apply the masks themselves.
+        Cheaper than `apply`, since the samplers apply the masks themselves. A slot with k drafts has 1 + k consecutive
+        rows: for the token after no draft, after the first draft, and so on. A feature that does not know the drafts
+        must not allow any (`EngineHook.drafts`).
         """
         return None
 
     def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> Mapping[int, str]:
-        """Change rows of logits [S, vocab] in place; row i belongs to `slots[i]`. Called only with a payload.
+        """Change rows of logits [S, vocab] in place; row i belongs to `slots[i]`, as in `allowed`. Called only with a
+        payload.
 
         Returns:
             Row -> error text, for requests that can't be sampled and end.
         """
         return {}
+
+    def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
+        """Return tokens that may follow those just drawn; None leaves it to the next hook, or to none.
+
+        Called if the plan has `proposals`, as a result of the engine half's `max_drafts` and `drafts`. Must not wait
+        for the device. The next step computes the drafts, draws the model's own token after each, and keeps those that
+        agree (`sampling/verify.py`): drafts change how many tokens a step yields, never which. Rejected positions are
+        computed again; `drafting.length` tells a drafter with a cache of its own how much of it is still valid.
+        """
+        return None
 
     def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
         """Update state after the step's tokens have arrived."""
@@ -136,6 +150,7 @@ class Hooks:
         self._reading = _with_own(hooks, "after_forward")
         self._allowing = _with_own(hooks, "allowed")
         self._changing = _with_own(hooks, "apply")
+        self._proposing = _with_own(hooks, "propose")
         self._following = _with_own(hooks, "after_sample")
         self._inputs: dict[str, Tensor] = {}
 
@@ -203,6 +218,11 @@ class Hooks:
         for hook in _concerned(self._changing, payload):
             failed.update(hook.apply(logits, slots, payload[hook.name]))
         return failed
+
+    def propose(self, drafting: Drafting, payload: Mapping[str, Any]) -> Drafts | None:
+        """The drafts of the first hook that proposes some."""
+        proposed = (hook.propose(drafting, payload.get(hook.name)) for hook in self._proposing)
+        return next((drafts for drafts in proposed if drafts is not None), None)
 
     def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
         for hook in self._following:

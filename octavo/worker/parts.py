@@ -14,6 +14,7 @@ from octavo.core.spans import Spans
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.drawn import Drawn
+from octavo.worker.drafts import Drafting, Drafts
 from octavo.worker.hooks import Variant
 from octavo.worker.step import PromptRow, Step
 
@@ -53,7 +54,19 @@ class Slots(Protocol):
         ...
 
     def advance(self, plan: StepPlan, layout: Layout[Any]) -> None:
-        """Count the plan's tokens as computed."""
+        """Count the plan's tokens as computed, drafts included."""
+        ...
+
+    def drafting(self, plan: StepPlan) -> Drafting:
+        """Return the rows that get drafts. Call after the plan's tokens were appended."""
+        ...
+
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
+        """Store drafts for the next step, cut to their limits and to the vocabulary.
+
+        Returns:
+            Function that waits for their numbers: row of the plan -> drafts.
+        """
         ...
 
 
@@ -61,7 +74,7 @@ class Sampler(Protocol):
     """Samples tokens and appends them to their slots."""
 
     def sample(self, logits: Tensor, step: Step, allowed: Allowed | None) -> Drawn:
-        """Sample a token for each row of logits.
+        """Sample a token for each row of logits, and append those that are kept.
 
         Args:
             logits: [S, vocab], of the step's `rows`; may be overwritten.

@@ -125,11 +125,13 @@ class Runner:
     def sample(self, step: Step, payload: dict[str, Any]) -> None:
         if step.drawn is None or payload:
             self._sample(step, payload)
+        if step.plan.proposals:
+            self._propose(step, payload)
 
     @torch.inference_mode()
     def _sample(self, step: Step, payload: dict[str, Any]) -> None:
         plan, hooks = step.plan, self._hooks
-        order = [slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
+        order = plan.logit_slots
         if not order and not step.prompts:
             return
         logits_of = cast("Model", self._model).logits
@@ -147,6 +149,12 @@ class Runner:
             failed |= hooks.apply(logits, order, payload)
             drawn = self._sampler.sample(logits, step, allowed)
         step.drawn, step.failed = drawn, failed
+
+    @torch.inference_mode()
+    def _propose(self, step: Step, payload: dict[str, Any]) -> None:
+        """Let hooks propose drafts after the step's tokens, and store them for the next step."""
+        drafting = self._slots.drafting(step.plan)
+        step.drafts = self._slots.draft(drafting, self._hooks.propose(drafting, step.plan.payload | payload))
 
     def watch(self, spans: Spans) -> None:
         """Record the host's work for a step, and the kernels of a native program, in a profile's spans."""

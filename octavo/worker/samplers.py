@@ -18,7 +18,8 @@ from octavo.sampling.drawn import Drawn, DrawnHere
 from octavo.sampling.prompt_logprobs import prompt_logprobs
 from octavo.sampling.sampler import Sampler, bad_rows, logprobs_of
 from octavo.sampling.state import SampleResult, SampleRow
-from octavo.worker.slots import HostSlots
+from octavo.worker.drafts import DraftRows
+from octavo.worker.slots import HostSlots, Ints
 from octavo.worker.step import PromptRow, Step
 
 
@@ -29,25 +30,31 @@ class TorchSampler:
         self._slots = slots
         self._sampler = Sampler()
 
-    def choose(self, logits: Tensor, slots: Sequence[int], allowed: Allowed | None = None) -> SampleResult:
+    def choose(
+        self, logits: Tensor, slots: Sequence[int], allowed: Allowed | None = None, ahead: Ints | None = None
+    ) -> SampleResult:
         """Choose a token for each of the S slots.
 
         Args:
             logits: [S, vocab], of any floating dtype; may be overwritten.
+            ahead: [S], number of the slot's drafts before each row; None for none.
         """
         if allowed is not None:
             forbid(logits, allowed)
         if self._slots.plain(slots):
             return self._sampler.greedy(logits)
-        return self._sampler.sample(logits, self._slots.sample_rows(slots))
+        return self._sampler.sample(logits, self._slots.sample_rows(slots, ahead))
 
     def sample(self, logits: Tensor, step: Step, allowed: Allowed | None) -> Drawn:
-        result = self.choose(logits, step.rows, allowed)
-        self._slots.append(step.rows, result.tokens.numpy())
+        plan = step.plan
+        drafted = any(plan.num_drafts)
+        result = self.choose(logits, step.rows, allowed, DraftRows.of(plan).ahead if drafted else None)
+        if not drafted:
+            self._slots.append(step.rows, result.tokens.numpy())
         tokens = result.tokens.tolist()
         for row in result.bad_rows:
             tokens[row] = -1
-        return DrawnHere(tokens, result.logprobs)
+        return DrawnHere(tokens, result.logprobs, self._slots.accept(plan, np.array(tokens)) if drafted else None)
 
     def prompt(self, row: PromptRow, logits_of: Callable[[Tensor], Tensor]) -> Callable[[], list[TokenLogprobs]]:
         assert row.hidden is not None
@@ -69,8 +76,14 @@ class NativeSampler(TorchSampler):
         super().__init__(slots)
         self._pool = pool
 
-    def choose(self, logits: Tensor, slots: Sequence[int], allowed: Allowed | None = None) -> SampleResult:
+    def choose(
+        self, logits: Tensor, slots: Sequence[int], allowed: Allowed | None = None, ahead: Ints | None = None
+    ) -> SampleResult:
         table = self._slots
+        rows, sampling, known, length = np.array(slots), table.sampling, table.tokens, table.length
+        if ahead is not None:  # a slot has several rows of logits, each with a length of its own
+            length = length[rows] + ahead
+            sampling, known, rows = sampling[rows], known[rows, : length.max()], np.arange(len(rows))
         asking = {i: one.logprobs for i, one in enumerate(table.params(slots)) if one is not None}
         if allowed is not None:
             forbid(logits, allowed.of([i for i, count in asking.items() if count is not None]))
@@ -81,16 +94,16 @@ class NativeSampler(TorchSampler):
             values.data_ptr(),
             values.stride(0),
             values.shape[1],
-            np.array(slots),
-            table.sampling,
-            table.tokens,
-            table.length,
+            rows,
+            sampling,
+            known,
+            length,
             None if allowed is None else allowed.addresses(len(slots)),
         )
         bad, chosen = bad_rows(peaks), torch.from_numpy(tokens)
         asking = {i: report for i, report in asking.items() if i not in bad}
-        told = logprobs_of(logits, asking, chosen, partial(self._rows_of, slots))
+        told = logprobs_of(logits, asking, chosen, partial(self._rows_of, slots, ahead))
         return SampleResult(chosen, told, bad)
 
-    def _rows_of(self, slots: Sequence[int], some: list[int]) -> list[SampleRow]:
-        return self._slots.sample_rows([slots[i] for i in some])
+    def _rows_of(self, slots: Sequence[int], ahead: Ints | None, some: list[int]) -> list[SampleRow]:
+        return self._slots.sample_rows([slots[i] for i in some], None if ahead is None else ahead[some])

@@ -5,7 +5,7 @@ In numpy, whose small operations take a fraction of torch's time, since bookkeep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ from octavo.core.plan import NewRow, StepPlan
 from octavo.nn.step import StepInput
 from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
+from octavo.sampling.verify import verify
+from octavo.worker.drafts import Drafting, DraftRows, Drafts
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
 
@@ -36,8 +38,9 @@ class HostSlots:
     """Row s holds the request in slot s. Memory is touched only as rows fill.
 
     Attributes:
-        tokens: [slots, max_model_len] int32, all known tokens.
+        tokens: [slots, max_model_len] int32, all known tokens, followed by drafts.
         length: [slots] int64, number of known tokens.
+        num_drafts: [slots] int64, number of drafts proposed after them.
         computed: [slots] int64, positions whose keys and values are in the cache.
         block_tables: [groups, slots, blocks] int32.
         sampling: [slots] of `STRUCT`, parameters for the native kernels.
@@ -56,6 +59,7 @@ class HostSlots:
         self.block_size = block_size
         self.tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.length = np.zeros(num_slots, dtype=np.int64)
+        self.num_drafts = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.block_tables = np.zeros((num_groups, num_slots, -(-max_model_len // block_size)), dtype=np.int32)
         self.sampling = np.zeros(num_slots, dtype=STRUCT)
@@ -87,7 +91,9 @@ class HostSlots:
         tables, cells = places[0]
         logit_rows = query_start[1:].astype(np.int64) - 1
         sampled = plan.slots
-        if not all(plan.samples):
+        if any(plan.num_drafts):
+            logit_rows, sampled = DraftRows.of(plan).tokens, plan.logit_slots
+        elif not all(plan.samples):
             chosen = np.flatnonzero(plan.samples)
             logit_rows, sampled = logit_rows[chosen], rows[chosen].tolist()
         batch = StepInput(
@@ -139,6 +145,49 @@ class HostSlots:
         self.tokens[slots, np.minimum(lengths, self.tokens.shape[1] - 1)] = tokens
         self.length[slots] = lengths + 1
 
+    def accept(self, plan: StepPlan, drawn: Ints) -> list[int]:
+        """Verify a step's drafts and append the tokens that are kept.
+
+        Args:
+            drawn: [S], the tokens drawn after each number of drafts; -1 where none could be drawn.
+
+        Returns:
+            The number of tokens appended for each sampling row.
+        """
+        rows = DraftRows.of(plan)
+        slots, most = rows.slots, int(rows.drafts.max())
+        places = np.minimum(self.length[slots, None] + np.arange(1 + most), self.tokens.shape[1] - 1)
+        drafts = self.tokens[slots[:, None], places[:, :most]]
+        counts = np.minimum(self.num_drafts[slots], rows.drafts)
+        parts = (drawn, drafts, counts, rows.starts)
+        kept = verify(*(torch.from_numpy(part) for part in parts)).numpy()
+        row, order = np.nonzero(np.arange(1 + most) < kept[:, None])
+        self.tokens[slots[row], places[row, order]] = np.maximum(drawn[rows.starts[row] + order], 0)
+        self.length[slots] += kept
+        self.computed[slots] -= 1 + rows.drafts - kept
+        accepted: list[int] = kept.tolist()
+        return accepted
+
+    def drafting(self, plan: StepPlan) -> Drafting:
+        rows = list(plan.proposals)
+        slots, limits = np.array(plan.slots)[rows], np.array(list(plan.proposals.values()))
+        tensors = (torch.from_numpy(part) for part in (slots, limits, self.tokens, self.length))
+        return Drafting(plan, rows, *tensors)
+
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
+        slots, limits = drafting.slots.numpy(), drafting.limits.numpy()
+        counts = np.zeros_like(limits)
+        row, order = np.nonzero(np.arange(limits.max()) < limits[:, None])
+        chosen = np.zeros(len(row), dtype=np.int32)  # padding must be a token, too
+        if drafts is not None:
+            counts = np.minimum(drafts.counts.numpy(), limits)
+            proposed = drafts.tokens.numpy().clip(0, self._vocab_size - 1)
+            meant = order < counts[row]
+            chosen[meant] = proposed[row[meant], order[meant]]
+        self.tokens[slots[row], self.length[slots[row]] + order] = chosen
+        self.num_drafts[slots] = counts
+        return lambda: dict(zip(drafting.rows, counts.tolist(), strict=True))
+
     def retract(self, slots: Sequence[int]) -> None:
         """Drop the last token of each of these slots."""
         self.length[slots] -= 1
@@ -151,10 +200,11 @@ class HostSlots:
         """Return the sampling parameters of these slots; None for an empty slot."""
         return [None if (one := self._sampling[slot]) is None else one.params for slot in slots]
 
-    def sample_rows(self, slots: Sequence[int]) -> list[SampleRow]:
-        """Return the samplers' input for these slots."""
+    def sample_rows(self, slots: Sequence[int], ahead: Ints | None = None) -> list[SampleRow]:
+        """Return the samplers' input for these slots, with `ahead` [S] drafts as their last tokens; None for none."""
         rows = []
-        for slot, length in zip(slots, self.length[slots].tolist(), strict=True):
+        lengths = self.length[slots] if ahead is None else self.length[slots] + ahead
+        for slot, length in zip(slots, lengths.tolist(), strict=True):
             sampling = self._sampling[slot]
             if sampling is None:
                 raise AssertionError(f"slot {slot} is sampled but empty")
@@ -165,6 +215,7 @@ class HostSlots:
         slot = row.slot
         self.tokens[slot, : len(row.tokens)] = row.tokens
         self.length[slot] = len(row.tokens)
+        self.num_drafts[slot] = 0
         self.computed[slot] = row.num_computed
         for group, blocks in enumerate(row.blocks):
             self.block_tables[group, slot, : len(blocks)] = np.maximum(blocks, 0)  # NO_BLOCK is never read

@@ -50,6 +50,7 @@ class Step:
         prompted: row -> function that waits for the log-probabilities of its prompt.
         failed: index among the S rows -> error text of a hook.
         findings: feature name -> function that waits for its results.
+        drafts: function that waits for the numbers of proposed drafts, row of the plan -> drafts; None for no drafts.
         began: event of the step's start on the device; None on devices without events.
         before: the step that was running when this one was launched.
         retired: whether the result was read.
@@ -65,6 +66,7 @@ class Step:
     prompted: Mapping[int, Callable[[], list[TokenLogprobs]]] | None = None
     failed: Mapping[int, str] | None = None
     findings: Mapping[str, Findings] | None = None
+    drafts: Callable[[], dict[int, int]] | None = None
     began: Event | None = None
     before: Step | None = None
     retired: bool = False
@@ -75,7 +77,8 @@ class Step:
         tokens, errors, logprobs = self._drawn(self.drawn) if self.drawn is not None else self._nothing()
         prompted = {row: wait() for row, wait in self.prompted.items()} if self.prompted else {}
         found, unfound = gather(self.findings) if self.findings else ({}, {})
-        output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle())
+        drafts = {} if self.drafts is None else self.drafts()
+        output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle(), drafts)
         self.hooks.after_sample(plan, output)
         self.retired = True
         return output
@@ -84,6 +87,9 @@ class Step:
         samples = self.plan.samples
         found = drawn.token_list()
         entries = drawn.logprobs_of()
+        kept = drawn.kept()
+        if kept is not None:
+            return self._verified(found, entries, kept)
         if len(found) == len(samples) and not entries and not self.failed and min(found) >= 0:
             return [[token] for token in found], {}, {}
         where = [row for row, sampled in enumerate(samples) if sampled]
@@ -95,6 +101,25 @@ class Step:
                 errors[row] = BAD_LOGITS
         errors |= {where[i]: error for i, error in (self.failed or {}).items()}
         logprobs = {where[i]: [entry] for i, entry in entries.items() if where[i] not in errors}
+        return tokens, errors, logprobs
+
+    def _verified(self, found: Sequence[int], entries: Mapping[int, TokenLogprobs], kept: Sequence[int]) -> _Rows:
+        """Return the results of a step with drafts; `kept` are the numbers of tokens of its sampling rows."""
+        plan, failed = self.plan, self.failed or {}
+        tokens: list[list[int]] = [[] for _ in plan.slots]
+        errors: dict[int, str] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        sampling = [row for row, samples in enumerate(plan.samples) if samples]
+        start = 0
+        for row, count in zip(sampling, kept, strict=True):
+            mine = range(start, start + count)
+            tokens[row] = [max(found[i], 0) for i in mine]
+            wrong = [failed.get(i, BAD_LOGITS) for i in mine if i in failed or found[i] < 0]
+            if wrong:
+                errors[row] = wrong[0]
+            elif start in entries:
+                logprobs[row] = [entries[i] for i in mine]
+            start += 1 + plan.num_drafts[row]
         return tokens, errors, logprobs
 
     def _nothing(self) -> _Rows:

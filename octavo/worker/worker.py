@@ -75,11 +75,12 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Limits of a runner: requests at once, tokens of a request, tokens of a step."""
+    """Limits of a runner: requests at once, tokens of a request, tokens of a step, drafts of a row."""
 
     num_slots: int
     max_model_len: int
     max_step_tokens: int
+    max_drafts: int
 
 
 class Worker:
@@ -294,13 +295,14 @@ class Worker:
         layers = max(len(group.layers) for group in self.cache_groups)
         return layers * math.prod(block) * self.kv_dtype.itemsize // self._block_size
 
-    def kv_budget(self, num_seqs: int, step_tokens: int) -> int:
+    def kv_budget(self, num_seqs: int, step_tokens: int, max_drafts: int = 0) -> int:
         """Return the bytes left for the KV cache after the weights and the workspace of the largest step."""
-        return self.device.kv_budget(self._utilization, self.weight_bytes, self._workspace_bytes(num_seqs, step_tokens))
+        workspace = self._workspace_bytes(num_seqs, step_tokens, max_drafts)
+        return self.device.kv_budget(self._utilization, self.weight_bytes, workspace)
 
-    def check_cache(self, size: int, num_seqs: int, step_tokens: int) -> None:
+    def check_cache(self, size: int, num_seqs: int, step_tokens: int, max_drafts: int = 0) -> None:
         """Raise ConfigError if a KV cache of `size` bytes and the workspace of the largest step do not fit."""
-        self.device.check_cache(size, self._workspace_bytes(num_seqs, step_tokens))
+        self.device.check_cache(size, self._workspace_bytes(num_seqs, step_tokens, max_drafts))
 
     def make_runner(
         self,
@@ -309,6 +311,7 @@ class Worker:
         num_slots: int,
         max_model_len: int,
         max_step_tokens: int,
+        max_drafts: int = 0,
         hooks: Sequence[WorkerHook] = (),
     ) -> Runner:
         """Allocate KV cache and slots; on a GPU also record graphs and run a warm-up, so that all memory is
@@ -321,7 +324,7 @@ class Worker:
         blocks = Blocks(model.attention_layers, groups, shape, self._block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
             self._set_scales(model)
-        room = Room(num_slots, max_model_len, max_step_tokens)
+        room = Room(num_slots, max_model_len, max_step_tokens, max_drafts)
         together = Hooks(hooks)
         if not device.resident:
             together.attach(model, self._site(), num_slots, max_step_tokens)
@@ -375,6 +378,7 @@ class Worker:
         """Build a runner with slots on the device. `hooks` are attached."""
         from octavo.models.products import choose_products
         from octavo.sampling.resident import ResidentSampler
+        from octavo.sampling.resident_drafts import DraftSampler
         from octavo.worker.resident.batches import sizes, token_counts
         from octavo.worker.resident.replay import GraphReplay
         from octavo.worker.resident.sampler import DeviceSampler
@@ -392,9 +396,13 @@ class Worker:
             device.torch_device,
             self.config.logprobs_mode,
             self.cache_groups,
+            drafts=room.max_drafts > 0,
         )
         sampler = ResidentSampler(slots.table, self.spec.vocab_size)
-        runner = Runner(model, attention, device, blocks, slots, DeviceSampler(slots, sampler), NoReplay(), hooks)
+        most_rows = (1 + room.max_drafts) * room.num_slots
+        drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
+        drawing = DeviceSampler(slots, sampler, drafted)
+        runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks)
         fused = isinstance(attention, FusedBackend) and not self._settings.enforce_eager
         recorder = device.recorder() if fused else None
         recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []
@@ -414,11 +422,11 @@ class Worker:
             count = self._ahead.wait()
             log.info("compiled or loaded %d kernels; waited %.1f s", count, time.perf_counter() - began)
 
-    def _workspace_bytes(self, num_seqs: int, step_tokens: int) -> int:
+    def _workspace_bytes(self, num_seqs: int, step_tokens: int, max_drafts: int) -> int:
         """Return the bytes of the largest step: residual stream and widest layer; logits, a copy and counts; slots."""
         spec = self.spec
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         token = (6 * spec.hidden_size + max(heads, 3 * spec.intermediate_size)) * self.dtype.itemsize
-        logits = num_seqs * spec.vocab_size * 16
+        logits = min(num_seqs * (1 + max_drafts), max(num_seqs, step_tokens)) * spec.vocab_size * 16
         slots = num_seqs * spec.max_position * 5
         return step_tokens * token + logits + slots

@@ -78,7 +78,7 @@ def test_a_failing_request_harms_no_other(world, count, abort_rate):
 def test_a_thousand_requests(depth):
     """The long run: 1,000 requests over three engines, tight memory, aborts, drafts, preemptions that really happen."""
     world = World(
-        rng=random.Random(depth), depth=depth, num_drafts=depth, num_blocks=18, budget=16, policy="fcfs", share=True
+        rng=random.Random(depth), depth=depth, num_drafts=3 * depth, num_blocks=18, budget=16, policy="fcfs", share=True
     )
     world.run(random_requests(world.rng, 334), abort_rate=0.01)
     world.check()

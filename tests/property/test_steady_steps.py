@@ -10,6 +10,7 @@ import pytest
 from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError
 from octavo.core.params import SamplingParams
+from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import EOS, VOCAB, ToyDevice, toy_generate
@@ -32,6 +33,18 @@ class Recorder(ToyDevice):
         new = [(row.slot, row.tokens, row.num_computed, row.blocks) for row in plan.new]
         rows = (list(plan.slots), list(plan.num_tokens), list(plan.samples))
         self.plans.append((new, rows, list(plan.block_writes), list(plan.copies), list(plan.freed)))
+        return super().forward(plan)
+
+
+class Planned(ToyDevice):
+    """Keeps the plans themselves."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, BLOCK)
+        self.kept: list[StepPlan] = []
+
+    def forward(self, plan):
+        self.kept.append(plan)
         return super().forward(plan)
 
 
@@ -140,6 +153,56 @@ class Witness(Reader):
         assert self.name in request.spec.options, "told of a request that does not concern it"
         super().on_commit(request, tokens)
         return False
+
+
+class Drafter(EngineHook):
+    """Drafts for everybody, but only from a number of tokens of output on."""
+
+    name = "drafter"
+    opt_in = True
+    max_drafts = 3
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self.accepted = 0
+
+    def drafts(self, request):
+        return None if request.num_output >= self.begin else 0
+
+    def on_verify(self, request, num_drafts, num_accepted):
+        self.accepted += num_accepted
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_steps_are_repeated_until_a_feature_drafts(depth):
+    def run(hooks):
+        limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60, max_ahead=depth + 1)
+        scheduler = Scheduler(KVCache(60, BLOCK), limits, make_policy("fcfs"), eos_token_ids=[EOS], hooks=hooks)
+        device = Planned(60)
+        loop = EngineLoop(scheduler, device, depth)
+        for i in range(3):
+            params = SamplingParams(max_tokens=30, ignore_eos=True, seed=i)
+            loop.add(GenerateRequest(id=f"r{i}", tokens=[5, 6, i], params=params))
+        tokens: dict[str, list[int]] = {}
+        while loop.busy:
+            for delta in loop.step():
+                tokens.setdefault(delta.id, []).extend(delta.tokens)
+        scheduler.check_idle()
+        return tokens, device.kept
+
+    def repeats(plans):
+        return sum(plan.repeats for plan in plans)
+
+    tokens, plans = run([])
+    idle_tokens, idle_plans = run([Drafter(begin=99)])
+    assert (idle_tokens, idle_plans) == (tokens, plans)
+    assert repeats(plans) > 20
+    drafter = Drafter(begin=10)
+    drafted_tokens, drafted_plans = run([drafter])
+    first = next(i for i, plan in enumerate(drafted_plans) if plan.proposals)
+    assert drafted_tokens == tokens
+    assert repeats(drafted_plans[:first]) > 5
+    assert drafter.accepted > 5
 
 
 def test_who_admits_for_good_is_asked_once_and_told_of_each_token():

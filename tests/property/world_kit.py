@@ -49,6 +49,25 @@ class Feedback(EngineHook):
         self.alive.discard((request.id, request.index))
 
 
+class Drafter(EngineHook):
+    """Wants up to `max_drafts` drafts, another number each time, and for some requests none."""
+
+    name = "drafter"
+    opt_in = True
+
+    def __init__(self, rng: random.Random, max_drafts: int) -> None:
+        self.rng = rng
+        self.max_drafts = max_drafts
+
+    def drafts(self, request):
+        if request.num_output < self.rng.randrange(4):
+            return 0
+        return self.rng.choice([None, self.rng.randint(0, self.max_drafts)])
+
+    def on_verify(self, request, num_drafts, num_accepted):
+        assert 0 <= num_accepted <= num_drafts <= self.max_drafts
+
+
 @dataclass
 class World:
     """One engine and everything that was ever asked of it. Where it is `faulty`, requests may end with an error."""
@@ -71,25 +90,23 @@ class World:
 
     def __post_init__(self) -> None:
         self.num_blocks *= len(self.groups)
-        step_tokens = self.budget + self.num_drafts
-        self.cache = KVCache(self.num_blocks, BLOCK, self.groups, step_tokens)
+        self.cache = KVCache(self.num_blocks, BLOCK, self.groups, self.budget)
         self.hook = Feedback(self.rng)
         self.hook.opt_in = self.rng.random() < 0.7
         limits = Limits(
             max_num_seqs=6,
-            max_num_batched_tokens=step_tokens,
+            max_num_batched_tokens=self.budget,
             max_model_len=MAX_LEN,
             max_ahead=1 if self.depth > 1 and self.rng.random() < 0.5 else self.depth + 1,
-            num_drafts=self.num_drafts,
             share_prefixes=self.share,
             watermark=self.watermark,
             paced_tokens=self.rng.choice([0, 1, 4, 12]),
         )
-        self.scheduler = Scheduler(self.cache, limits, make_policy(self.policy), eos_token_ids=[EOS], hooks=[self.hook])
+        hooks = [self.hook, Drafter(self.rng, self.num_drafts)] if self.num_drafts else [self.hook]
+        self.scheduler = Scheduler(self.cache, limits, make_policy(self.policy), eos_token_ids=[EOS], hooks=hooks)
         self.device = ToyDevice(
             self.num_blocks,
             BLOCK,
-            num_drafts=self.num_drafts,
             lazy=self.rng.random() < 0.7,
             seed=self.rng.random(),
             poison=self.poison,
@@ -105,7 +122,7 @@ class World:
         try:
             self.loop.add(request)
         except InvalidRequestError:
-            generated = 0 if request.prompt_only else request.params.max_tokens + self.num_drafts
+            generated = 0 if request.prompt_only else request.params.max_tokens
             need = len(request.tokens) + generated
             assert need > MAX_LEN or self.cache.blocks_for(need) > self.num_blocks, "refused although it fits"
             del self.asked[request.id]
@@ -135,6 +152,8 @@ class World:
             idle = idle + 1 if self.scheduler.stats().num_steps == before else 0
             assert idle < 200, "nothing happens any more"
             self.cache.check()
+            for request in self.scheduler._requests.running:
+                assert request.num_computed <= request.num_prompt + request.max_tokens, "drafts past the last token"
 
     def check(self) -> None:
         assert self.cache.num_free == self.num_blocks, "leak"
@@ -187,7 +206,7 @@ def worlds(draw, layouts=(FULL,)):
     return World(
         rng=random.Random(draw(st.integers(0, 2**32))),
         depth=depth,
-        num_drafts=draw(st.sampled_from([0, 0, 1, 3] if all(group.grows for group in groups) else [0])),
+        num_drafts=draw(st.sampled_from([0, 0, 1, 3, 7])),
         num_blocks=draw(st.sampled_from([9, 14, 20, 80])),
         budget=draw(st.sampled_from([6, 9, 16, 64])),
         policy=draw(st.sampled_from(sorted(POLICIES))),

@@ -132,6 +132,10 @@ class GrammarEngine(EngineHook):
     def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Masks | None:
         return None if self._guided is None or self.name in plan.payload else self._masks(self._guided)
 
+    def drafts(self, request: Request) -> int | None:
+        """Requests that it concerns have no drafts. Its masks are made for one token at a time."""
+        return 0 if self.name in request.spec.options else None
+
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         """Return whether the grammar is complete and no token can follow."""
         guide = self._guides.get(request)

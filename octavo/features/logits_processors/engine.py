@@ -71,6 +71,10 @@ class ProcessorsEngine(EngineHook):
         ]
         return Shares(shares) if shares else None
 
+    def drafts(self, request: Request) -> int | None:
+        """Requests that it concerns have no drafts. Processors are shown the output without drafts."""
+        return 0 if self.name in request.spec.options else None
+
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         part = self._parts.get(request)
         if part is not None:

@@ -144,6 +144,10 @@ class ThinkingEngine(EngineHook):
                 forced[slot] = watch.forced[0]
         return Forced(forced) if forced else None
 
+    def drafts(self, request: Request) -> int | None:
+        """Requests that it concerns have no drafts. What it dictates is for one token at a time."""
+        return 0 if self.name in request.spec.options else None
+
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         watch = self._watches.get(request)
         if watch is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from octavo.core.plan import StepPlan
 from octavo.device.transfer import upload
 from octavo.nn.attention.whole import Group, groups_of
 from octavo.nn.step import StepInput
+from octavo.worker.drafts import Drafting, Drafts
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
 
@@ -55,6 +57,12 @@ class PromptSlots:
 
     def advance(self, plan: StepPlan, layout: Layout[Any]) -> None:
         """Do nothing: no state is kept."""
+
+    def drafting(self, plan: StepPlan) -> Drafting:
+        raise AssertionError("an encoder samples no tokens")
+
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
+        raise AssertionError("an encoder samples no tokens")
 
 
 class WholePrompts:

@@ -232,10 +232,12 @@ class GraphReplay:
     # Replay
 
     def takes(self, plan: StepPlan, variant: Variant) -> bool:
-        """Return whether a graph of the plan's size was recorded for the variant."""
+        """Return whether a graph of the plan's size was recorded for the variant. None is recorded for drafts."""
         if not self._samples or (self._singles.sizes[0], variant) not in self._samples:
             return False
         decodes = max(plan.num_tokens) == 1 and all(plan.samples)
+        if not decodes and any(plan.num_drafts):
+            return False
         size = least(self._singles.sizes, len(plan.slots)) if decodes else self._ragged.bucket(plan)
         self._taken = _Taken(size, variant, decodes)
         return size > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -20,8 +20,11 @@ from octavo.device.transfer import upload, upload_parts
 from octavo.nn.step import StepInput
 from octavo.sampling.parameters import NUM_PARAMS, packed_words
 from octavo.sampling.resident import ParamTable, Row
+from octavo.sampling.resident_drafts import DraftRow
 from octavo.sampling.state import PreparedParams
+from octavo.worker.drafts import Drafting, DraftRows, Drafts
 from octavo.worker.parts import Layout
+from octavo.worker.resident.drafts import DeviceDrafts
 from octavo.worker.resident.sharing import BlockTables, Groups
 from octavo.worker.resident.triton_rows import (
     advance_kernel,
@@ -72,6 +75,7 @@ class DeviceSlots:
         params: [num_slots + 1, NUM_PARAMS] int32.
         tables: the host's copy of the block tables of one group, used to find contexts with a common beginning: the
             first FULL group if there is one. All FULL groups share and copy blocks alike.
+        drafts: stores drafts; None if no feature drafts.
     """
 
     def __init__(
@@ -83,7 +87,11 @@ class DeviceSlots:
         device: torch.device,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         groups: Sequence[CacheGroup] = FULL,
+        *,
+        drafts: bool = False,
     ) -> None:
+        """Allocate the tables; those for drafts only if a feature `drafts`."""
+
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
@@ -106,6 +114,7 @@ class DeviceSlots:
         self._reporting: set[int] = set()
         self._plain_from = np.zeros(num_slots, dtype=np.int64)
         """Per slot: the number of known tokens from which on it is sampled plainly; see `Row.plain`."""
+        self.drafts = DeviceDrafts(self) if drafts else None
         self._indices: tuple[Sequence[int], NDArray[np.int64]] = [], np.zeros(0, dtype=np.int64)
 
     @property
@@ -132,6 +141,7 @@ class DeviceSlots:
     def lay_out(self, plan: StepPlan) -> Layout[Batch]:
         batch, logit_rows, sample_slots = make_batch(plan, self.device)
         past = self.past(plan)
+        sure = self.drafts is None or not self.drafts.unsure[plan.slots].any()
         step = StepInput(
             **empty_step(len(plan.slots), plan.total_tokens, self.device),
             query_start=batch.query_start,
@@ -141,7 +151,7 @@ class DeviceSlots:
             max_query_len=max(plan.num_tokens),
             max_seq_len=int((past + plan.num_tokens).max()),
             query_lens=plan.num_tokens,
-            past_lens=past.tolist(),
+            past_lens=past.tolist() if sure else None,
         )
         self.divide(step, self.cells(plan.total_tokens))
         self.write_step(batch, step)
@@ -158,7 +168,10 @@ class DeviceSlots:
             step.divide(self.block_tables, cells)
 
     def past(self, plan: StepPlan) -> NDArray[np.int64]:
-        """Return [R] int64: positions of each of the plan's rows that were computed before this plan."""
+        """Return [R] int64: positions of each of the plan's rows that were computed before this plan.
+
+        Upper bounds while drafts are in flight.
+        """
         return self._computed[self._rows(plan.slots)]
 
     def _rows(self, slots: Sequence[int]) -> NDArray[np.int64]:
@@ -181,7 +194,8 @@ class DeviceSlots:
     def plain(self, plan: StepPlan) -> bool:
         """Return whether all rows that sample are sampled plainly, without processors. Call after `advance`."""
         rows = self._rows(plan.slots)
-        plain = self._computed[rows] >= self._plain_from[rows]
+        known = self._computed[rows] if self.drafts is None else self._computed[rows] - self.drafts.unsure[rows]
+        plain = known >= self._plain_from[rows]
         return bool(plain.all()) or bool(plain[np.asarray(plan.samples)].all())
 
     def sample_rows(self, plan: StepPlan) -> list[Row]:
@@ -194,6 +208,30 @@ class DeviceSlots:
                     raise AssertionError(f"slot {slot} is sampled but empty")
                 rows.append(Row(slot, held.params, held.num_prompt, int(self._computed[slot])))
         return rows
+
+    def draft_rows(self, plan: StepPlan) -> list[DraftRow] | None:
+        """Return the rows of logits with bounds of their lengths; None if these are known. Call after `advance`."""
+        if self.drafts is None or not self.drafts.unsure[plan.slots].any():
+            return None
+        rows: list[DraftRow] = []
+        for slot, drafts, samples in zip(plan.slots, plan.num_drafts, plan.samples, strict=True):
+            held, unsure = self._held[slot], int(self.drafts.unsure[slot])
+            if samples:
+                if held is None:
+                    raise AssertionError(f"slot {slot} is sampled but empty")
+                least = int(self._computed[slot]) - unsure
+                start, most = len(rows), unsure - drafts
+                for ahead in range(1 + drafts):
+                    rows.append(DraftRow(start + ahead, held.params, held.num_prompt, least + ahead, most))
+        return rows
+
+    def drafting(self, plan: StepPlan) -> Drafting:
+        assert self.drafts is not None, "no feature drafts"
+        return self.drafts.drafting(plan)
+
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
+        assert self.drafts is not None, "no feature drafts"
+        return self.drafts.draft(drafting, drafts)
 
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
         if self._reporting.isdisjoint(plan.slots):
@@ -218,6 +256,12 @@ class DeviceSlots:
     def mirror(self, plan: StepPlan) -> None:
         """Count the tokens of a launched plan in the host's mirror."""
         self._computed[self._rows(plan.slots)] += plan.num_tokens
+        if self.drafts is not None:
+            self.drafts.unsure[self._rows(plan.slots)] += plan.num_drafts
+
+    def take_back(self, slots: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Subtract `counts` positions, which held rejected drafts, from the host's mirror."""
+        self._computed[slots] -= counts
 
     def write_step(self, batch: Batch, into: StepInput) -> None:
         """Write the tokens, positions, cells and lengths of a batch into `into`'s tensors, on the device."""
@@ -279,6 +323,8 @@ class DeviceSlots:
             params = PreparedParams.of(row, self.vocab_size, self._logprobs_mode)
             self._held[row.slot] = _Held(params, row.num_prompt)
             self._computed[row.slot] = row.num_computed
+            if self.drafts is not None:
+                self.drafts.unsure[row.slot] = 0
             self._note(row.slot, params, row.num_prompt)
             self.tables.fill(row)
             count, blocks = len(row.tokens), len(row.blocks[0])
@@ -336,8 +382,12 @@ def make_batch(plan: StepPlan, device: torch.device) -> tuple[Batch, Tensor, Ten
     start = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=start[1:])
     samples = np.asarray(plan.samples, dtype=bool)
+    logit_rows, sampled = start[1:][samples] - 1, slots[samples]
+    if any(plan.num_drafts):
+        rows = DraftRows.of(plan)
+        logit_rows, sampled = rows.tokens.astype(np.int32), np.array(plan.logit_slots, dtype=np.int32)
     row_of_token = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    parts = [slots, start, row_of_token, start[1:][samples] - 1, slots[samples]]
+    parts = [slots, start, row_of_token, logit_rows, sampled]
     sent = upload_parts(parts, device)
     return Batch(*sent[:3]), sent[3], sent[4]
 

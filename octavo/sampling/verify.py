@@ -1,0 +1,37 @@
+"""Which drafts are accepted: those that are what the sampler draws from the target model anyway.
+
+The target's token is drawn at every position, after each number of drafts, by the request's own parameters and random
+numbers; a draft is accepted if it is that token. What is emitted is therefore what sampling without drafts would have
+emitted, token by token, whoever proposed them: the target's distribution exactly, and for a seeded request the same
+tokens.
+
+For a deterministic proposal this is the rejection sampling of Leviathan, Kalman and Matias 2023
+(https://arxiv.org/abs/2211.17192): draft d is accepted with probability p(d), and otherwise the emitted token follows
+p without d, renormalized, which is their residual distribution. A drafter that samples from a distribution of its own,
+at total variation D from the target's, need not report it: drawn with the target's random numbers by Gumbel noise, its
+drafts are accepted with a probability of at least (1 - D) / (1 + D), where their rule has 1 - D (Daliri, Musco and
+Suresh 2024, https://arxiv.org/abs/2408.07978, who call this drafter-invariant).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def verify(drawn: Tensor, drafts: Tensor, counts: Tensor, starts: Tensor) -> Tensor:
+    """Return how many drawn tokens each of R rows keeps, [R] int64: its accepted drafts and one more.
+
+    Nothing is read back from the device.
+
+    Args:
+        drawn: [S] integers, the target's tokens: row r's from `starts[r]` on, first the one after no draft, then the
+            one after its first draft, and so on. -1 where none could be drawn.
+        drafts: [R, K] integers, at least 0; what is beyond a row's count is ignored.
+        counts: [R] integers, how many drafts each row has, at most K and one less than it has drawn tokens.
+        starts: [R] int64.
+    """
+    order = torch.arange(drafts.shape[1], device=drafts.device)
+    places = (starts[:, None] + order).clamp_(max=len(drawn) - 1)
+    agrees = (drawn[places] == drafts) & (order < counts[:, None])
+    return 1 + agrees.long().cumprod(1).sum(1)

@@ -1,0 +1,42 @@
+"""`DraftBounds`: how many draft tokens may follow the next sampled token of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.cache.cache import KVCache
+from octavo.schedule.hooks import EngineHook, most_drafts
+from octavo.schedule.limits import Limits
+from octavo.schedule.request import Request
+
+
+class DraftBounds:
+    """The smallest bound of all features, limited to what the request and the step have room for.
+
+    Attributes:
+        most: most drafts of a row; 0 if no feature drafts or a layer keeps a recurrent state, from which rejected
+            tokens can't be removed.
+    """
+
+    def __init__(self, hooks: Sequence[EngineHook], limits: Limits, cache: KVCache) -> None:
+        self.most = most_drafts(hooks) if all(group.grows for group in cache.groups) else 0
+        self._hooks = [hook for hook in hooks if type(hook).drafts is not EngineHook.drafts]
+        self._step_tokens = limits.max_num_batched_tokens
+
+    def wanted(self, request: Request) -> int:
+        """Return the smallest bound of all features. Sequences in lockstep have no drafts."""
+        if request.siblings.lockstep is not None:
+            return 0
+        bounds = (hook.drafts(request) for hook in self._hooks)
+        return max(0, min((bound for bound in bounds if bound is not None), default=self.most))
+
+    def following(self, request: Request, num_running: int) -> int:
+        """Return the number of drafts for a request whose row has just been planned.
+
+        If all of them are accepted, the output is at most `max_tokens` long, so no position beyond the request's last
+        is written. If all running requests have as many, their rows fit into one step.
+        """
+        left = request.max_tokens - request.num_output - request.pending - 1
+        share = self._step_tokens // num_running - 1
+        most = min(self.most, left, share)
+        return min(most, self.wanted(request)) if most > 0 else 0

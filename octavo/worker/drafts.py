@@ -1,0 +1,82 @@
+"""Draft tokens in a worker: a drafter's input and output, and the rows of logits of a batch with drafts.
+
+Drafts are stored in a slot's row of tokens after the known ones, so that layout, penalties and bans read them like
+other tokens; a count per slot says how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.plan import StepPlan
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """The D rows of a step that get drafts. The tensors are on the device and must not be changed.
+
+    Attributes:
+        plan: the step; its tokens were drawn.
+        rows: indices of the D rows in the plan.
+        slots: [D] int64, their slots.
+        limits: [D] int64, the most drafts of each row, at least 1.
+        tokens: [slots, max_model_len] int32, the tokens of each slot, including those of this step; -1 in place of an
+            embedding.
+        length: [slots] integers, number of known tokens.
+    """
+
+    plan: StepPlan
+    rows: Sequence[int]
+    slots: Tensor
+    limits: Tensor
+    tokens: Tensor
+    length: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Proposed tokens for D rows.
+
+    Attributes:
+        tokens: [D, K] integers, K >= 1. Those beyond a row's limit are ignored.
+        counts: [D] integers in [0, K], number of valid tokens of each row.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """The R rows of a plan that sample, and the S tokens of its batch that get logits.
+
+    Attributes:
+        slots: [R] int64, the rows' slots.
+        drafts: [R] int64, number of drafts in each row.
+        starts: [R] int64, index of each row's first token among the S.
+        tokens: [S] int64, indices into the batch.
+        ahead: [S] int64, number of the row's drafts up to and including each token.
+    """
+
+    slots: Ints
+    drafts: Ints
+    starts: Ints
+    tokens: Ints
+    ahead: Ints
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> DraftRows:
+        rows = np.flatnonzero(plan.samples)
+        drafts = np.array(plan.num_drafts)[rows]
+        sizes = 1 + drafts
+        starts = sizes.cumsum() - sizes
+        ahead = np.arange(sizes.sum()) - np.repeat(starts, sizes)
+        ends = np.array(plan.num_tokens).cumsum()[rows]
+        return cls(np.array(plan.slots)[rows], drafts, starts, np.repeat(ends - sizes, sizes) + ahead, ahead)

@@ -1,0 +1,95 @@
+"""`DeviceDrafts`: drafts of slots on a device. The host never waits for the number of accepted ones.
+
+Until a step's tokens have arrived, the host's counts are upper bounds, as if all drafts were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.plan import StepPlan
+from octavo.device.transfer import download, upload_parts
+from octavo.sampling.verify import verify
+from octavo.worker.drafts import Drafting, DraftRows, Drafts, Ints
+
+if TYPE_CHECKING:
+    from octavo.worker.resident.slots import DeviceSlots
+
+
+class DeviceDrafts:
+    """The part of `DeviceSlots` that exists only if a feature drafts.
+
+    Attributes:
+        unsure: [slots + 1] int64, on the host: drafts in launched steps whose tokens have not arrived. Upper bound on
+            the rejected positions among a slot's computed ones.
+    """
+
+    def __init__(self, slots: DeviceSlots) -> None:
+        self.unsure = np.zeros(slots.num_slots + 1, dtype=np.int64)
+        self._slots = slots
+        self._counts = torch.zeros_like(slots.length)
+
+    def drafting(self, plan: StepPlan) -> Drafting:
+        slots = self._slots
+        rows = list(plan.proposals)
+        parts = [np.array(part, dtype=np.int32) for part in ([plan.slots[i] for i in rows], [*plan.proposals.values()])]
+        numbers, limits = (part.long() for part in upload_parts(parts, slots.device))
+        return Drafting(plan, rows, numbers, limits, slots.tokens, slots.length)
+
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
+        slots, limits = drafting.slots, drafting.limits
+        most = max(drafting.plan.proposals.values())
+        order = torch.arange(most, device=slots.device)
+        tokens, counts = limits.new_zeros(len(slots), most), torch.zeros_like(limits)  # padding must be a token, too
+        if drafts is not None:
+            counts = torch.minimum(drafts.counts.long(), limits)
+            proposed = drafts.tokens[:, :most].clamp(0, self._slots.vocab_size - 1)
+            tokens[:, : proposed.shape[1]] = proposed
+            tokens.masked_fill_(order >= counts[:, None], 0)
+        self._write(slots, self._slots.length[slots], tokens, limits)
+        self._counts[slots] = counts.int()
+        sent = download(counts)
+        return lambda: dict(zip(drafting.rows, sent.wait().tolist(), strict=True))
+
+    def accept(self, plan: StepPlan, drawn: Tensor) -> tuple[Tensor, Callable[[list[int]], None]]:
+        """Verify a step's drafts and append the tokens that are kept.
+
+        Args:
+            drawn: [S] int32, the tokens drawn after each number of drafts; -1 where none could be drawn.
+
+        Returns:
+            The number of tokens appended for each sampling row, [R] int64, and a function to be called with these
+            numbers once they have arrived on the host.
+        """
+        table = self._slots
+        rows = DraftRows.of(plan)
+        parts = [part.astype(np.int32) for part in (rows.slots, rows.drafts, rows.starts)]
+        slots, room, starts = (part.long() for part in upload_parts(parts, table.device))
+        width = int(rows.drafts.max()) + 1
+        order = torch.arange(width, device=table.device)
+        length = table.length[slots]
+        places = (length[:, None] + order[:-1]).clamp_(max=table.max_model_len - 1)
+        drafts = table.tokens[slots[:, None], places]
+        kept = verify(drawn, drafts, torch.minimum(self._counts[slots].long(), room), starts)
+        appended = drawn[(starts[:, None] + order).clamp_(max=len(drawn) - 1)].clamp(min=0)
+        self._write(slots, length, appended, kept)
+        table.length[slots] = (length + kept).int()
+        table.computed[slots] += (kept - 1 - room).int()
+        return kept, lambda counts: self._settle(rows, np.array(counts))
+
+    def _settle(self, rows: DraftRows, kept: Ints) -> None:
+        self.unsure[rows.slots] -= rows.drafts
+        self._slots.take_back(rows.slots, 1 + rows.drafts - kept)
+
+    def _write(self, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Write the first `counts` [R] of `tokens` [R, n] after each slot's known tokens; the rest goes to padding."""
+        table = self._slots
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        meant = order < counts[:, None]
+        row = torch.where(meant, slots[:, None], table.num_slots)
+        table.tokens[row, torch.where(meant, length[:, None] + order, 0)] = tokens.int()

@@ -1,0 +1,94 @@
+"""Drafts change nothing where the state lives on the device, which alone knows for a while how many were accepted.
+
+Without a GPU, graphs are recorded by `toy_graphs` and kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from toy_drafter import DrafterEngine, DrafterWorker, check_same, news_of, runner_of, with_drafter
+from toy_engine import drive, tiny_config
+from toy_graphs import recorded_graphs
+from toy_models import QWEN3, VOCAB, behind, model_files
+
+from octavo.build import build_core
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.engine.loop import EngineLoop
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 1.5}, "min_tokens": 7},
+    {"temperature": 0.9, "seed": 3, "top_k": 20, "logprobs": 2},
+    {"temperature": 0, "bad_token_ids": [[11], [40, 41]], "logprobs": 1, "prompt_logprobs": 1},
+    {"temperature": 1.0, "seed": 5},
+]
+FEATURES: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "no overlap": {"async_scheduling": False},
+    "depth 2, chunked prefill": {"depth": 2, "max_num_batched_tokens": 12},
+    "preemption": {"policy": "priority", "max_num_seqs": 2},
+}
+
+
+def requests() -> list[GenerateRequest]:
+    rng = random.Random(6)
+    made = []
+    for i, sampled in enumerate(SAMPLED):
+        prompt = [rng.randrange(4, VOCAB) for _ in range(rng.randrange(3, 20))]
+        stops = [rng.randrange(VOCAB) for _ in range(3)]
+        params = SamplingParams(max_tokens=9, stop_token_ids=stops, **sampled)
+        made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, priority=-i))
+    return made
+
+
+def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> EngineLoop:
+    small = {"memory_bytes": 1 << 21, "max_num_seqs": 3, "max_num_batched_tokens": 48}
+    return build_core(tiny_config(**small | behind(monkeypatch) | settings), model_files(QWEN3))[0]
+
+
+_truth: dict[str, Any] = {}
+
+
+def truth(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Without drafts, one at a time, and nothing recorded."""
+    if not _truth:
+        loop = engine(monkeypatch, enforce_eager=True, async_scheduling=False, max_num_seqs=1)
+        _truth.update(news_of(list(drive(loop, requests()))))
+        loop.close()
+    return _truth
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_drafts_change_nothing_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = truth(monkeypatch)
+    replayed = recorded_graphs(monkeypatch)
+    prompts = {request.id: request.tokens for request in requests()}
+    texts = [prompts[key[0]] + tokens for key, (tokens, *_) in expected.items()]
+    drafter = DrafterEngine(3)
+    with_drafter(monkeypatch, drafter, DrafterWorker(texts, VOCAB))
+    loop = engine(monkeypatch, **FEATURES[name])
+    found = news_of(list(drive(loop, requests())))
+    check_same(found, expected)
+    assert drafter.accepted > 3
+    assert drafter.rejected > 3
+    if not torch.cuda.is_available():
+        assert replayed["mixed"] or name == "depth 2, chunked prefill", "prompts are still recorded"
+    slots: Any = runner_of(loop)._slots
+    assert not slots.drafts.unsure.any(), "the host counts as the device does once all is known"
+    loop.close()
+
+
+def test_nothing_is_allocated_for_drafts_unless_a_feature_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = engine(monkeypatch, enforce_eager=True)
+    runner: Any = runner_of(loop)
+    assert runner._slots.drafts is None
+    assert runner._sampler._drafted is None
+    loop.close()

@@ -1,0 +1,91 @@
+"""Drafts that are verified leave the target's distribution as it is, whoever proposed them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from chi_square import chi_square
+from torch import Tensor
+
+from octavo.sampling.verify import verify
+
+VOCAB, TRIALS, LENGTH = 5, 100_000, 3
+
+Verify = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def test_the_longest_prefix_that_agrees_and_one_more() -> None:
+    """Checked against a plain loop; rows of several lengths, with padding, and tokens that could not be drawn."""
+    rng = random.Random(3)
+    for _ in range(200):
+        sizes = [rng.randrange(5) for _ in range(rng.randrange(1, 6))]
+        width = max([*sizes, 1])
+        drawn = [[rng.randrange(-1, 2) for _ in range(size + 1)] for size in sizes]
+        drafts = [[rng.randrange(2) for _ in range(width)] for _ in sizes]
+        counts = [rng.randint(0, size) for size in sizes]
+        expected = []
+        for mine, proposed, count in zip(drawn, drafts, counts, strict=True):
+            kept = 1
+            while kept <= count and mine[kept - 1] == proposed[kept - 1]:
+                kept += 1
+            expected.append(kept)
+        starts = [sum(size + 1 for size in sizes[:row]) for row in range(len(sizes))]
+        flat = torch.tensor([token for mine in drawn for token in mine])
+        assert verify(flat, torch.tensor(drafts), torch.tensor(counts), torch.tensor(starts)).tolist() == expected
+
+
+def misfit(check: Verify, *, redraws: bool = False, seed: int = 0) -> float:
+    """The statistic of outputs of LENGTH tokens, each by two drafts and what follows them, against the target's.
+
+    The target is a Markov chain; the drafter proposes what it likes, and knows the chain a little.
+
+    Args:
+        redraws: draw the token of a rejected draft anew, in place of what was drawn when it was rejected.
+    """
+    torch.manual_seed(seed)
+    chain = torch.rand(VOCAB, VOCAB).pow(3)
+    chain /= chain.sum(1, keepdim=True)
+
+    def draw(before: Tensor) -> Tensor:
+        return torch.multinomial(chain[before], 1).squeeze(1)
+
+    begin = torch.zeros(TRIALS, dtype=torch.long)
+    first = torch.where(torch.rand(TRIALS) < 0.6, chain[0].argmax(), torch.randint(VOCAB, (TRIALS,)))
+    drafts = torch.stack([first, torch.where(torch.rand(TRIALS) < 0.6, draw(first), 1)], 1)
+    counts = torch.randint(0, 3, (TRIALS,))
+    drawn = torch.stack([draw(begin), draw(drafts[:, 0]), draw(drafts[:, 1])], 1)
+    kept = check(drawn.view(-1), drafts, counts, 3 * torch.arange(TRIALS))
+    output, last = drawn.clone(), kept - 1
+    if redraws:
+        before = torch.where(last == 0, 0, drafts.gather(1, (last - 1).clamp(min=0)[:, None]).squeeze(1))
+        rejected = kept <= counts
+        output[rejected, last[rejected]] = draw(before)[rejected]
+    for place in range(1, LENGTH):
+        late = kept <= place
+        output[late, place] = draw(output[late, place - 1])
+    flat = (output * torch.tensor([VOCAB**2, VOCAB, 1])).sum(1)
+    observed = torch.bincount(flat, minlength=VOCAB**LENGTH)
+    chances = chain[0][:, None, None] * chain[:, :, None] * chain[None]
+    return chi_square(observed.tolist(), (chances.double().view(-1) * TRIALS).tolist())
+
+
+_FREEDOM = VOCAB**LENGTH - 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_outputs_follow_the_target(seed: int) -> None:
+    assert misfit(verify, seed=seed) < _FREEDOM + 5 * math.sqrt(2 * _FREEDOM)
+
+
+def accept_all(drawn: Tensor, drafts: Tensor, counts: Tensor, starts: Tensor) -> Tensor:
+    return 1 + counts
+
+
+def test_faults_are_noticed() -> None:
+    """Accepting whatever is proposed; and no residual distribution: drawing anew after a rejection."""
+    assert misfit(accept_all) > 10 * _FREEDOM
+    assert misfit(verify, redraws=True) > 10 * _FREEDOM
