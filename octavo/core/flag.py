@@ -105,6 +105,7 @@ def declared(section: str, kind: type[Any]) -> Mapping[str, Flag]:
     found = {}
     for one in fields(kind):
         flag: Flag = one.metadata[_KEY]
+        # Types are strings where annotations are postponed. octavo/config/ does not: evaluating them takes time.
         hint = get_type_hints(kind)[one.name] if isinstance(one.type, str) else one.type
         found[one.name] = msgspec.structs.replace(
             flag,

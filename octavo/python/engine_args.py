@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any, Self, TypeVar
 
-from octavo.cli.flags import units
+from octavo.cli.flags.args import add_flag
 from octavo.cli.flags.table import ENGINE_GROUPS, flags_of
 from octavo.config import EngineConfig
-from octavo.core.flag import Flag
 from octavo.foreign import ENGINE_FLAGS, SHORT
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
@@ -35,7 +34,8 @@ class EngineArgs:
         """
         group = parser.add_argument_group("engine")
         for flag in flags_of(ENGINE_GROUPS):
-            _add(group, flag)
+            words = [word for name in (flag.name, *flag.aliases) for word in _spelled(name)]
+            add_flag(group, flag, words=words, dest=flag.keyword, default=None)
         shorts: dict[str, list[str]] = {}
         for short, name in SHORT.items():
             shorts.setdefault(name, []).append(short)
@@ -55,26 +55,13 @@ class EngineArgs:
         Raises:
             ConfigError: a setting is not supported.
         """
-        names = [*(_keyword(flag.name) for flag in flags_of(ENGINE_GROUPS)), *map(_keyword, ENGINE_FLAGS)]
+        names = [*(flag.keyword for flag in flags_of(ENGINE_GROUPS)), *map(_keyword, ENGINE_FLAGS)]
         given = {name: getattr(args, name, None) for name in names}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 class AsyncEngineArgs(EngineArgs):
     """`EngineArgs` for `AsyncLLM.from_engine_args`."""
-
-
-def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    words = [word for name in (flag.name, *flag.aliases) for word in _spelled(name)]
-    text = f"{flag.help} (default: {flag.default})".replace("%", "%%")
-    common: dict[str, Any] = {"dest": _keyword(flag.name), "default": None, "help": text}
-    if flag.switch:
-        group.add_argument(*words, action=argparse.BooleanOptionalAction, **common)
-        return
-    if flag.many:
-        common |= {"nargs": "+", "action": "extend"}
-    metavar = flag.metavar or (None if flag.choices else flag.name.split("-")[-1].upper())
-    group.add_argument(*words, type=units.reader(flag.read), choices=flag.choices, metavar=metavar, **common)
 
 
 def _keyword(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def add_settings(parser: OctavoParser, groups: Groups, *, without: frozenset[str
         group = parser.add_argument_group(title)
         for flag in flags:
             if flag.name not in without:
-                _add(group, flag)
+                add_flag(group, flag)
 
 
 def add_engine_settings(
@@ -188,17 +188,28 @@ def server_from(found: Mapping[str, Any]) -> ServerConfig:
     )
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+def add_flag(
+    group: argparse._ArgumentGroup,
+    flag: Flag,
+    *,
+    words: Sequence[str] | None = None,
+    dest: str | None = None,
+    default: Any = argparse.SUPPRESS,
+) -> None:
+    """Add a setting's flag to a parser.
+
+    Args:
+        words: its spellings, by default those with dashes.
+        dest: the name in the namespace, by default the flag's target.
+        default: in the namespace if the flag is not given; by default the name is missing there.
+    """
     text = f"{flag.help} (default: {flag.default})".replace("%", "%%")
-    common: dict[str, Any] = {"dest": flag.target, "default": argparse.SUPPRESS, "help": text}
+    common: dict[str, Any] = {"dest": dest or flag.target, "default": default, "help": text}
+    words = words or flag.spelled()
     if flag.switch:
-        group.add_argument(*flag.spelled(), action=argparse.BooleanOptionalAction, **common)
-    elif flag.many:
-        group.add_argument(
-            *flag.spelled(), nargs="+", action="extend", type=units.reader(flag.read), metavar=flag.metavar, **common
-        )
-    else:
-        metavar = flag.metavar or (None if flag.choices else flag.name.split("-")[-1].upper())
-        group.add_argument(
-            *flag.spelled(), type=units.reader(flag.read), choices=flag.choices, metavar=metavar, **common
-        )
+        group.add_argument(*words, action=argparse.BooleanOptionalAction, **common)
+        return
+    if flag.many:
+        common |= {"nargs": "+", "action": "extend"}
+    metavar = flag.metavar or (None if flag.choices else flag.name.split("-")[-1].upper())
+    group.add_argument(*words, type=units.reader(flag.read), choices=flag.choices, metavar=metavar, **common)

@@ -11,10 +11,7 @@ from octavo.features import FeatureSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(FeatureSettings):
-    """
-    Attributes:
-        structured_outputs_config: defaults for the JSON of every structured output: `disable_any_whitespace`,
-            `disable_additional_properties`.
+    """Settings of structured output.
 
     Raises:
         ConfigError: an unknown field, or a value that it cannot have.

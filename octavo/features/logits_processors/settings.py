@@ -12,10 +12,11 @@ from octavo.features import FeatureSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(FeatureSettings):
-    """
+    """Settings of custom logits processors.
+
     Attributes:
-        logits_processors: code that changes logits before sampling, each "module:Class"; if the engine runs in the
-            caller's process, also classes, instances and functions.
+        logits_processors: each "module:Class"; if the engine runs in the caller's process, also classes, instances and
+            functions.
     """
 
     logits_processors: tuple[Any, ...] = setting(

@@ -11,7 +11,8 @@ from octavo.features import FeatureSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(FeatureSettings):
-    """
+    """Settings of vectors.
+
     Attributes:
         pooler_config: overrides of the checkpoint's pooling: `pooling_type` (MEAN, CLS, LAST), `normalize`,
             `is_matryoshka`, `matryoshka_dimensions`, and the `task` of /pooling.

@@ -10,9 +10,6 @@ from octavo.features import FeatureSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(FeatureSettings):
-    """
-    Attributes:
-        enable_prompt_embeds: prompts may hold embeddings in place of tokens.
-    """
+    """Settings of embeddings in prompts."""
 
     enable_prompt_embeds: bool = setting(False, "take embeddings in prompts, in place of tokens (prompt_embeds)")
