@@ -109,6 +109,7 @@ def test_fields_that_are_none_of_sampling_are_named(house: House) -> None:
     assert ask_now(strict.app, GENERATE, sampling(echo=True)).status == 400
 
 
+@pytest.mark.features("grammar")
 def test_a_rendered_chat_computes_as_the_chat_would() -> None:
     house = make_house(saying("hi"), features=["grammar"])
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}

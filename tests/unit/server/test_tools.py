@@ -96,6 +96,7 @@ def function(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+@pytest.mark.features("grammar")
 def test_a_call_is_a_call_and_content_is_content() -> None:
     message, finish = Place("Let me see.\n" + CALL + "\n" + CLOCK_CALL).both(ASKED)
     assert message["content"] == "Let me see."
@@ -106,11 +107,13 @@ def test_a_call_is_a_call_and_content_is_content() -> None:
     assert "tool_calls" not in message
 
 
+@pytest.mark.features("grammar")
 def test_calls_alone_have_null_content() -> None:
     message, _ = Place(CALL).both(ASKED)
     assert message["content"] is None
 
 
+@pytest.mark.features("grammar")
 def test_a_named_call_stops_and_a_required_one_is_a_reason() -> None:
     place = Place(CALL)
     named = {"type": "function", "function": {"name": "weather"}}
@@ -122,12 +125,14 @@ def test_a_named_call_stops_and_a_required_one_is_a_reason() -> None:
     assert place.both(ASKED | {"tool_choice": "required"})[1] == "tool_calls"
 
 
+@pytest.mark.features("grammar")
 def test_a_call_cut_short_ends_by_length() -> None:
     message, finish = Place(CALL).both(ASKED | {"max_tokens": CALL.index("ris")})
     assert finish == "length"
     assert message["tool_calls"] == [function("weather", '{"city": "Pa')]
 
 
+@pytest.mark.features("grammar")
 def test_the_template_is_told_of_tools_or_it_is_said_in_words() -> None:
     place = Place("x")
     place.ask(ASKED)
@@ -170,6 +175,7 @@ def test_past_calls_reach_every_template() -> None:
     assert told.prompt == "userHello;assistantRome;toolrain;None"
 
 
+@pytest.mark.features("grammar")
 def test_types_of_arguments_have_their_json_names() -> None:
     place = Place("x")
     function = {"name": "f", "parameters": {"type": "dict", "properties": {"a": {"type": "float"}}}}
@@ -224,6 +230,7 @@ def test_an_effort_of_none_asks_the_template_not_to_think() -> None:
     assert (message["reasoning"], message["content"]) == (None, "Yes.")
 
 
+@pytest.mark.features("grammar")
 def test_reasoning_then_a_call() -> None:
     place = Place("hm</think>\n\n" + CALL, THINKING)
     message, finish = place.both(ASKED)
@@ -231,6 +238,7 @@ def test_reasoning_then_a_call() -> None:
     assert message["tool_calls"] == [function("weather", '{"city": "Paris"}')]
 
 
+@pytest.mark.features("grammar")
 def test_logprobs_are_of_all_tokens() -> None:
     answer = Place(CALL).ask(ASKED | {"logprobs": True}).json()["choices"][0]
     assert "".join(entry["token"] for entry in answer["logprobs"]["content"]).startswith(CALL)
@@ -261,6 +269,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
     assert answer.error()["param"] == param
 
 
+@pytest.mark.features("grammar")
 def test_allowed_tools_narrow_the_choice() -> None:
     place = Place(CLOCK_CALL)
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "clock"}}]}
@@ -273,6 +282,7 @@ def test_allowed_tools_narrow_the_choice() -> None:
 REQUIRED = {"tool_choice": "required"}
 
 
+@pytest.mark.features("grammar")
 def test_a_call_that_is_required_and_repeated_ends_the_answer() -> None:
     place = Place("\n".join([CALL, CLOCK_CALL, CALL, CALL, CLOCK_CALL]))
     message, finish = place.both(ASKED | REQUIRED)
@@ -283,6 +293,7 @@ def test_a_call_that_is_required_and_repeated_ends_the_answer() -> None:
     assert told <= upto + 1
 
 
+@pytest.mark.features("grammar")
 def test_only_the_choice_that_repeats_a_call_is_ended() -> None:
     place = Place("")
     circles, other = "\n".join([CLOCK_CALL] * 9), f"{CALL}\n{CLOCK_CALL}"
@@ -295,12 +306,14 @@ def test_only_the_choice_that_repeats_a_call_is_ended() -> None:
     assert place.engine.aborts == [(place.engine.requests[0].id, 0)]
 
 
+@pytest.mark.features("grammar")
 def test_a_call_that_is_free_may_be_repeated() -> None:
     message, finish = Place(f"{CLOCK_CALL}\n{CLOCK_CALL}").both(ASKED)
     assert message["tool_calls"] == [function("clock", "{}")] * 2
     assert finish == "tool_calls"
 
 
+@pytest.mark.features("grammar")
 def test_a_format_that_a_user_declares(tmp_path: Path) -> None:
     declared = 'ToolFormat(name="mine", trigger="<fn>", call_open="<fn>", name_close="|", call_close="</fn>")'
     (tmp_path / "mine.py").write_text(f"from octavo.text.tools.formats import ToolFormat\nMINE = {declared}\n")
