@@ -1,4 +1,4 @@
-"""The composition root of an engine core: the only file that knows every floor below it."""
+"""The composition root of an engine core: the only module that imports every layer below it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The composition root of a worker: a model on a device, with the worker halves of the features.
 
-Settings are the only input, so that it also runs in a process of its own.
+Settings are the only input, so that it also runs in a separate process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.worker.worker import Worker
 
 
 def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, FeatureContext]:
-    """Begin a worker in this process or another, by the settings; also return the context of its features.
+    """Start to build a worker, in this process or another as the settings require; also return its features' context.
 
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
@@ -41,12 +41,12 @@ def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, 
 
 
 def build_local(config: EngineConfig, files: ModelFiles) -> DecoderBuild | EncoderBuild:
-    """Begin a worker in this process."""
+    """Start to build a worker in this process."""
     return EncoderBuild(config, files) if is_encoder(files.config) else DecoderBuild(config, files)
 
 
 def begin_rank(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, FeatureContext]:
-    """Begin a worker in a process of its own."""
+    """Start to build a worker in a separate process."""
     for own in config.features.values():
         own.check_sendable("with distributed_executor_backend='mp' the model runs in a separate process")
     rank = RankProcess("octavo.rank_main", (config, files, logging.getLogger().getEffectiveLevel()))
@@ -79,7 +79,7 @@ def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts)
 
 
 def generates_text(config: EngineConfig, files: ModelFiles) -> bool:
-    """Whether a decoder generates text, or only vectors.
+    """Return whether a decoder generates text, or only vectors.
 
     Raises:
         ConfigError: the settings ask for text, and the model has no language-model head.

@@ -39,7 +39,7 @@ def free_swap() -> int:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 natively (AVX512-BF16, AMX, or Arm's BF16 extension)."""
+    """Return whether the processor multiplies bfloat16 natively (AVX512-BF16, AMX, or Arm's BF16 extension)."""
     flags = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "").split()
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
 

@@ -26,7 +26,7 @@ _STICKY = (
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Return True if the error's type or text says that the device or a communicator can't be used any more."""
+    """Return True if the error's type or text means that the device or a communicator can't be used any more."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     if isinstance(error, torch.distributed.DistBackendError):

@@ -47,7 +47,7 @@ class FeatureSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class FeatureContext:
-    """What a feature may know about the engine.
+    """The engine's data for its features.
 
     Attributes:
         vocab_size: columns of the logits.

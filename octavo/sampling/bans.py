@@ -27,6 +27,6 @@ def forbid(logits: Tensor, rows: list[SampleRow]) -> None:
 
 
 def _ends_with(row: SampleRow, beginning: list[int]) -> bool:
-    """Whether the output ends with the beginning of a bad word."""
+    """Return whether the output ends with the beginning of a bad word."""
     count = len(beginning)
     return not count or (row.num_output >= count and row.tokens[-count:].tolist() == beginning)

@@ -1,4 +1,4 @@
-"""`bans.py` on a device that runs behind the host: only the device knows whether a bad word has begun."""
+"""`bans.py` on an asynchronous device: whether a bad word has begun is known only on the device."""
 
 from __future__ import annotations
 

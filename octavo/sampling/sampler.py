@@ -37,7 +37,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> SampleResult:
         """
         Args:
-            logits: [S, V], any floating dtype; left as they are.
+            logits: [S, V], any floating dtype; not modified.
             rows: S of them.
         """
         work = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -60,7 +60,7 @@ def _closed(value: Any, everywhere: bool) -> Any:
 
 
 def _suffice(properties: dict[str, Any], schema: dict[str, Any]) -> bool:
-    """Whether these properties alone can satisfy the object's requirements."""
+    """Return whether these properties alone can satisfy the object's requirements."""
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     return (
         bool(properties)

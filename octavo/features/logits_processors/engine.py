@@ -100,7 +100,7 @@ class ProcessorsEngine(EngineHook):
 
 
 def _accepts(loaded: Loaded, params: SamplingParams) -> bool:
-    """Whether the processor accepts the request; an exception fails this request alone."""
+    """Return whether the processor accepts the request; an exception fails this request alone."""
     try:
         if loaded.validate is not None:
             loaded.validate(params)

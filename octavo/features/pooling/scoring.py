@@ -36,7 +36,7 @@ class ScorePlan:
 
 
 def is_cross_encoder(info: ModelInfo) -> bool:
-    """Whether the model scores two texts as one sequence."""
+    """Return whether the model scores two texts as one sequence."""
     pooler = pooler_info(info)
     return "classify" in info.tasks and pooler is not None and len(pooler.labels) == 1
 

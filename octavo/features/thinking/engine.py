@@ -50,7 +50,7 @@ class Watch:
         return self._state is _State.DONE
 
     def may_end_within(self, pending: int) -> bool:
-        """Whether the last of `pending` unknown tokens may have to be forced."""
+        """Return whether the last of `pending` unknown tokens may have to be forced."""
         return self._state is _State.ENDING or (not self.done and self._count + pending > self._budget.tokens)
 
     def read(self, token: int) -> None:
