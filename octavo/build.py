@@ -162,7 +162,7 @@ def _info(
 
 
 def _tasks(files: ModelFiles, hooks: Sequence[EngineHook], *, generates: bool) -> list[str]:
-    """Return the tasks that requests may ask for.
+    """Return the tasks that requests may use.
 
     Raises:
         ConfigError: there is none, since the feature for vectors is missing.

@@ -82,7 +82,7 @@ def generates_text(config: EngineConfig, files: ModelFiles) -> bool:
     """Return whether a decoder generates text, or only vectors.
 
     Raises:
-        ConfigError: the settings ask for text, and the model has no language-model head.
+        ConfigError: the settings require text, but the model has no language-model head.
     """
     asked, embeds = config.model.runner, config.model.convert == "embed"
     bare = str((files.config.get("architectures") or ["unknown"])[0]).endswith("Model")

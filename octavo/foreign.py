@@ -26,7 +26,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Needless:
-    """A flag without effect: accepted with `notice`, which says why. `no_reason` refuses its `--no-` form."""
+    """A flag without effect: accepted with `notice`, which gives the reason. `no_reason` refuses its `--no-` form."""
 
     notice: str
     takes_value: bool = False

@@ -15,8 +15,8 @@ BACKGROUND = 1 << 30
 def answers_to(request_id: str, name: str) -> bool:
     """Return whether a client may refer to this request by `name`.
 
-    A server's request id is the id of its response and a suffix, such as "chatcmpl-NAME-1f2e...". Clients know
-    "chatcmpl-NAME" and "NAME".
+    A server's request id is the id of its response and a suffix, such as "chatcmpl-NAME-1f2e...". Clients use
+    "chatcmpl-NAME" or "NAME".
     """
     answer = request_id.rpartition("-")[0]
     return name in (answer, answer.partition("-")[2], answer.partition("_")[2]) and bool(name)

@@ -13,7 +13,7 @@ _GIB = 1 << 30
 
 
 def too_large(size: int, free: int, workspace: int, where: str) -> str:
-    """Return the error text for a KV cache that does not fit; `size` is the useful part of the bytes asked for."""
+    """Return the error text for a KV cache that does not fit; `size` is the useful part of the requested bytes."""
     return (
         f"A KV cache of {size / _GIB:.2f} GiB was asked for, but {free / _GIB:.2f} GiB of {where} are free, and the "
         f"largest step needs {workspace / _GIB:.2f} GiB of them. Lower --kv-cache-memory-bytes or leave it out. A "

@@ -343,7 +343,8 @@ class CoreClient:
         self._looked_at = now
 
     def _stood_still(self, now: float) -> float:
-        """Return the seconds for which this process did not run (in a frozen container, say) and read no messages."""
+        """Return the seconds for which this process did not run (such as in a frozen container) and read no
+        messages."""
         late = now - self._looked_at - _LOOK_S
         return late if self._watching is not None and late > _LATE_S else 0.0
 

@@ -73,7 +73,7 @@ class Tracer(Protocol):
 
 
 class WorkerPort(Protocol):
-    """All operations of workers besides steps.
+    """All operations of workers except steps.
 
     Methods are called from the loop's thread while no step is in flight, except those that read weights, which may be
     called from any thread while steps run.
@@ -103,7 +103,7 @@ class WorkerPort(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise DeviceLostError if a worker process is gone. Cheap; called while the engine is idle."""
+        """Raise DeviceLostError if a worker process has ended. Cheap; called while the engine is idle."""
         ...
 
     def loss(self, error: Exception) -> DeviceLostError | None:

@@ -79,7 +79,7 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class Recorder:
-    """Writes a record, up to a limit. If it can't be continued, recording stops and the engine goes on.
+    """Writes a record, up to a limit. If it can't be continued, recording stops and the engine continues.
 
     Args:
         path: the file; it is overwritten.

@@ -1,6 +1,6 @@
 """`ToyDevice`: an executor without a model, for testing everything above it. It verifies every plan.
 
-Its "model" is a fixed function of the whole context. Its KV cells hold the context that they stand for, so every read
+Its "model" is a fixed function of the whole context. Its KV cells hold the context that they represent, so every read
 checks that the engine kept the right blocks for the right request. It runs steps as late as possible, or at random.
 """
 

@@ -12,7 +12,7 @@ A feature's parts are modules of its folder. Each is optional, and imported only
 - `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: the feature's routes.
 - `offline.py` and `online.py` have `Methods`, a mixin of `LLM` and `AsyncLLM`.
 
-Without a folder the engine lacks that feature and works otherwise. Requests that ask for it are refused by name
+Without a folder the engine lacks that feature and works otherwise. Requests that use it are refused by name
 (`ModelInfo.features`).
 """
 

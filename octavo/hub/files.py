@@ -12,7 +12,7 @@ class ModelFiles:
     """The paths of a model's files, and its configuration in Hugging Face's vocabulary.
 
     Attributes:
-        name: what the user asked for.
+        name: the model as the user named it.
         path: the folder, or the single .gguf file.
         format: how the weights are stored.
         weights: the weight files; empty is legal only for dummy weights.

@@ -1,6 +1,6 @@
 """GGUF metadata in Hugging Face's vocabulary, so that one model builder serves both kinds of checkpoint.
 
-Keys: ggml's docs/gguf.md. Architectures: those whose weights and rotary layout the model runtime knows.
+Keys: ggml's docs/gguf.md. Architectures: those whose weights and rotary layout are supported.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def fetch_repository(
     Without a network, or with HF_HUB_OFFLINE=1, files of an earlier download are used.
 
     Args:
-        unknown: the beginning of the error text, which says where else the model was searched.
+        unknown: the beginning of the error text, which names the other places that were searched.
 
     Raises:
         ModelNotFoundError: no such repository, no access, or no network and nothing in the cache.

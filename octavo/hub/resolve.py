@@ -43,7 +43,7 @@ def resolve(
         weights: False if random weights are used: a folder with only config.json is enough.
 
     Raises:
-        ModelNotFoundError: no model has that name; the text says where it was searched, and how to get it.
+        ModelNotFoundError: no model has that name; the text lists the places searched, and ways to get it.
         ModelFileError: found, but corrupt, truncated or incomplete; the text names the file.
     """
     need_weights = weights and not tokenizer_only

@@ -180,7 +180,7 @@ class ProgramBuilder:
 
         Args:
             heads: (query heads, key-value heads, head dimension).
-            group: the cache group whose slots say where keys and values go.
+            group: the cache group whose slots give the cells of keys and values.
             norms: the weights of the heads' own norms.
         """
         self._add(

@@ -1,4 +1,4 @@
-"""`StepInput`: one step's batch as the model sees it. It is an argument of every layer, never a global."""
+"""`StepInput`: one step's batch, the model's input. It is an argument of every layer, never a global."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from octavo.sampling.state import SampleRow
 
 
 def forbid(logits: Tensor, rows: list[SampleRow]) -> None:
-    """Forbid the tokens in place, in the rows that ask for it.
+    """Forbid the tokens in place, in the rows that request it.
 
     Args:
         logits: [S, V] float32.

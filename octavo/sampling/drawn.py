@@ -22,7 +22,7 @@ class Drawn(Protocol):
         ...
 
     def logprobs_of(self) -> dict[int, TokenLogprobs]:
-        """Wait for the log-probabilities and return them by row index, for the rows that asked."""
+        """Wait for the log-probabilities and return them by row index, for the rows that request them."""
         ...
 
     def kept(self) -> list[int] | None:

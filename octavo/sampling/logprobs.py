@@ -1,4 +1,4 @@
-"""Log-probabilities, or logits, of tokens, for the rows that ask for them."""
+"""Log-probabilities, or logits, of tokens, for the rows that request them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.sampling.draw import ranked
 _SPARE = 40
 
 Wanted = int | tuple[int, ...]
-"""Tokens to report besides the chosen one: a number of most likely ones, or these ids."""
+"""Tokens to report in addition to the chosen one: a number of most likely ones, or these ids."""
 
 
 class Report(NamedTuple):
@@ -44,7 +44,7 @@ class Group(NamedTuple):
 
 
 def together(asking: Mapping[int, Report | None]) -> list[Group]:
-    """Group the rows that ask for log-probabilities."""
+    """Group the rows that request log-probabilities."""
     groups: dict[tuple[LogprobsMode, bool, int], list[tuple[int, Report]]] = {}
     for row, report in asking.items():
         if report is not None:

@@ -108,7 +108,7 @@ class Sampled:
         return found
 
     def logprobs_of(self) -> dict[int, TokenLogprobs]:
-        """Return row index -> log-probabilities, for the rows that asked."""
+        """Return row index -> log-probabilities, for the rows that request them."""
         found: dict[int, TokenLogprobs] = {}
         for rows, columns in self.logprobs:
             found.update(zip(rows, entries_of(columns), strict=True))
@@ -256,7 +256,8 @@ class ResidentSampler:
         return kept
 
     def _logprobs(self, logits: Tensor, work: Tensor, tokens: Tensor, slots: Tensor, rows: Sequence[Row]) -> Logprobs:
-        """Return log-probabilities for the rows that ask, from the raw logits or the processed ones in `work`."""
+        """Return log-probabilities for the rows that request them, from the raw logits or the processed ones in
+        `work`."""
         made = []
         for chosen, wanted, report in together({i: row.params.logprobs for i, row in enumerate(rows)}):
             index = upload(np.asarray(chosen), logits.device)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def forbid(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
-    """Forbid the tokens in place, in the rows that ask for it.
+    """Forbid the tokens in place, in the rows that request it.
 
     Args:
         logits: [S, V] float32, contiguous.

@@ -50,7 +50,7 @@ class Sampler:
         return SampleResult(tokens, logprobs_of(logits, asking, tokens, lambda some: [rows[i] for i in some]), bad)
 
     def _draw(self, logits: Tensor, peaks: Tensor, rows: list[SampleRow], bad: set[int], tokens: Tensor) -> None:
-        """Replace the most likely token by a drawn one, in the rows that ask for it."""
+        """Replace the most likely token by a drawn one, in the rows that sample."""
         for filtered in (False, True):
             chosen = [
                 i
@@ -92,7 +92,7 @@ def logprobs_of(
     tokens: Tensor,
     rows_of: Callable[[list[int]], list[SampleRow]],
 ) -> dict[int, TokenLogprobs]:
-    """Return the log-probabilities of the rows that ask for them.
+    """Return the log-probabilities of the rows that request them.
 
     Args:
         logits: [S, V], raw.

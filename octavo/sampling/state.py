@@ -155,7 +155,7 @@ class SampleResult:
 
     Attributes:
         tokens: [S] int64; 0 for a bad row.
-        logprobs: row -> its log-probabilities, for the rows that asked.
+        logprobs: row -> its log-probabilities, for the rows that request them.
         bad_rows: rows that can't be sampled: their logits have NaN or +inf, or no token is possible.
     """
 

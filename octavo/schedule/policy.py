@@ -110,12 +110,13 @@ def make_policy(name: str) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Limits one step's prompt tokens, so that prompts that can wait are computed beside decodes, not ahead of them.
+    """Limits one step's prompt tokens, so that prompts that can wait are computed together with decodes, not before
+    them.
 
     The matrix products of a step of few tokens take as long as reading the weights, so up to a certain number further
     tokens cost little. Where the answers' lengths are known (`max_tokens`), prompts of shorter answers are spread over
     the steps that the longest answer needs anyway; starting the longest job first ends soonest (Graham 1969, "Bounds on
-    Multiprocessing Timing Anomalies"). Prompt chunks beside decodes: Sarathi-Serve, arXiv:2403.02310.
+    Multiprocessing Timing Anomalies"). Prompt chunks in steps with decodes: Sarathi-Serve, arXiv:2403.02310.
 
     Attributes:
         tokens: any prompt may join a step up to this many tokens, decodes included.

@@ -46,7 +46,7 @@ _TYPES = {
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """An error. `code` is the HTTP status, also if the status line has already said 200."""
+    """An error. `code` is the HTTP status, also if the status line was already sent with 200."""
 
     message: str
     type: str

@@ -83,7 +83,7 @@ def _sentence(param: str, finding: ErrorDetails) -> str:
         cause = context["error"]
         if not isinstance(cause, InvalidRequestError):
             return f"{param}: {cause}"
-        # Validators used for many fields do not know the field's name.
+        # Validators used for many fields do not have the field's name.
         return f"{param} {cause.message}" if cause.message.startswith("must ") else cause.message
     value = finding["input"]
     if kind == "literal_error":

@@ -132,7 +132,7 @@ class Frontend:
                     await self.engine.abort(request.id, index)
                 if output is not None:
                     yield output
-        # Only after the engine has been told to end: the reader may never resume this generator.
+        # Only after the engine was asked to abort: the reader may never resume this generator.
         if output is not None and output.finished:
             yield output
 

@@ -19,7 +19,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=Suggesting, omit_defaults=True)
     Attributes:
         beam_width: sequences to follow and to return.
         max_tokens: the most tokens to generate.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        ignore_eos: continue past the model's end-of-sequence tokens.
         temperature: in [0, 2]; no effect, since sequences are ranked by log-probabilities of the raw logits.
         length_penalty: in [-32, 32]; sequences are ranked by log-probability / length ** length_penalty.
         include_stop_str_in_output: keep the token that ended a sequence.

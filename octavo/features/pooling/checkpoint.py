@@ -47,7 +47,7 @@ def pooler_of(
         labels: number of outputs of its classification head.
 
     Raises:
-        ConfigError: the checkpoint or the override asks for something unsupported.
+        ConfigError: the checkpoint or the override requires something unsupported.
         ModelFileError: a file of the checkpoint is corrupt.
     """
     pooling, normalize = default, True
@@ -77,7 +77,7 @@ def dense_layers(files: ModelFiles, size: int) -> tuple[DenseLayer, ...]:
         size: elements of a hidden state.
 
     Raises:
-        ConfigError: a layer asks for something unsupported.
+        ConfigError: a layer requires something unsupported.
         ModelFileError: a layer's files are missing or corrupt, or its input size does not match.
     """
     if not is_sentence_transformer(files):

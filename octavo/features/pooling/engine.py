@@ -50,7 +50,7 @@ def build_engine(context: FeatureContext) -> PoolingEngine:
     """Return the engine half. No cost until the first such request.
 
     Raises:
-        ConfigError: the checkpoint or the settings ask for unsupported pooling.
+        ConfigError: the checkpoint or the settings require unsupported pooling.
     """
     hook = PoolingEngine(NAME)
     hook.tasks = ("embed", "token_embed", *(["classify"] if context.num_labels else []))

@@ -109,7 +109,7 @@ class FusedBackend(AttentionBackend, Protocol):
         ...
 
     def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
-        """Return the most tiles that `cut` makes of `rows` rows with several queries and `tokens` tokens in total."""
+        """Return the most tiles for `rows` rows with several queries and `tokens` tokens in total."""
         ...
 
     def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Any:

@@ -224,7 +224,7 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visible:
         peak = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
         weights = scores.sub_(peak).exp_()
         total = weights.sum(-1, keepdim=True)
-        # A query that sees nothing of this tile has total 0 and adds nothing: its log-sum-exp is -inf.
+        # A query without visible keys in this tile has total 0 and log-sum-exp -inf, so it adds nothing.
         new = (total.log() + peak).squeeze(-1)
         merged = torch.logaddexp(lse, new)
         safe = torch.where(merged == float("-inf"), 0.0, merged)

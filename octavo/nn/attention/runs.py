@@ -56,7 +56,7 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The reads of all rows with one query. Parts come in the order spans, ranges, edges.
+    """The reads of all rows with one query. Parts are in the order spans, ranges, edges.
 
     Attributes:
         tokens: the rows' batch indices.

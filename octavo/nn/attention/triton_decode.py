@@ -142,7 +142,7 @@ def decode_kernel(
     acc = tl.zeros([M, WIDTH], tl.float32)
     acc_odd = tl.zeros([M, WIDTH], tl.float32)
     head_base = cache + kv_head.to(tl.int64) * kv_head_stride
-    # Tiles that every query sees whole come first and need no masks.
+    # Tiles that are fully visible to every query come first and need no masks.
     plain_end = begin
     if READS == COMMON:
         plain_end = end
@@ -171,7 +171,7 @@ def decode_kernel(
                 scores = tl.dot(q_even, tl.trans(k_even))
                 scores = tl.dot(q_odd, tl.trans(k_odd), scores) * scale
             if CAPPED:
-                # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores carry a factor log2(e), which exp2 wants.
+                # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores include the factor log2(e) for exp2.
                 scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
                 scores = scores * 1.4426950408889634
             if MASKED == 1:

@@ -17,7 +17,7 @@ from octavo.nn.attention.triton_fp8 import unit, widen
 def _weigh(scores, visible, peak, total, scale, soft_cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
     """Return one tile's softmax weights, the scale factor of earlier results, and the new peak and total."""
     if CAPPED:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1); scaled scores carry a factor log2(e), which exp2 wants.
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); scaled scores include the factor log2(e) for exp2.
         scores = scores * scale
         scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
         scores = scores * (1.4426950408889634 / scale)

@@ -45,7 +45,7 @@ def prefill_shape(dtype: torch.dtype, head_dim: int, longest: int, device: torch
         return Shape(128, 64, 8, 2) if _has_large_tiles(device) else Shape(64, 32, 8, 2)
     if longest > 4096 and head_dim == 128 and _has_large_tiles(device):
         return Shape(128, 128, 8, 3, bulk=True)
-    # Two programs a multiprocessor, of which one multiplies while the other takes exponentials.
+    # Two programs per multiprocessor: one multiplies while the other computes exponentials.
     return Shape(128, 64, 8, 2, 128)
 
 

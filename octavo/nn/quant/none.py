@@ -16,7 +16,7 @@ class Unquantized:
     """One weight [out, in] and an optional bias [out].
 
     Attributes:
-        takes_blocks: whether quantized weights may come as `Blocks`.
+        takes_blocks: whether quantized weights may be delivered as `Blocks`.
     """
 
     takes_blocks = False
@@ -50,7 +50,7 @@ class Unquantized:
         return F.linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor) -> Tensor:
-        """`apply`, unrounded (float32) where that costs little."""
+        """Like `apply`, unrounded (float32) if that costs little."""
         return self.apply(x)
 
     @property

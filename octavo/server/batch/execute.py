@@ -61,7 +61,7 @@ class Executor:
         return sorted(self._endpoints)
 
     async def run(self, line: Line) -> Result:
-        """Return the response to a line, whatever its status. Retry while the server is full or its engine is down."""
+        """Return the response to a line, of any status. Retry while the server is full or its engine is down."""
         wait = _FIRST_WAIT_S
         while True:
             request_id = secrets.token_hex(16)

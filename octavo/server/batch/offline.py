@@ -1,4 +1,4 @@
-"""A batch without a server: an input file, an output file, and a journal beside it until it is complete."""
+"""A batch without a server: an input file, an output file, and a journal next to it until it is complete."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Fields of OpenAI's API, and of its extensions, that optional features read. Without the feature they are refused.
 
-They are public API, so they stay here whichever features are present; `TextHook.body_fields` says who reads them.
+They are public API, so they stay here without the features, too; `TextHook.body_fields` names their readers.
 """
 
 from __future__ import annotations

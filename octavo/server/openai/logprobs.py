@@ -34,7 +34,7 @@ class LogprobWriter:
     """Writes the log-probabilities of choices; `as_ids` writes tokens as `token_id:<id>`.
 
     Args:
-        params: determine which candidates are listed beside each token.
+        params: determine which candidates are listed with each token.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, as_ids: bool) -> None:

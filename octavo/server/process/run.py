@@ -89,7 +89,8 @@ async def _run(
 
 
 def _retrieve(task: asyncio.Task[Lead]) -> None:
-    """Retrieve a failed import's exception, so that it is not logged beside the engine's error, which comes first."""
+    """Retrieve a failed import's exception, so that it is not logged in addition to the engine's error, which comes
+    first."""
     if not task.cancelled():
         task.exception()
 

@@ -1,4 +1,4 @@
-"""`serve`: a front end behind HTTP, until it is asked to stop."""
+"""`serve`: a front end behind HTTP, until a stop request."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 _PAGE = Path(__file__).with_name("docs.html").read_bytes()
 _HEADERS = {
-    # The page's own script may call this server; nothing else is loaded or called, whatever the document contains.
+    # The page's own script may call this server; nothing else is loaded or called, for any document.
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'",
     "Cache-Control": "no-cache",

@@ -1,4 +1,4 @@
-"""Request bodies in the OpenAPI document. The routes read their bodies themselves, so FastAPI doesn't know them."""
+"""Request bodies in the OpenAPI document. The routes read their bodies themselves, so FastAPI can't derive them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Crew`: the API processes beside the first one, which starts, watches and ends them."""
+"""`Crew`: the API processes other than the first one, which starts, watches and ends them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _COMPOSED = {
 
 
 class Frame:
-    """Writes the Lark grammar of a plan; `@content` stands for the grammar of the content."""
+    """Writes the Lark grammar of a plan; `@content` refers to the grammar of the content."""
 
     def __init__(self, plan: OutputPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
@@ -204,7 +204,7 @@ def _check_keyed(tool: Tool, form: str) -> None:
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema closed to undeclared properties, unless it says otherwise: functions don't accept them."""
+    """Return the schema closed to undeclared properties, unless it allows them: functions don't accept them."""
     if not isinstance(schema, Mapping) or schema.keys() & _COMPOSED:
         return schema
     closed = dict(schema)

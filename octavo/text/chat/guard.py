@@ -1,4 +1,4 @@
-"""`ContentGuard`: text in a message that spells a special token stays text, whatever a template does with it.
+"""`ContentGuard`: text in a message that spells a special token stays text in any template.
 
 Before rendering, a mark is inserted after the first character of each such text. After rendering, the marks are removed
 and their positions are known. Marks are random, so requests can't forge them. They consist of digits, so that templates

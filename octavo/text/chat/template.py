@@ -193,7 +193,7 @@ def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.
 
 
 def _meant(role: str) -> str | None:
-    """Return the common role that a misspelled or foreign one stands for; None for custom roles."""
+    """Return the common role that a misspelled or foreign one means; None for custom roles."""
     word = role.strip().lower()
     near = [_SYNONYMS[word]] if word in _SYNONYMS else difflib.get_close_matches(word, ROLES, n=1, cutoff=0.75)
     return near[0] if near else None

@@ -114,7 +114,7 @@ class LiteralEncoder:
 
     @cached_property
     def backend(self) -> tokenizers.Tokenizer:
-        """The tokenizer that knows special tokens only by their secret names."""
+        """The tokenizer that has special tokens only under their secret names."""
         state = json.loads(self._original.to_str())
         for token in state["added_tokens"]:
             token["content"] = self._name(token["content"])

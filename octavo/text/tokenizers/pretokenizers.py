@@ -30,7 +30,7 @@ class PreTokenizer:
         build: creates the splitter.
         normalizer: creates the text normalizer, if there is one.
         ignore_merges: a word that is a token is encoded as that token, without applying merges.
-        add_bos: whether prompts begin with the beginning-of-sequence token, unless the file says otherwise.
+        add_bos: whether prompts begin with the beginning-of-sequence token, unless the file specifies it.
     """
 
     build: Callable[[], pre_tokenizers.PreTokenizer]

@@ -14,7 +14,7 @@ def load_formats(file: str) -> Mapping[str, ToolFormat]:
     """Return name -> format for every `ToolFormat` bound at module level of the file.
 
     Raises:
-        ConfigError: the file can't be run, declares no format, or an invalid one; the text says which.
+        ConfigError: the file can't be run, declares no format, or an invalid one; the text names the problem.
     """
     path = Path(file).expanduser()
     spec = importlib.util.spec_from_file_location("octavo_tool_parser_plugin", path)

@@ -57,7 +57,7 @@ class Reply:
 
     @classmethod
     def of(cls, ctx: ServerContext, request: Request, body: VectorBody, prefix: str) -> Reply:
-        """Check that the model is served and the body asks for nothing unsupported."""
+        """Check that the model is served and the body has no unsupported field."""
         warnings = check_undeclared(body, strict=ctx.config.strict_params, known=_LIMITED)
         return cls(
             id=answer_id(request, body.request_id, prefix),
