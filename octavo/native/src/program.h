@@ -30,8 +30,8 @@ struct OctavoOp {
     const void* kernel;  // its function in a separate library (octavo/native/bindings.py), or null
 };
 
-// One step's batch: pointers to what octavo/nn/step.py describes. `external` are the buffers that the caller owns.
-// Block tables and slots are those of the first cache group; each further group's lie the same distance behind.
+// One step's batch: pointers to the arrays documented in octavo/nn/step.py. `external`: buffers that the caller owns.
+// Block tables and slots are those of the first cache group; those of further groups follow at equal distances.
 struct OctavoStep {
     const int64_t *input_ids, *positions, *slots;
     const int32_t *query_start, *seq_lens, *block_tables;
