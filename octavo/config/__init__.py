@@ -1,7 +1,7 @@
-"""Settings: one frozen dataclass for each floor. Below `build.py`, a floor sees only its own.
+"""Settings: one frozen dataclass for each floor. Below `build.py`, a floor gets only its own.
 
-Each field carries its flag (`core/flag.py`), of which the command line, the config file, the environment variables and
-the tables in docs/configuration.md are made.
+Each field carries its flag (`core/flag.py`). The command line, the config file, the environment variables and the
+tables in docs/configuration.md are made from these flags.
 """
 
 from octavo.config.cache import CacheConfig

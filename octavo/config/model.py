@@ -13,7 +13,7 @@ DEFAULT_MODEL = "smollm2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model to run, and how. The help of each setting says what it does; this says what its values mean.
+    """Which model to run, and how. The help text of a setting describes what it does; this describes its values.
 
     Attributes:
         tokenizer_revision: None takes the model's, or the newest one if the tokenizer is in another repository.
@@ -24,7 +24,7 @@ class ModelConfig:
             set): "int16" is as exact as bfloat16, "int8" computes prompts up to twice as fast. "bfloat16" also rounds
             the weights to bfloat16 in each product: with AMX the fastest for prompts and batches, but not for a
             single request.
-        load_format: "auto" goes by the files found; "dummy" makes random weights.
+        load_format: "auto" depends on the files found; "dummy" makes random weights.
         max_model_len: None takes the model's, reduced to what the KV cache holds.
         logprobs_mode: log-probabilities or logits, "raw" (of the model) or "processed" (after penalties, bans,
             temperature and filters).

@@ -14,7 +14,7 @@ class ServerConfig(LogConfig):
     """The HTTP server. Sizes are in bytes, times in seconds.
 
     Attributes:
-        ssl_certfile, ssl_keyfile: TLS is served where there is a certificate; the key may be in its file.
+        ssl_certfile, ssl_keyfile: TLS is used if a certificate is given; its file may also contain the key.
         middleware: the last is outermost.
         max_inputs: also the documents of one rerank.
         max_log_len: None for all.

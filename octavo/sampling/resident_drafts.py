@@ -1,4 +1,4 @@
-"""Sampling on a device of rows whose lengths the host does not know, because they follow drafts.
+"""Sampling on a device for rows that follow drafts, whose lengths the host does not know.
 
 What depends on a length (bans by `min_tokens`, bad words) is decided on the device.
 """
@@ -32,19 +32,19 @@ class DraftSampler(ResidentSampler):
     """A `ResidentSampler` over virtual slots, one per row of logits, whose lengths include the drafts before it."""
 
     def __init__(self, table: ParamTable, vocab_size: int, max_rows: int) -> None:
-        """`table`: that of the slots; `max_rows`: rows of logits of a step."""
+        """`table`: parameters of the slots; `max_rows`: most rows of logits in a step."""
         super().__init__(table, vocab_size, max_rows)
         self._slots = table
 
     def sample_drafted(
         self, logits: Tensor, slots: Tensor, ahead: Tensor, rows: Sequence[DraftRow]
     ) -> tuple[Tensor, Logprobs]:
-        """As `sample`.
+        """Sample as `sample` does.
 
         Args:
-            slots: [S] int32, of each row of logits.
-            ahead: [S] int32, drafts before it.
-            rows: S of them, whose `slot` is their index.
+            slots: [S] int32, slot of each row of logits.
+            ahead: [S] int32, number of drafts before each row.
+            rows: S rows; the `slot` of each is its index.
         """
         of, table = slots.long(), self._slots
         reads = any(row.params.bad_words or row.params.changes for row in rows)
@@ -80,7 +80,7 @@ class DraftSampler(ResidentSampler):
 
 
 def _forbid_where(work: Tensor, rows: Tensor, tokens: Tensor, where: Tensor) -> None:
-    """Minus infinity for some of the tokens [n] of rows [n], in place."""
-    # Added, not set: of two entries for one token, that which is not meant must not undo the other.
+    """Set the logits of tokens [n] in rows [n] to minus infinity, in place, where `where` [n] is true."""
+    # Added, not set: if a token has two entries, one that is false must not undo the other.
     values = work.new_zeros(len(rows)).masked_fill_(where, float("-inf"))
     work.view(-1).index_add_(0, rows * work.shape[1] + tokens, values)

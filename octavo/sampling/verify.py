@@ -1,9 +1,8 @@
-"""Which drafts are accepted: those that are what the sampler draws from the target model anyway.
+"""Verification of drafts: a draft is accepted if it is the token the sampler draws from the target model anyway.
 
 The target's token is drawn at every position, after each number of drafts, by the request's own parameters and random
-numbers; a draft is accepted if it is that token. What is emitted is therefore what sampling without drafts would have
-emitted, token by token, whoever proposed them: the target's distribution exactly, and for a seeded request the same
-tokens.
+numbers; a draft is accepted if it is that token. The output is therefore the same as without drafts, for any drafter:
+exactly the target's distribution, and for a seeded request the same tokens.
 
 For a deterministic proposal this is the rejection sampling of Leviathan, Kalman and Matias 2023
 (https://arxiv.org/abs/2211.17192): draft d is accepted with probability p(d), and otherwise the emitted token follows
@@ -26,8 +25,8 @@ def verify(drawn: Tensor, drafts: Tensor, counts: Tensor, starts: Tensor) -> Ten
 
     Args:
         drawn: [S] integers, the target's tokens: row r's from `starts[r]` on, first the one after no draft, then the
-            one after its first draft, and so on. -1 where none could be drawn.
-        drafts: [R, K] integers, at least 0; what is beyond a row's count is ignored.
+            one after its first draft, and so on. -1 if none could be drawn.
+        drafts: [R, K] integers, at least 0; values beyond a row's count are ignored.
         counts: [R] integers, how many drafts each row has, at most K and one less than it has drawn tokens.
         starts: [R] int64.
     """

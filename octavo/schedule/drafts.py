@@ -11,7 +11,7 @@ from octavo.schedule.request import Request
 
 
 class DraftBounds:
-    """The smallest bound of all features, limited to what the request and the step have room for.
+    """The smallest bound of all features, limited by the room in the request and in the step.
 
     Attributes:
         most: most drafts of a row; 0 if no feature drafts or a layer keeps a recurrent state, from which rejected
