@@ -5,15 +5,17 @@ from __future__ import annotations
 import bisect
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from octavo.build_worker import build_worker
 from octavo.cache.cache import KVCache
 from octavo.config import EngineConfig
-from octavo.core.cache_groups import blocks_held
+from octavo.core.cache_groups import GroupKind, blocks_held
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
 from octavo.core.memory import memory_errors
@@ -144,8 +146,7 @@ def _info(
         eos_token_ids=[],
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
-        kv_bytes_per_token=kv_bytes * len(loaded.groups),
-        kv_groups=len(loaded.groups),
+        **_kv_facts(config, loaded, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         memory={"weights": loaded.weight_bytes} | cache,
@@ -159,6 +160,22 @@ def _info(
         stream_interval=config.model.stream_interval,
         scheduling_policy=config.scheduler.policy,
     )
+
+
+def _kv_facts(config: EngineConfig, loaded: LoadedFacts, limits: Limits) -> dict[str, Any]:
+    """The fields of `ModelInfo` that depend on what the layers keep."""
+    groups, size = loaded.groups, loaded.kv_bytes_per_token
+    facts = {"kv_bytes_per_token": size * sum(group.grows for group in groups), "kv_groups": len(groups)}
+    if all(group.kind is GroupKind.FULL for group in groups):
+        return facts
+    in_flight = limits.max_ahead * limits.max_num_batched_tokens
+    layer = size // max(len(group.layers) for group in groups)
+    reads: Counter[int] = Counter()
+    for group in groups:
+        if group.grows:
+            reads[group.window] += len(group.layers) * layer
+    longest = blocks_held(groups, limits.max_model_len, config.cache.block_size, in_flight)
+    return facts | {"kv_longest": longest, "kv_reads": sorted(reads.items())}
 
 
 def _tasks(files: ModelFiles, hooks: Sequence[EngineHook], *, generates: bool) -> list[str]:

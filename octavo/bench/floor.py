@@ -45,5 +45,7 @@ def floor_seconds(lengths: Sequence[tuple[int, int]], info: ModelInfo, ceilings:
         # The engine runs at most max_num_seqs rows at once; more rows take more steps.
         rounds = -(-len(alive) // info.max_num_seqs)
         decoding += max(rounds * read, len(alive) * operations / ceilings.operations_per_s)
-        decoding += sum(alive) * info.kv_bytes_per_token / ceilings.bytes_per_s
+        for window, size in info.kv_reads or [(0, info.kv_bytes_per_token)]:
+            read_of_rows = sum(min(length, window) for length in alive) if window else sum(alive)
+            decoding += read_of_rows * size / ceilings.bytes_per_s
     return prompts + decoding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,12 @@ class KVCache:
         if self._only_full:
             return len(self.groups) * self._indices(num_tokens)
         return blocks_held(self.groups, num_tokens, self.block_size, self._step_tokens)
+
+    def longest(self, most: int) -> int:
+        """Return the tokens of the longest sequence that fits the empty cache; at most `most` if windows are kept."""
+        if self._only_full:
+            return self.num_blocks // max(len(self.groups), 1) * self.block_size
+        return bisect.bisect_right(range(most + 1), self.num_blocks, key=self.blocks_for) - 1
 
     def missing(self, table: BlockTable, num_computed: int, num_tokens: int) -> int:
         """Return the blocks to add to a table for `num_tokens` positions, copies of shared blocks included.

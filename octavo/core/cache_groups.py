@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 NO_BLOCK = -1
@@ -73,18 +73,26 @@ FULL = (CacheGroup(),)
 """The groups of a model whose layers all use full attention."""
 
 
-def groups_of(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
-    """Return the groups of attention layers with these sliding windows, in tokens; None for full attention.
+def attending(window: int | None) -> CacheGroup:
+    """Return the kind of group of an attention layer with a sliding window of this many tokens; None for none."""
+    return CacheGroup() if window is None else CacheGroup(GroupKind.WINDOW, window=window)
+
+
+def groups_of(kinds: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
+    """Return the groups of some layers.
 
     All groups have as many layers as the rarest kind, since a block holds one token range of all layers of a group. If
     the layers of a kind don't divide evenly, its last group has fewer and leaves part of its blocks unused. If the
     rarest kind is so rare that there would be many groups, they have more layers than it.
+
+    Args:
+        kinds: what each layer keeps: a group without layers.
     """
-    kinds = {window: [i for i, each in enumerate(windows) if each == window] for window in windows}
-    size = max(min(map(len, kinds.values()), default=1), -(-len(windows) // _MOST_GROUPS))
+    alike = {kind: [i for i, each in enumerate(kinds) if each == kind] for kind in kinds}
+    size = max(min(map(len, alike.values()), default=1), -(-len(kinds) // _MOST_GROUPS))
     return tuple(
-        CacheGroup(GroupKind.WINDOW if window else GroupKind.FULL, tuple(layers[first : first + size]), window or 0)
-        for window, layers in kinds.items()
+        replace(kind, layers=tuple(layers[first : first + size]))
+        for kind, layers in alike.items()
         for first in range(0, len(layers), size)
     )
 

@@ -23,8 +23,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_num_batched_tokens: tokens of a step.
         eos_token_ids: tokens that end a sequence unless `ignore_eos`.
         num_blocks, block_size: blocks of the KV cache, and tokens per block.
-        kv_bytes_per_token: over all layers.
+        kv_bytes_per_token: over all layers whose memory grows with a sequence.
         kv_groups: block tables per sequence; each takes a block for the same tokens.
+        kv_longest: most blocks held by a sequence of `max_model_len`; 0 if all layers have full attention.
+        kv_reads: (window, bytes per token) for each window among the layers, 0 for full attention: what a decoding step
+            reads. Empty if all layers have full attention.
         memory: part -> bytes, as printed at start.
         phases: phase of the start -> seconds.
         step_parameters, step_weight_bytes: weights of linear layers and output head, which each step reads completely.
@@ -71,10 +74,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     profile_dir: str = ""
     kv_groups: int = 1
+    kv_longest: int = 0
+    kv_reads: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit into the KV cache; more if sliding windows release blocks."""
+        """Tokens that fit into the KV cache; if some layers don't keep all, those of sequences of `max_model_len`."""
+        if self.kv_longest:
+            return self.num_blocks * self.max_model_len // self.kv_longest
         return self.num_blocks * self.block_size // max(self.kv_groups, 1)
 
 

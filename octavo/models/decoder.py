@@ -19,6 +19,7 @@ from octavo.nn.norm import RMSNorm
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.rope import Rope
 from octavo.nn.shard import COL, NONE, ROW, Heads
+from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
 
@@ -148,7 +149,8 @@ class CausalLM(nn.Module):
 
     Attributes:
         spec: its architecture.
-        attention_layers: in layer order; the worker binds each one's `cache`.
+        attention_layers: in layer order.
+        cached_layers: these and the recurrent layers' states, in layer order; the worker binds each one's `cache`.
     """
 
     def __init__(self, b: Build, spec: DecoderSpec) -> None:
@@ -169,6 +171,7 @@ class CausalLM(nn.Module):
             else b.linear("lm_head", inputs=spec.hidden_size, outputs=spec.vocab_size, shard=shard, gather=True)
         )
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
+        self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | StateCache)]
 
     def embed(self, step: StepInput) -> Tensor:
         """Return the embeddings of `step.input_ids`, [T, hidden_size], which the caller may modify."""

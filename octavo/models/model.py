@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import NativeAttention
+from octavo.nn.cached import CachedLayer
 from octavo.nn.step import StepInput
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,9 @@ class Model(Protocol):
 
     spec: DecoderSpec
     attention_layers: list[PagedAttention]
+
+    @property
+    def cached_layers(self) -> Sequence[CachedLayer]: ...
 
     def embed(self, step: StepInput) -> Tensor: ...
 
@@ -58,6 +63,8 @@ def compiled(model: CausalLM, attention: AttentionBackend, activation_dtype: str
     if not isinstance(attention, NativeAttention):
         return model
     reason = reason_against(model.spec)
+    if len(model.cached_layers) > len(model.attention_layers):
+        reason = "it has recurrent layers"
     if reason is None:
         return NativeDecoder(model, attention.pool, activation_dtype)
     log.warning("the model runs layer by layer in torch instead of as one native program: %s", reason)

@@ -5,7 +5,7 @@ The model's layers emit the operations (their `emit` methods); this class runs t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Decode, Dtype, Step
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, Pool, Program, ProgramBuilder
 from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.cached import CachedLayer
 from octavo.nn.linear import Projection
 from octavo.nn.quant.packed import NAMES
 from octavo.nn.quant.panels import PANEL
@@ -78,6 +79,11 @@ class NativeDecoder:
         self._pool = pool
         self._activation_dtype, self._planes = activation_dtype, PLANES[activation_dtype]
         self._compiled: _Compiled | None = None
+
+    @property
+    def cached_layers(self) -> Sequence[CachedLayer]:
+        """The layers whose `cache` the worker binds: a native program has no others than attention."""
+        return self.attention_layers
 
     @property
     def weight_form(self) -> str:

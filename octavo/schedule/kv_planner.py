@@ -54,7 +54,7 @@ class KvPlanner:
         cache = self._cache
         known = len(request.tokens) + min(request.max_tokens, 1)
         missing = cache.missing(request.table, request.num_computed, known)
-        growth = min(num_running, cache.num_blocks // 50)
+        growth = min(num_running * len(cache.groups), cache.num_blocks // 50)
         # Sequences in lockstep wait for each other; with a reserve, one would wait forever for the others to end.
         reserve = self._reserve if num_running and request.siblings.lockstep is None else 0
         return missing + max(growth, reserve) - cache.num_free

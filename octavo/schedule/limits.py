@@ -57,7 +57,7 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits, lo
     if need > cache.num_blocks:
         raise InvalidRequestError(
             f"{len(spec.tokens)} prompt tokens and max_tokens={max_tokens} need {need} KV blocks, but the whole "
-            f"cache has {cache.num_blocks} ({cache.num_blocks * cache.block_size} tokens). "
+            f"cache has {cache.num_blocks} ({cache.longest(limits.max_model_len)} tokens). "
             "Lower max_tokens, shorten the prompt, or start the server with a larger --kv-cache-memory-bytes.",
             param="max_tokens",
             value=max_tokens,
@@ -87,7 +87,7 @@ def _checked_prompt(spec: GenerateRequest, room: int, cache: KVCache, limits: Li
     if need > cache.num_blocks:
         raise InvalidRequestError(
             f"{len(spec.tokens)} tokens need {need} KV blocks, but the whole cache has {cache.num_blocks} "
-            f"({cache.num_blocks * cache.block_size} tokens). Shorten the input, or start the server with a larger "
+            f"({cache.longest(limits.max_model_len)} tokens). Shorten the input, or start the server with a larger "
             "--kv-cache-memory-bytes.",
             param="input",
             value=len(spec.tokens),

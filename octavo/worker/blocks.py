@@ -9,7 +9,7 @@ import torch
 
 from octavo.core.cache_groups import CacheGroup
 from octavo.device.transfer import Link
-from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.cached import CachedLayer
 
 
 class Blocks:
@@ -23,7 +23,7 @@ class Blocks:
 
     def __init__(
         self,
-        layers: Sequence[PagedAttention],
+        layers: Sequence[CachedLayer],
         groups: Sequence[CacheGroup],
         shape: Sequence[int],
         size: int,

@@ -40,6 +40,7 @@ from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
+from octavo.nn.state import StateCache
 from octavo.nn.weights import fused
 from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import Hooks, Site, WorkerHook
@@ -86,6 +87,9 @@ class Room:
 class Worker:
     """Built in steps: settings first, then the weights, then KV cache and slots. Sizes in bytes.
 
+    Attributes:
+        cache_groups: groups of layers that share a block table; known once the model is built.
+
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
         ModelFileError: the weights don't match the configuration.
@@ -120,6 +124,7 @@ class Worker:
         )
         self._settings = device
         self._block_size, self._kv_cache_dtype = cache.block_size, cache.kv_cache_dtype
+        self.cache_groups: tuple[CacheGroup, ...] = ()
         self._utilization = cache.memory_utilization
         self.model: Model | None = None
         self._ahead: Ahead | None = None
@@ -202,8 +207,25 @@ class Worker:
         return Loaded(form, model, report, scales)
 
     def _before_weights(self, model: CausalLM) -> None:
+        self.cache_groups = groups_of([layer.keeps(self._block_size) for layer in model.cached_layers])
+        self._check_states([layer for layer in model.cached_layers if isinstance(layer, StateCache)])
         self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)
         self._compile_ahead(model)
+
+    def _check_states(self, layers: Sequence[StateCache]) -> None:
+        """Raise ConfigError if the states of recurrent layers can't be kept here."""
+        size, block = self._block_size, self._block_bytes
+        for layer in layers:
+            if self.device.resident:
+                raise ConfigError(
+                    f"{layer.path} is a recurrent layer; Octavo computes those on CPUs only. Use --device cpu."
+                )
+            if layer.nbytes > block:
+                needed = -(-layer.nbytes * size // (block * 16)) * 16
+                raise ConfigError(
+                    f"--block-size {size} gives a layer {block} bytes per block of the KV cache, but a state of "
+                    f"{layer.path} takes {layer.nbytes}. Set --block-size to at least {needed}."
+                )
 
     def adopt(self, loaded: Loaded, *, rescale: bool) -> None:
         """Replace the model's weights. No step may be running.
@@ -284,16 +306,14 @@ class Worker:
         return activation_advice(self.attention.pool.level, self.config.activation_dtype)
 
     @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Groups of layers that share a block table."""
-        return groups_of(self.spec.windows)
+    def _block_bytes(self) -> int:
+        """Bytes that a block has for one layer."""
+        return math.prod(self.attention.cache_shape(self._layer, 1, self._block_size)) * self.kv_dtype.itemsize
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers of one cache group, with their scales."""
-        block = self.attention.cache_shape(self._layer, 1, self._block_size)
-        layers = max(len(group.layers) for group in self.cache_groups)
-        return layers * math.prod(block) * self.kv_dtype.itemsize // self._block_size
+        return max(len(group.layers) for group in self.cache_groups) * self._block_bytes // self._block_size
 
     def kv_budget(self, num_seqs: int, step_tokens: int, max_drafts: int = 0) -> int:
         """Return the bytes left for the KV cache after the weights and the workspace of the largest step."""
@@ -321,7 +341,12 @@ class Worker:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
         shape = self.attention.cache_shape(self._layer, num_blocks, self._block_size)
         groups = self.cache_groups
-        blocks = Blocks(model.attention_layers, groups, shape, self._block_size, self.kv_dtype, device)
+        if max_drafts and not all(group.grows for group in groups):
+            raise ConfigError(
+                "A feature drafts tokens, and the model has recurrent layers, whose states can't take back rejected "
+                "ones. Leave the feature out."
+            )
+        blocks = Blocks(model.cached_layers, groups, shape, self._block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
             self._set_scales(model)
         room = Room(num_slots, max_model_len, max_step_tokens, max_drafts)
@@ -428,5 +453,5 @@ class Worker:
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         token = (6 * spec.hidden_size + max(heads, 3 * spec.intermediate_size)) * self.dtype.itemsize
         logits = min(num_seqs * (1 + max_drafts), max(num_seqs, step_tokens)) * spec.vocab_size * 16
-        slots = num_seqs * spec.max_position * 5
+        slots = num_seqs * spec.max_position * (19 + len(self.cache_groups)) // 4
         return step_tokens * token + logits + slots

@@ -6,6 +6,7 @@ The truth is the same model with one table for all layers, which keeps everythin
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from toy_engine import drive, tiny_config, tokens_of
 from toy_models import LLAMA, VOCAB, model_files
 
 from octavo.build import build_core
-from octavo.core.cache_groups import FULL, CacheGroup, GroupKind, groups_of
+from octavo.core.cache_groups import FULL, CacheGroup, GroupKind, attending, groups_of
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.worker.native_replay import NativeReplay
@@ -74,8 +75,8 @@ def test_windows_that_release_blocks_change_no_token(
     loop.close()
 
 
-def whole(windows: tuple[int | None, ...]) -> tuple[CacheGroup, ...]:
-    return (CacheGroup(GroupKind.FULL, tuple(range(len(windows)))),)
+def whole(kinds: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
+    return (CacheGroup(GroupKind.FULL, tuple(range(len(kinds)))),)
 
 
 @pytest.mark.parametrize("layout", ["mixed", "mixed-native"])
@@ -133,6 +134,9 @@ def test_native_decoding_holds_what_windows_reach() -> None:
     while loop.busy:
         length += sum(len(delta.tokens) for delta in loop.step())
         windows.append(loop.stats().num_blocks_used - (length - 1 + 15) // 16)
+    assert info.kv_tokens == 40 * 250 // info.kv_longest
+    assert info.kv_longest == 16 + 2 * 5
+    assert info.kv_reads == [(0, info.kv_bytes_per_token // 3), (WINDOW, info.kv_bytes_per_token * 2 // 3)]
     assert replay.count >= 228
     loop.check_idle()
     loop.close()
@@ -159,11 +163,14 @@ def test_a_window_needs_no_room_for_what_it_forgets() -> None:
 
 
 def test_groups_have_as_many_layers_as_the_rarest_kind() -> None:
-    assert groups_of([None] * 4) == (CacheGroup(layers=(0, 1, 2, 3)),)
-    assert groups_of([]) == ()
-    full, *windows = groups_of([None, 8, 8, 8, None, 8])
+    def groups(*windows: int | None) -> tuple[CacheGroup, ...]:
+        return groups_of([attending(window) for window in windows])
+
+    assert groups(None, None, None, None) == (CacheGroup(layers=(0, 1, 2, 3)),)
+    assert groups() == ()
+    full, *windows = groups(None, 8, 8, 8, None, 8)
     assert full == CacheGroup(layers=(0, 4))
     assert [group.layers for group in windows] == [(1, 2), (3, 5)]
     assert all(group.kind is GroupKind.WINDOW and group.window == 8 for group in windows)
-    assert [len(group.layers) for group in groups_of([None] * 27 + [8])] == [4, 4, 4, 4, 4, 4, 3, 1]
     assert FULL[0].kind is GroupKind.FULL
+    assert [len(group.layers) for group in groups(*[None] * 27, 8)] == [4, 4, 4, 4, 4, 4, 3, 1]

@@ -151,6 +151,15 @@ def test_a_state_is_found_at_the_end_of_a_chunk_and_copied_before_it_changes():
     assert other.groups[1] == [kept]
 
 
+def test_the_longest_sequence_that_fits():
+    assert KVCache(10, BLOCK).longest(1000) == 40
+    assert KVCache(10, BLOCK, (CacheGroup(), CacheGroup())).longest(1000) == 20
+    windows = KVCache(10, BLOCK, (*FULL, WINDOW), step_tokens=1)  # a window holds 3 blocks at most
+    assert windows.longest(1000) == 28
+    assert windows.blocks_for(28) == 10
+    assert KVCache(3, BLOCK, (WINDOW,), step_tokens=1).longest(1000) == 1000
+
+
 def test_a_state_is_not_found_in_the_step_that_writes_it():
     """Its copy would come before it is written."""
     cache = KVCache(40, BLOCK, (STATE,), step_tokens=16)

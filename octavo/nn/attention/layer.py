@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from octavo.core.cache_groups import CacheGroup, attending
 from octavo.native.program import ProgramBuilder
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend, Norms
 from octavo.nn.attention.native import NativeAttention
@@ -36,6 +37,10 @@ class PagedAttention(nn.Module):
         self.cache = torch.empty(0)
         self.group = 0
         self.scales: Tensor | None = None
+
+    def keeps(self, block_size: int) -> CacheGroup:
+        """Return the kind of the layer's group."""
+        return attending(self.spec.window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:
         """Attend with q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]; return q's shape."""

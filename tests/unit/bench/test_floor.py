@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from octavo.bench.floor import Ceilings, floor_seconds
@@ -34,6 +35,13 @@ def test_a_prompt_alone_costs_its_operations():
 def test_each_further_token_reads_weights_and_context():
     prompt = floor_seconds([(50, 1)], INFO, CEILINGS)
     assert floor_seconds([(50, 3)], INFO, CEILINGS) == pytest.approx(prompt + 2 * 0.2 + (51 + 52) * 1e-6)
+
+
+def test_layers_with_windows_read_no_more_than_those():
+    info = msgspec.structs.replace(INFO, kv_groups=2, kv_longest=9, kv_reads=[(0, 400), (40, 600)])
+    prompt = floor_seconds([(38, 1)], info, CEILINGS)
+    read = (39 + 40 + 41) * 400e-9 + (39 + 40 + 40) * 600e-9
+    assert floor_seconds([(38, 4)], info, CEILINGS) == pytest.approx(prompt + 3 * 0.2 + read)
 
 
 def test_rows_share_a_reading_of_the_weights_up_to_the_engines_limit():

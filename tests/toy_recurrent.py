@@ -1,0 +1,115 @@
+"""A tiny decoder with recurrent layers between those of attention, and its tokens computed in the plainest way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.models.decoder import Attention, CausalLM
+from octavo.models.spec import DecoderSpec
+from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.build import Build
+from octavo.nn.norm import RMSNorm
+from octavo.nn.quant.base import everywhere
+from octavo.nn.rope import Rope
+from octavo.nn.state import StateCache
+from octavo.nn.step import StepInput
+from octavo.nn.stream import Stream
+
+DECAY = 0.9
+SNAPSHOT = 16
+
+
+class Decayed(Attention):
+    """Linear attention: out_t = q_t S_t, with S_t = DECAY S_(t-1) + k_t v_t^T for each key-value head."""
+
+    def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
+        super().__init__(b, spec, layer, rope)
+        del self.attn
+        shape = (spec.num_kv_heads, spec.head_dim, spec.head_dim)
+        self.states = StateCache(shape, b.path, snapshot_tokens=SNAPSHOT)
+
+    def forward(self, stream: Stream, norm: RMSNorm, step: StepInput) -> Tensor:
+        q, k, v = self.heads(stream, norm)
+        states = self.states.load(step)
+        out = torch.empty_like(q)
+        for row, state in enumerate(states):
+            for t in range(int(step.query_start[row]), int(step.query_start[row + 1])):
+                state.mul_(DECAY).add_(k[t, :, :, None] * v[t, :, None, :])
+                out[t] = (q[t].unflatten(0, (len(state), -1)) @ state).flatten(0, 1)
+        self.states.store(step, states)
+        return out.flatten(1)
+
+    def heads(self, stream: Stream, norm: RMSNorm) -> list[Tensor]:
+        """Queries, keys and values [T, heads, head_dim]; queries and keys have length 1."""
+        heads = self.qkv.after_norm(stream, norm).unflatten(-1, (-1, self.head_dim)).float()
+        q, k, v = heads.split(self.head_counts, dim=1)
+        return [torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1), v]
+
+
+class Summed(Decayed):
+    """The same as a sum over all earlier tokens, in float64: out_t = sum over s <= t of DECAY^(t-s) (q_t k_s) v_s.
+
+    For steps of one whole sequence.
+    """
+
+    def forward(self, stream: Stream, norm: RMSNorm, step: StepInput) -> Tensor:
+        q, k, v = (x.double() for x in self.heads(stream, norm))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        weights = torch.where(distance >= 0, DECAY ** distance.clamp(min=0).double(), 0.0)
+        return torch.einsum("thd,shd,ts,shc->thc", q, k, weights, v).float().flatten(1)
+
+
+class Hybrid(CausalLM):
+    """Every second layer is recurrent."""
+
+    mixer: type[Decayed] = Decayed
+
+    def __init__(self, b: Build, spec: DecoderSpec) -> None:
+        super().__init__(b, spec)
+        for i in range(0, spec.num_layers, 2):
+            self.layers[i].attention = self.mixer(b.at("model", "layers", i, "self_attn"), spec, i, self.rope)
+        self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
+        self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | StateCache)]
+
+
+class Plain(Hybrid):
+    """Computes whole sequences, without a state."""
+
+    mixer = Summed
+
+
+def build_hybrid(spec: DecoderSpec, *, dtype: torch.dtype, device: torch.device, **choices: Any) -> CausalLM:
+    """In place of `build_model`."""
+    schemes = everywhere(choices["scheme"], dtype, device, choices["keep"])
+    return Hybrid(Build(dtype, device, choices["attention"], schemes, keep=choices["keep"]), spec)
+
+
+@torch.inference_mode()
+def plain_greedy(model: Plain, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens, each computed from the whole sequence."""
+    tokens = list(prompt)
+    for layer in model.attention_layers:
+        assert isinstance(layer.backend, ReferenceAttention)
+        layer.cache = torch.zeros(layer.backend.cache_shape(layer.spec, 1, len(prompt) + count))
+    for _ in range(count):
+        length = len(tokens)
+        order = torch.arange(length)
+        step = StepInput(
+            input_ids=torch.tensor(tokens),
+            positions=order,
+            query_start=torch.tensor([0, length], dtype=torch.int32),
+            seq_lens=torch.tensor([length], dtype=torch.int32),
+            block_tables=torch.zeros(1, 1, dtype=torch.int32),
+            slot_mapping=order,
+            logit_rows=order[-1:],
+            max_query_len=length,
+            max_seq_len=length,
+        )
+        hidden = model.forward(model.embed(step), step)
+        tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
