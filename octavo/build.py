@@ -28,7 +28,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase, PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.profile import Profiler
-from octavo.engine.record import FORM, Header, Recorder
+from octavo.engine.record import FORM, Header, PlanRecorder
 from octavo.features import FeatureContext, build_engine_halves, payload_types
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids
@@ -190,12 +190,12 @@ def _tasks(files: ModelFiles, hooks: Sequence[EngineHook], *, generates: bool) -
     return tasks
 
 
-def _recorder(config: EngineConfig, path: str, facts: WorkerFacts, sizes: CacheSizes) -> Recorder:
+def _recorder(config: EngineConfig, path: str, facts: WorkerFacts, sizes: CacheSizes) -> PlanRecorder:
     """Return the recorder of steps; raise ConfigError if settings hold objects that can't be written to a file."""
     for own in config.features.values():
         own.check_sendable("objects can't be recorded with record_steps")
     header = Header(FORM, __version__, msgspec.to_builtins(config), facts, sizes)
-    return Recorder(Path(path).expanduser(), config.device.record_steps_limit, header, PlanCodec(payload_types()))
+    return PlanRecorder(Path(path).expanduser(), config.device.record_steps_limit, header, PlanCodec(payload_types()))
 
 
 def _cache_sizes(num_blocks: int, limits: Limits, hooks: Sequence[EngineHook]) -> CacheSizes:

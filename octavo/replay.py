@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
-from octavo.engine.executor import Executor, Step
+from octavo.engine.executor import Executor, LaunchedStep
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.record import Gave, Header, Planned, Sampled, read_records
@@ -39,7 +39,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class ReplayReport:
     """Result of a replay: the number of steps and tokens compared, and the first difference, if any."""
 
     steps: int
@@ -47,7 +47,9 @@ class Report:
     difference: Difference | None
 
 
-def replay(path: Path, *, model: str | None = None, announce: Callable[[str], None] = lambda text: None) -> Report:
+def replay(
+    path: Path, *, model: str | None = None, announce: Callable[[str], None] = lambda text: None
+) -> ReplayReport:
     """Compute the steps of a record again, in order, until one gives other tokens.
 
     Args:
@@ -72,10 +74,10 @@ def replay(path: Path, *, model: str | None = None, announce: Callable[[str], No
     try:
         for record in records:
             if (difference := player.take(record)) is not None:
-                return Report(player.steps, player.tokens, difference)
+                return ReplayReport(player.steps, player.tokens, difference)
     finally:
         port.close()
-    return Report(player.steps, player.tokens, None)
+    return ReplayReport(player.steps, player.tokens, None)
 
 
 def _settings(header: Header, model: str | None) -> EngineConfig:
@@ -100,7 +102,7 @@ class _Player:
         self._executor = executor
         self._codec = codec
         self._names: dict[int, str] = {}
-        self._launched: dict[int, tuple[Step, list[str]]] = {}
+        self._launched: dict[int, tuple[LaunchedStep, list[str]]] = {}
 
     def take(self, record: Planned | Sampled | Gave) -> Difference | None:
         """Return the first difference, if this is an output that has one."""

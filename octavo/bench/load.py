@@ -1,4 +1,4 @@
-"""Load generator: sends requests to a server at a given pace and collects their timings."""
+"""Load generator: sends requests to a server in a given pattern and collects their timings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class LoadPattern:
     """Schedule of the requests.
 
     Attributes:
@@ -42,15 +42,15 @@ class Pace:
 async def run_load(
     target: Target,
     samples: Sequence[Sample],
-    pace: Pace,
+    pattern: LoadPattern,
     *,
     seed: int = 0,
     done: Callable[[], None] = lambda: None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> tuple[list[Timing], float]:
     """Return all timings in the order of the samples, and the seconds from the first request to the last response."""
-    gate = asyncio.Semaphore(pace.max_concurrency or len(samples) or 1)
-    delays = pace.delays(len(samples), random.Random(seed))
+    gate = asyncio.Semaphore(pattern.max_concurrency or len(samples) or 1)
+    delays = pattern.delays(len(samples), random.Random(seed))
     async with open_client(len(samples), transport) as client:
         start = time.perf_counter()
 

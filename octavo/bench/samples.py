@@ -37,7 +37,7 @@ class Sample:
     output_tokens: int
 
 
-class Source:
+class PromptSource:
     """Makes prompts of a given length, as ids or as text, and counts the tokens of given prompts."""
 
     def __init__(self, rng: random.Random, tokenizer: TextTokens | None, *, as_text: bool) -> None:
@@ -71,7 +71,7 @@ WORDS = (
 
 
 def random_samples(
-    source: Source, count: int, *, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0
+    source: PromptSource, count: int, *, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0
 ) -> list[Sample]:
     """Return random prompts behind a common random prefix. Lengths vary by up to `range_ratio` either way."""
 
@@ -87,7 +87,7 @@ def random_samples(
 
 
 def prefix_repetition(
-    source: Source, count: int, *, num_prefixes: int, prefix_len: int, suffix_len: int, output_len: int
+    source: PromptSource, count: int, *, num_prefixes: int, prefix_len: int, suffix_len: int, output_len: int
 ) -> list[Sample]:
     """Return requests with `num_prefixes` random prefixes, each shared by an equal number of requests, shuffled."""
     prefixes = [source.draw(prefix_len) for _ in range(num_prefixes)]
@@ -99,7 +99,7 @@ def prefix_repetition(
     return samples
 
 
-def sharegpt(source: Source, count: int, path: Path, *, output_len: int | None = None) -> list[Sample]:
+def sharegpt(source: PromptSource, count: int, path: Path, *, output_len: int | None = None) -> list[Sample]:
     """Return the first question of each conversation in a ShareGPT JSON file; output lengths are the first answers'."""
     pairs = [turns[:2] for turns in map(_turns, _load_json(path)) if len(turns) >= 2]
     source.rng.shuffle(pairs)
@@ -110,7 +110,7 @@ def sharegpt(source: Source, count: int, path: Path, *, output_len: int | None =
     return _repeat(fit, count, path)
 
 
-def custom(source: Source, count: int, path: Path, *, output_len: int | None = None) -> list[Sample]:
+def custom(source: PromptSource, count: int, path: Path, *, output_len: int | None = None) -> list[Sample]:
     """Read lines of JSON with `prompt` and, unless `output_len` is given, `output_tokens`."""
     samples = []
     for number, line in _lines(path):

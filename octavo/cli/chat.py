@@ -14,7 +14,7 @@ import httpx
 from octavo.cli.flags.args import add_engine_settings, engine_config, values
 from octavo.cli.flags.parser import OctavoParser, say
 from octavo.cli.flags.sampling import add_sampling_flags, sampling_fields
-from octavo.cli.talk import Answer, LocalSpeaker, Messages, RemoteSpeaker, Speaker
+from octavo.cli.talk import ChatMessages, LocalSpeaker, RemoteSpeaker, Speaker, StreamedAnswer
 from octavo.core.errors import OctavoError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -97,7 +97,7 @@ class Conversation:
         self._system: str | None = args.system_prompt
         self._quick: str | None = args.quick
         self._show_stats: bool = args.stats
-        self._messages: Messages = []
+        self._messages: ChatMessages = []
         self.clear()
 
     def run(self) -> int:
@@ -127,7 +127,7 @@ class Conversation:
     def ask(self, question: str) -> bool:
         """Ask a question and stream the answer to the terminal. Return False, and drop the question, if it failed."""
         self._messages.append({"role": "user", "content": question})
-        answer = Answer()
+        answer = StreamedAnswer()
         try:
             self._runner.run(self._print(answer))
         except KeyboardInterrupt:
@@ -142,7 +142,7 @@ class Conversation:
             say(answer.stats())
         return True
 
-    async def _print(self, answer: Answer) -> None:
+    async def _print(self, answer: StreamedAnswer) -> None:
         async with contextlib.aclosing(self._speaker.answer(self._messages, answer)) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
                 print(piece, end="", flush=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.flags.args import add_engine_settings, engine_config
 from octavo.cli.flags.parser import OctavoParser, say
 from octavo.cli.flags.sampling import add_sampling_flags, sampling_fields
-from octavo.cli.talk import Answer, generate
+from octavo.cli.talk import StreamedAnswer, generate
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 
@@ -68,7 +68,7 @@ async def complete(args: argparse.Namespace, config: EngineConfig, fields: dict[
     async with open_frontend(config) as frontend:
         prompt, rendered = render(frontend, text, args)
         fields = fields if rendered else {"max_tokens": RAW_TOKENS} | fields
-        answer = Answer()
+        answer = StreamedAnswer()
         said = time.monotonic()
         async for piece in generate(frontend, prompt, fields, answer, rendered=rendered):
             if not args.json:
@@ -98,7 +98,7 @@ def render(frontend: Frontend, text: str, args: argparse.Namespace) -> tuple[str
     return frontend.render_chat([*system, {"role": "user", "content": text}]), True
 
 
-def described(prompt: str, answer: Answer) -> dict[str, Any]:
+def described(prompt: str, answer: StreamedAnswer) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "text": answer.text,

@@ -33,7 +33,7 @@ Octavo serves large language models.
 """
 
 
-class Command(Protocol):
+class Subcommand(Protocol):
     """The interface of a subcommand's module."""
 
     def run(self, argv: list[str]) -> int: ...
@@ -71,7 +71,7 @@ def _run(name: str, argv: list[str]) -> int:
         with memory_errors():
             if name in WITH_ENGINE:
                 check_address_space()  # first, since the command's libraries may abort instead of raising
-            command = cast(Command, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
+            command = cast(Subcommand, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
             return command.run(argv)
     except OctavoError as error:
         print(f"octavo: error: {error}", file=sys.stderr)

@@ -16,11 +16,11 @@ from octavo.core.errors import ConfigError, OctavoError
 if TYPE_CHECKING:
     from octavo.text.frontend import Frontend
 
-Messages = list[dict[str, str]]
+ChatMessages = list[dict[str, str]]
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """An answer while it is generated, and its usage."""
 
     text: str = ""
@@ -53,7 +53,7 @@ class Speaker(Protocol):
 
     name: str
 
-    def answer(self, messages: Messages, answer: Answer) -> AsyncIterator[str]:
+    def answer(self, messages: ChatMessages, answer: StreamedAnswer) -> AsyncIterator[str]:
         """Yield the answer's pieces as they arrive, and fill in `answer`."""
         ...
 
@@ -90,7 +90,7 @@ class RemoteSpeaker:
             raise ConfigError(f"{url} lists no model; give --model-name")
         return cls(url, model or listed[0], fields, client)
 
-    async def answer(self, messages: Messages, answer: Answer) -> AsyncIterator[str]:
+    async def answer(self, messages: ChatMessages, answer: StreamedAnswer) -> AsyncIterator[str]:
         body = {
             "model": self._model,
             "messages": messages,
@@ -122,7 +122,7 @@ class LocalSpeaker:
         self.name = frontend.info.name
         self._frontend, self._fields, self._engine = frontend, fields, engine
 
-    async def answer(self, messages: Messages, answer: Answer) -> AsyncIterator[str]:
+    async def answer(self, messages: ChatMessages, answer: StreamedAnswer) -> AsyncIterator[str]:
         prompt = self._frontend.render_chat(messages)
         async for piece in generate(self._frontend, prompt, self._fields, answer, rendered=True):
             yield piece
@@ -132,7 +132,7 @@ class LocalSpeaker:
 
 
 async def generate(
-    frontend: Frontend, prompt: str, fields: dict[str, Any], answer: Answer, *, rendered: bool = False
+    frontend: Frontend, prompt: str, fields: dict[str, Any], answer: StreamedAnswer, *, rendered: bool = False
 ) -> AsyncIterator[str]:
     """Yield the pieces of a prompt's completion. `rendered`: a chat template made it, including special tokens.
 
@@ -157,7 +157,7 @@ async def generate(
     answer.ended = time.perf_counter()
 
 
-def _piece(line: str, answer: Answer) -> str:
+def _piece(line: str, answer: StreamedAnswer) -> str:
     """Return the text in one line of a chat stream; store usage and finish reason in `answer`."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":

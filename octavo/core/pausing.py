@@ -19,7 +19,7 @@ class PauseMode(StrEnum):
     """Freeze them, and continue them after the pause."""
 
 
-class Part(StrEnum):
+class SleepTag(StrEnum):
     """Parts of an engine that sleep and can be woken separately."""
 
     WEIGHTS = "weights"
@@ -64,7 +64,7 @@ def sleep_level(level: int, name: str = "level") -> int:
     return level
 
 
-def wake_tags(tags: Sequence[str] | None, name: str = "tags") -> list[Part]:
+def wake_tags(tags: Sequence[str] | None, name: str = "tags") -> list[SleepTag]:
     """Return the parts to wake.
 
     Args:
@@ -75,6 +75,6 @@ def wake_tags(tags: Sequence[str] | None, name: str = "tags") -> list[Part]:
         InvalidRequestError: there is no such part.
     """
     for tag in tags or ():
-        if tag not in list(Part):
-            raise InvalidRequestError(f"tags must be among {', '.join(Part)}.", param=name, value=tag)
-    return [Part(tag) for tag in tags or Part]
+        if tag not in list(SleepTag):
+            raise InvalidRequestError(f"tags must be among {', '.join(SleepTag)}.", param=name, value=tag)
+    return [SleepTag(tag) for tag in tags or SleepTag]

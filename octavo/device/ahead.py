@@ -13,7 +13,7 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
-from octavo.device.compiler import Target
+from octavo.device.compiler import CompileTarget
 from octavo.device.compilers import Compilers, job_of
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Ahead:
     number is 1 or divisible by 16, and an address divisible by 16.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: CompileTarget) -> None:
         """`target` is the device to compile for."""
         self._target = target
         self._compilers = Compilers()
@@ -72,7 +72,7 @@ class Ahead:
             prepare()  # builds the launcher and loads the kernel
 
 
-def target_of(device: torch.device) -> Target:
+def target_of(device: torch.device) -> CompileTarget:
     """Return Triton's name of a device."""
     major, minor = torch.cuda.get_device_capability(device)
     return ("cuda", 10 * major + minor, 32)

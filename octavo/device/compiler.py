@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True, slots=True)
-class Dtype:
+class TorchDtype:
     """Stand-in for torch.dtype: its name, such as "torch.float32", and its size in bytes."""
 
     name: str
@@ -33,7 +33,7 @@ class Dtype:
 class Pointer:
     """A tensor argument with an address divisible by 16."""
 
-    dtype: Dtype
+    dtype: TorchDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Tiles:
     block_shape: list[int]
 
 
-Target = tuple[str, int | str, int]
+CompileTarget = tuple[str, int | str, int]
 """Backend, architecture and warp size."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompileJob:
     """A launch to compile the kernel of.
 
     Attributes:
@@ -63,7 +63,7 @@ class Job:
     name: str
     args: list[Any]
     options: dict[str, Any]
-    target: Target
+    target: CompileTarget
 
 
 class NoDriver:
@@ -102,7 +102,7 @@ def serve() -> None:
         answers.flush()
 
 
-def compile_job(job: Job) -> None:
+def compile_job(job: CompileJob) -> None:
     driver.set_active(NoDriver(GPUTarget(*job.target)))
     kernel = getattr(importlib.import_module(job.module), job.name)
     kernel.run(*map(_stand_in, job.args), grid=(1,), warmup=True, **job.options)

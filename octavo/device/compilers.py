@@ -15,7 +15,7 @@ from triton import knobs
 from triton.runtime.cache import FileCacheManager
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.device.compiler import Dtype, Job, Pointer, Target, Tiles
+from octavo.device.compiler import CompileJob, CompileTarget, Pointer, Tiles, TorchDtype
 
 _SERVE = "from octavo.device.compiler import serve; serve()"
 _PLAIN = (bool, int, float, str, type(None))
@@ -38,7 +38,7 @@ class Compilers:
         knobs.cache.manager_class = _asking(self._before or FileCacheManager, self._ask)
 
     @contextmanager
-    def compiling(self, job: Job | None) -> Iterator[None]:
+    def compiling(self, job: CompileJob | None) -> Iterator[None]:
         """Name the job that this thread compiles in the block; None if it can't be sent to another process."""
         self._mine.job = job
         if self._empty:
@@ -80,20 +80,20 @@ class Compilers:
         return mine
 
 
-def job_of(kernel: Any, args: Sequence[Any], options: dict[str, Any], target: Target) -> Job | None:
+def job_of(kernel: Any, args: Sequence[Any], options: dict[str, Any], target: CompileTarget) -> CompileJob | None:
     """Return a launch as a job for another process, or None if an argument can't be sent."""
     told = [_told(arg) for arg in args]
     module, name = kernel.fn.__module__, kernel.fn.__name__
     if NotImplemented in told or getattr(sys.modules.get(module), name, None) is not kernel:
         return None
-    return Job(module, name, told, options, target)
+    return CompileJob(module, name, told, options, target)
 
 
 def _told(value: Any) -> Any:
     if isinstance(value, TensorDescriptor):
         return Tiles(_told(value.base), [*value.shape], [*value.strides], [*value.block_shape])
     if hasattr(value, "data_ptr"):
-        dtype = Dtype(str(value.dtype), value.dtype.itemsize)
+        dtype = TorchDtype(str(value.dtype), value.dtype.itemsize)
         return Pointer(dtype) if value.data_ptr() % 16 == 0 else NotImplemented
     return value if isinstance(value, _PLAIN) else NotImplemented
 

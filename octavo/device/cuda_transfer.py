@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.device.transfer import Download, Event, Graph, Lane, Recorder
+from octavo.device.transfer import Download, Event, Graph, GraphRecorder, Lane
 
 
 class CudaDownload:
@@ -110,7 +110,7 @@ class CudaLink:
         event.record()
         return event
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> GraphRecorder | None:
         return CudaRecorder(self.torch_device)
 
     def synchronize(self) -> None:

@@ -55,7 +55,7 @@ class Graph(Protocol):
         ...
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records work as graphs that share one memory pool."""
 
     def start(self) -> None:
@@ -92,7 +92,7 @@ class Link(Protocol):
         """Record an event after all work launched so far; None on the host."""
         ...
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> GraphRecorder | None:
         """Return a recorder of graphs; None if the device has none."""
         ...
 
@@ -141,7 +141,7 @@ class HostLink:
     def event(self) -> Event | None:
         return None
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> GraphRecorder | None:
         return None
 
     def synchronize(self) -> None:

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 from octavo.core.errors import EngineDeadError, InvalidRequestError, SlowReaderError
 from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import TokenDelta
-from octavo.core.pausing import Part, PauseMode
+from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
-from octavo.engine.failure import Failure
 from octavo.engine.frames import Frames, frame
 from octavo.engine.inbox import Inbox
 from octavo.engine.phases import OnPhase
@@ -146,7 +145,7 @@ class CoreClient:
     async def sleep(self, level: int, mode: PauseMode) -> None:
         await self._call(lambda call: wire.Sleep(call, level, mode))
 
-    async def wake_up(self, parts: Iterable[Part]) -> None:
+    async def wake_up(self, parts: Iterable[SleepTag]) -> None:
         await self._call(lambda call: wire.WakeUp(call, list(parts)))
 
     async def abort_named(self, names: Iterable[str] | None) -> int:
@@ -265,9 +264,9 @@ class CoreClient:
     def _take(self, message: wire.ToClient) -> None:
         self._heard_at = time.monotonic()
         match message:
-            case wire.News():
+            case wire.StepDeltas():
                 self._spread(message)
-            case wire.Refused(request_id, text, param):
+            case wire.RequestRefused(request_id, text, param):
                 inbox = self._streams.get(request_id)
                 if inbox is not None:
                     inbox.fail(InvalidRequestError(text, param=param))
@@ -282,19 +281,19 @@ class CoreClient:
                 self._die(text)
                 if self._transport is not None:
                     self._transport.close()
-            case wire.Failed(kind, text):
-                self._ready.set_exception(Failure(kind, text).error("could not start"))
+            case wire.Failed(failure):
+                self._ready.set_exception(failure.error("could not start"))
 
     def _answer(self, done: wire.Done) -> None:
         call = self._calls.get(done.call)
         if call is None or call.done():
             return
-        if done.kind is None:
+        if done.failure is None:
             call.set_result(done.value)
         else:
-            call.set_exception(Failure(done.kind, done.message, done.param).error("failed at this"))
+            call.set_exception(done.failure.error("failed at this"))
 
-    def _spread(self, news: wire.News) -> None:
+    def _spread(self, news: wire.StepDeltas) -> None:
         if news.stats is not None:
             self._stats = news.stats
         for delta in news.deltas:

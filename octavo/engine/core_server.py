@@ -16,7 +16,7 @@ import msgspec
 from octavo.core.errors import DeviceLostError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.info import ModelInfo
 from octavo.core.output import TokenDelta
-from octavo.core.pausing import Part, PauseMode
+from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest, answers_to
 from octavo.core.stats import EngineStats
 from octavo.engine import wire
@@ -24,7 +24,7 @@ from octavo.engine.connections import Connection, Connections
 from octavo.engine.executor import Staged, WorkerPort
 from octavo.engine.failure import Failure
 from octavo.engine.phases import OnPhase
-from octavo.engine.updates import Job, Update, Updates
+from octavo.engine.updates import Update, Updates, WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Loop(Protocol):
 
     def sleep(self, level: int) -> None: ...
 
-    def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]: ...
+    def wake_up(self, parts: Iterable[SleepTag]) -> list[TokenDelta]: ...
 
     def reset_prefix_cache(self) -> None: ...
 
@@ -120,13 +120,10 @@ class CoreServer:
         self._wait_for_hello()
         try:
             self._loop, self._info = make_core(self._on_phase)
-        except OctavoError as error:
-            self._broadcast(wire.Failed(type(error).__name__, str(error)))
-            return self._close(1)
         except Exception as error:
-            log.exception("the engine core failed to start")
-            failure = Failure.of(error)
-            self._broadcast(wire.Failed(failure.kind, failure.message))
+            if not isinstance(error, OctavoError):
+                log.exception("the engine core failed to start")
+            self._broadcast(wire.Failed(Failure.of(error)))
             return self._close(1)
         self._broadcast(wire.Ready(self._info))
         gc.collect()
@@ -259,7 +256,7 @@ class CoreServer:
             self._send_news(loop.abort(request_id))
         return len(ended)
 
-    def _end_job(self, loop: Loop, job: Job[Connection]) -> None:
+    def _end_job(self, loop: Loop, job: WeightUpdate[Connection]) -> None:
         """Answer a job that has read tensors, or pause the loop for the update if the weights are to be replaced."""
         client, command = job.client, job.command
         try:
@@ -314,7 +311,7 @@ class CoreServer:
         try:
             loop.add(request)
         except InvalidRequestError as error:
-            self._send(client, wire.Refused(request.id, error.message, error.param))
+            self._send(client, wire.RequestRefused(request.id, error.message, error.param))
             return
         self._owner[request.id] = client
         self._remaining[request.id] = request.params.n
@@ -340,7 +337,7 @@ class CoreServer:
         stats = self._due_stats(self._loop)
         for client in self._clients:
             own = [delta for delta in deltas if self._owner.get(delta.id) is client]
-            self._send(client, wire.News(own, stats))
+            self._send(client, wire.StepDeltas(own, stats))
         for delta in deltas:
             if delta.finish is not None:
                 self._remaining[delta.id] -= 1
@@ -390,5 +387,4 @@ def _do(worker: WorkerPort, command: wire.WeightCommand) -> Any:
 def _failed(call: int, error: Exception) -> wire.Done:
     if not isinstance(error, OctavoError):
         log.exception("a front end's command failed", exc_info=error)
-    failure = Failure.of(error)
-    return wire.Done(call, kind=failure.kind, message=failure.message, param=failure.param)
+    return wire.Done(call, failure=Failure.of(error))

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from octavo.core.errors import DeviceLostError, EngineStateError, UnsupportedError
 from octavo.core.output import StepOutput
-from octavo.core.pausing import Part
+from octavo.core.pausing import SleepTag
 from octavo.core.plan import StepPlan
 from octavo.core.profiling import ProfileSettings
 from octavo.core.spans import Spans
@@ -19,7 +19,7 @@ from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
 from octavo.engine.phases import PhaseTimer
 
 
-class Step(Protocol):
+class LaunchedStep(Protocol):
     """A launched step."""
 
     @property
@@ -30,7 +30,7 @@ class Step(Protocol):
         ...
 
 
-S = TypeVar("S", bound=Step)
+S = TypeVar("S", bound=LaunchedStep)
 
 
 class ExecutorOf(Protocol[S]):
@@ -158,7 +158,7 @@ class WorkerPort(Protocol):
         """Free the memory that this level, 1 or 2, frees, and the executor. Nothing else may hold the executor."""
         ...
 
-    def wake_up(self, part: Part) -> None:
+    def wake_up(self, part: SleepTag) -> None:
         """Allocate the memory of one part again. On any error, which is raised, the part stays asleep."""
         ...
 
@@ -240,7 +240,7 @@ class FixedWorker:
     def sleep(self, level: int) -> None:
         raise AssertionError("`can_sleep` refuses this")
 
-    def wake_up(self, part: Part) -> None:
+    def wake_up(self, part: SleepTag) -> None:
         raise AssertionError("`can_sleep` refuses this")
 
     def tracer(self, settings: ProfileSettings) -> Tracer:

@@ -14,7 +14,7 @@ from octavo.core.errors import EngineDeadError, InvalidRequestError, internal_er
 from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
 from octavo.core.params import SamplingParams
-from octavo.core.pausing import AWAKE, Part, PauseMode
+from octavo.core.pausing import AWAKE, PauseMode, SleepTag
 from octavo.core.request import GenerateRequest, answers_to
 from octavo.core.stats import EngineStats
 from octavo.schedule.outputs import repeats
@@ -154,7 +154,7 @@ class FakeEngine:
         self.commands.append(("sleep", level, mode))
         self.current.paused, self.current.sleep_level = True, level
 
-    async def wake_up(self, parts: Iterable[Part]) -> None:
+    async def wake_up(self, parts: Iterable[SleepTag]) -> None:
         self.commands.append(("wake_up", *parts))
         self.current.paused, self.current.sleep_level = False, AWAKE
 

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 from octavo.core.errors import DeviceLostError, EngineStateError, internal_error
 from octavo.core.output import TokenDelta
-from octavo.core.pausing import AWAKE, Part, PauseMode
+from octavo.core.pausing import AWAKE, PauseMode, SleepTag
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.spans import Watched
 from octavo.core.stats import EngineStats
-from octavo.engine.executor import Executor, FixedWorker, Staged, Step, WorkerPort
+from octavo.engine.executor import Executor, FixedWorker, LaunchedStep, Staged, WorkerPort
 from octavo.engine.pause import NoExecutor, PauseState, SleepState
 from octavo.engine.profile import Profiler
-from octavo.engine.record import Recorder
+from octavo.engine.record import PlanRecorder
 from octavo.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -48,15 +48,15 @@ class EngineLoop:
         self._pause = PauseState(scheduler)
         self._sleep = SleepState(self._worker)
         self._profiler = profiler
-        self._recorder: Recorder | None = None
+        self._recorder: PlanRecorder | None = None
         self._lost: DeviceLostError | None = None
         self._depth = depth
-        self._flight: deque[Step] = deque()
-        self._ahead: tuple[StepPlan, Step] | None = None
+        self._flight: deque[LaunchedStep] = deque()
+        self._ahead: tuple[StepPlan, LaunchedStep] | None = None
         self._launched = False
         self._plan_s = 0.0
 
-    def record(self, recorder: Recorder) -> None:
+    def record(self, recorder: PlanRecorder) -> None:
         """Record all steps from now on. No step is in flight."""
         self._recorder = recorder
         self._executor = self._recorded(self._executor)
@@ -158,7 +158,7 @@ class EngineLoop:
                 self._executor = NoExecutor()  # the old one's memory is freed once nothing holds it
             self._sleep.sleep(level)
 
-    def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]:
+    def wake_up(self, parts: Iterable[SleepTag]) -> list[TokenDelta]:
         """Allocate the memory of these parts again. The pause ends once no part sleeps."""
         self.check_alive()
         if self._sleep.level == AWAKE:
@@ -178,7 +178,7 @@ class EngineLoop:
         """
         self.check_alive()
         self._worker.check_weights()
-        self._sleep.check_has(Part.WEIGHTS)
+        self._sleep.check_has(SleepTag.WEIGHTS)
         return self._worker
 
     @property
@@ -344,7 +344,7 @@ class EngineLoop:
             plan=self._plan_s, launch=launched - began - self._plan_s, retire=time.perf_counter() - launched
         )
 
-    def _begin(self, news: list[TokenDelta]) -> tuple[StepPlan, Step] | None:
+    def _begin(self, news: list[TokenDelta]) -> tuple[StepPlan, LaunchedStep] | None:
         """Plan a step, if there is something to compute, and launch it up to its logits."""
         began = time.perf_counter()
         plan = None if self._pause.frozen else self._scheduler.plan()

@@ -27,7 +27,7 @@ import msgspec
 
 from octavo.core.errors import DeviceLostError, UnsupportedError
 from octavo.core.output import StepOutput
-from octavo.core.pausing import Part
+from octavo.core.pausing import SleepTag
 from octavo.core.plan import StepPlan
 from octavo.core.profiling import ProfileSettings
 from octavo.core.spans import Spans
@@ -80,7 +80,7 @@ class RankProcess:
         self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._calls: dict[int, Future[msgspec.Raw]] = {}
-        self._outputs: queue.SimpleQueue[wire.Output | wire.StepFailed | None] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[wire.RankOutput | wire.StepFailed | None] = queue.SimpleQueue()
         self._lost: DeviceLostError | None = None
         self._lines: deque[str] = deque(maxlen=_LOG_LINES)
         self._relay = threading.Thread(target=self._pass_on, args=(self._process.stderr,), daemon=True)
@@ -113,7 +113,7 @@ class RankProcess:
             RankError: the step failed.
             DeviceLostError: the process has ended or its device is lost.
         """
-        self.send(wire.Fetch(step))
+        self.send(wire.FetchOutput(step))
         while True:
             found = self._outputs.get()
             if found is None:
@@ -122,7 +122,7 @@ class RankProcess:
                 raise AssertionError("a rank ended without a reason")
             if found.step != step:  # an earlier step, whose result was given up
                 continue
-            if isinstance(found, wire.Output):
+            if isinstance(found, wire.RankOutput):
                 return found.output
             raise self._error(found.failure, found.lost)
 
@@ -146,7 +146,7 @@ class RankProcess:
         number = next(self._numbers)
         answer: Future[msgspec.Raw] = Future()
         self._calls[number] = answer
-        self.send(wire.Call(number, method, list(args)))
+        self.send(wire.CallMethod(number, method, list(args)))
         self.check()  # the process may have ended since, and would never answer
         return answer
 
@@ -186,7 +186,7 @@ class RankProcess:
                 answer.set_exception(self._lost or AssertionError("unreachable"))
 
     def _take(self, message: wire.FromRank) -> None:
-        if not isinstance(message, wire.Reply):
+        if not isinstance(message, wire.RankReply):
             self._outputs.put(message)
             return
         answer = self._calls.pop(message.number)
@@ -246,11 +246,11 @@ class RankExecutor:
         self._codec = codec
 
     def forward(self, plan: StepPlan) -> RankStep:
-        self._rank.send(wire.Forward(plan.id, self._codec.encode_plan(plan)))
+        self._rank.send(wire.LaunchStep(plan.id, self._codec.encode_plan(plan)))
         return RankStep(plan, self._rank)
 
     def sample(self, step: RankStep, payload: dict[str, Any]) -> None:
-        self._rank.send(wire.Sample(step.plan.id, self._codec.encode_payload(payload)))
+        self._rank.send(wire.SampleStep(step.plan.id, self._codec.encode_payload(payload)))
 
     def watch(self, spans: Spans) -> None:
         """Do nothing: the steps run in another process, which the trace covers."""
@@ -332,7 +332,7 @@ class RankWorker:
     def sleep(self, level: int) -> None:
         self._rank.call(type(None), "sleep", level)
 
-    def wake_up(self, part: Part) -> None:
+    def wake_up(self, part: SleepTag) -> None:
         self._rank.call(type(None), "wake_up", str(part))
 
     def tracer(self, settings: ProfileSettings) -> RankTracer:

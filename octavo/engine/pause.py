@@ -7,11 +7,11 @@ from typing import Any
 
 from octavo.core.errors import EngineStateError, InvalidRequestError
 from octavo.core.output import FinishReason, TokenDelta
-from octavo.core.pausing import AWAKE, Part, PauseMode
+from octavo.core.pausing import AWAKE, PauseMode, SleepTag
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.spans import Spans
-from octavo.engine.executor import Executor, Step, WorkerPort
+from octavo.engine.executor import Executor, LaunchedStep, WorkerPort
 from octavo.schedule.limits import checked_max_tokens
 from octavo.schedule.scheduler import Scheduler
 
@@ -75,10 +75,10 @@ class PauseState:
 class NoExecutor:
     """The executor of an engine whose KV cache is asleep. It runs nothing."""
 
-    def forward(self, plan: StepPlan) -> Step:
+    def forward(self, plan: StepPlan) -> LaunchedStep:
         raise AssertionError("a step was planned although the engine sleeps")
 
-    def sample(self, step: Step, payload: dict[str, Any]) -> None:
+    def sample(self, step: LaunchedStep, payload: dict[str, Any]) -> None:
         """Never called: no step is launched."""
 
     def watch(self, spans: Spans) -> None:
@@ -96,7 +96,7 @@ class SleepState:
     def __init__(self, worker: WorkerPort) -> None:
         self.level = AWAKE
         self._worker = worker
-        self._asleep: set[Part] = set()
+        self._asleep: set[SleepTag] = set()
         self.empty = False
 
     def check(self, level: int) -> None:
@@ -112,7 +112,7 @@ class SleepState:
         if self.level != AWAKE:
             raise EngineStateError("The engine sleeps, so it can't resume; wake it up instead (/wake_up).")
 
-    def check_has(self, part: Part) -> None:
+    def check_has(self, part: SleepTag) -> None:
         """Raise EngineStateError if this part sleeps."""
         if part in self._asleep:
             raise EngineStateError(
@@ -126,17 +126,17 @@ class SleepState:
             return
         if level:
             self.empty = True
-            self._asleep = {Part.WEIGHTS, Part.KV_CACHE}
+            self._asleep = {SleepTag.WEIGHTS, SleepTag.KV_CACHE}
             self._worker.sleep(level)
         else:
-            self._asleep = {Part.SCHEDULING}
+            self._asleep = {SleepTag.SCHEDULING}
         self.level = level
 
-    def wake_up(self, parts: Iterable[Part]) -> Executor | None:
+    def wake_up(self, parts: Iterable[SleepTag]) -> Executor | None:
         """Wake these parts. Return a new executor if the old one was freed and no part sleeps any more."""
         for part in parts:
             if part in self._asleep:
-                if part is not Part.SCHEDULING:
+                if part is not SleepTag.SCHEDULING:
                     self._worker.wake_up(part)
                 self._asleep.discard(part)
         if self._asleep:

@@ -32,7 +32,7 @@ _BASE = re.compile(r'"baseTimeNanoseconds":\s*(\d+)')
 _EVENTS = re.compile(r'"traceEvents":\s*\[')
 _ROWS = ("steps", "kernels")
 
-Step = Callable[[], list[TokenDelta]]
+StepFunction = Callable[[], list[TokenDelta]]
 
 
 class Profiler:
@@ -107,7 +107,7 @@ class Profiler:
         log.info("a profile of %d steps was written to %s", self._steps, path)
         return str(path)
 
-    def counted(self, step: Step) -> Step:
+    def counted(self, step: StepFunction) -> StepFunction:
         """Wrap a loop's step in a span; end the profile after a step that exceeds its limits."""
 
         def noted() -> list[TokenDelta]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import TokenDelta
-from octavo.core.pausing import Part, PauseMode
+from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 
@@ -59,7 +59,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def wake_up(self, parts: Iterable[Part]) -> None:
+    async def wake_up(self, parts: Iterable[SleepTag]) -> None:
         """Allocate the memory of these parts again; the pause ends once no part sleeps."""
         ...
 

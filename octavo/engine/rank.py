@@ -16,11 +16,11 @@ import msgspec
 
 from octavo.core.errors import DeviceLostError, OctavoError
 from octavo.core.memory import memory_errors
-from octavo.core.pausing import Part
+from octavo.core.pausing import SleepTag
 from octavo.core.profiling import ProfileSettings
 from octavo.core.worker_info import CacheSizes
 from octavo.engine import rank_wire as wire
-from octavo.engine.executor import Executor, Staged, Step, Tracer, WorkerBuild, WorkerPort
+from octavo.engine.executor import Executor, LaunchedStep, Staged, Tracer, WorkerBuild, WorkerPort
 from octavo.engine.failure import Failure
 from octavo.engine.frames import Frames, frame
 from octavo.engine.phases import PhaseTimer
@@ -45,9 +45,9 @@ class RankServer:
         self._peer = peer
         self._codec = codec
         self._sending = Lock()
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, LaunchedStep] = {}
         self._failed: dict[int, Exception] = {}
-        self._methods = _Methods(make_build)
+        self._methods = _RankMethods(make_build)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
 
     def run(self) -> int:
@@ -67,15 +67,15 @@ class RankServer:
 
     def _take(self, message: wire.ToRank) -> None:
         match message:
-            case wire.Forward(number, plan):
+            case wire.LaunchStep(number, plan):
                 self._launch(number, lambda: self._forward(number, plan))
-            case wire.Sample(number, payload) if number in self._steps:
+            case wire.SampleStep(number, payload) if number in self._steps:
                 self._launch(number, lambda: self._sample(number, payload))
-            case wire.Fetch(number):
+            case wire.FetchOutput(number):
                 self._fetch(number)
-            case wire.Call(method=name) if name in _BESIDE_STEPS:
+            case wire.CallMethod(method=name) if name in _BESIDE_STEPS:
                 self._reading.submit(self._answer, message)
-            case wire.Call():
+            case wire.CallMethod():
                 self._answer(message)
 
     def _launch(self, number: int, work: Callable[[], None]) -> None:
@@ -105,21 +105,21 @@ class RankServer:
         self._steps = {later: one for later, one in self._steps.items() if later > number}
         self._failed = {later: one for later, one in self._failed.items() if later > number}
         if error is None:
-            self._send(wire.Output(number, output))
+            self._send(wire.RankOutput(number, output))
         else:
             lost = self._methods.loss(error)
             self._send(wire.StepFailed(number, Failure.of(error), lost))
             _end_if(lost)
 
-    def _answer(self, call: wire.Call) -> None:
+    def _answer(self, call: wire.CallMethod) -> None:
         try:
             value = getattr(self._methods, call.method)(*call.args)
-            self._send(wire.Reply(call.number, msgspec.Raw(msgspec.msgpack.encode(value))))
+            self._send(wire.RankReply(call.number, msgspec.Raw(msgspec.msgpack.encode(value))))
         except Exception as error:
             if not isinstance(error, OctavoError):
                 log.exception("%s failed", call.method)
             lost = self._methods.loss(error)
-            self._send(wire.Reply(call.number, msgspec.Raw(b"\xc0"), Failure.of(error), lost))
+            self._send(wire.RankReply(call.number, msgspec.Raw(b"\xc0"), Failure.of(error), lost))
             _end_if(lost)
 
     def _send(self, message: wire.FromRank) -> None:
@@ -135,7 +135,7 @@ def _end_if(lost: str | None) -> None:
 _BESIDE_STEPS = ("stage_weights", "receive_weights", "stage_received")
 
 
-class _Methods:
+class _RankMethods:
     """Methods for the engine's calls, with arguments and results of built-in types. Staged weights are numbered."""
 
     def __init__(self, make_build: Callable[[], WorkerBuild]) -> None:
@@ -211,7 +211,7 @@ class _Methods:
         self._there().sleep(level)
 
     def wake_up(self, part: str) -> None:
-        self._there().wake_up(Part(part))
+        self._there().wake_up(SleepTag(part))
 
     def start_trace(self, settings: dict[str, Any]) -> None:
         self._tracer = self._there().tracer(msgspec.convert(settings, ProfileSettings))

@@ -14,35 +14,35 @@ from octavo.core.output import StepOutput
 from octavo.engine.failure import Failure
 
 
-class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class LaunchStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Launch a step. `plan` is encoded by a `PlanCodec`."""
 
     step: int
     plan: bytes
 
 
-class Sample(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class SampleStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Sample a launched step. `payload` is encoded by a `PlanCodec`."""
 
     step: int
     payload: bytes
 
 
-class Fetch(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Wait for a step and reply with `Output` or `StepFailed`. Earlier steps will not be fetched any more."""
+class FetchOutput(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Wait for a step and reply with `RankOutput` or `StepFailed`. Earlier steps will not be fetched any more."""
 
     step: int
 
 
-class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call one of the rank's methods with arguments of built-in types. The answer is a `Reply`."""
+class CallMethod(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Call one of the rank's methods with arguments of built-in types. The answer is a `RankReply`."""
 
     number: int
     method: str
     args: list[Any]
 
 
-class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class RankOutput(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A step's output."""
 
     step: int
@@ -57,7 +57,7 @@ class StepFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     lost: str | None
 
 
-class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class RankReply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A method's encoded result, or its failure. `lost` as in `StepFailed`."""
 
     number: int
@@ -66,8 +66,8 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     lost: str | None = None
 
 
-ToRank = Forward | Sample | Fetch | Call
-FromRank = Output | StepFailed | Reply
+ToRank = LaunchStep | SampleStep | FetchOutput | CallMethod
+FromRank = RankOutput | StepFailed | RankReply
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

@@ -19,7 +19,7 @@ from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans
 from octavo.core.worker_info import CacheSizes, WorkerFacts
-from octavo.engine.executor import Executor, Step
+from octavo.engine.executor import Executor, LaunchedStep
 from octavo.engine.frames import Frames, frame
 from octavo.engine.plan_codec import PlanCodec
 
@@ -78,7 +78,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
-class Recorder:
+class PlanRecorder:
     """Writes a record, up to a limit. If it can't be continued, recording stops and the engine continues.
 
     Args:
@@ -148,7 +148,9 @@ class Recorder:
 class _Recorded:
     """An `Executor` that records the calls of another."""
 
-    def __init__(self, executor: Executor, recorder: Recorder, names_of: Callable[[StepPlan], dict[int, str]]) -> None:
+    def __init__(
+        self, executor: Executor, recorder: PlanRecorder, names_of: Callable[[StepPlan], dict[int, str]]
+    ) -> None:
         self._executor = executor
         self._recorder = recorder
         self._names_of = names_of
@@ -157,7 +159,7 @@ class _Recorded:
         self._recorder.planned(plan, self._names_of(plan))
         return _RecordedStep(self._executor.forward(plan), self._recorder)
 
-    def sample(self, step: Step, payload: dict[str, Any]) -> None:
+    def sample(self, step: LaunchedStep, payload: dict[str, Any]) -> None:
         assert isinstance(step, _RecordedStep)
         self._recorder.sampled(step.plan.id, payload)
         self._executor.sample(step.inner, payload)
@@ -168,8 +170,8 @@ class _Recorded:
 
 @dataclass(slots=True)
 class _RecordedStep:
-    inner: Step
-    recorder: Recorder
+    inner: LaunchedStep
+    recorder: PlanRecorder
 
     @property
     def plan(self) -> StepPlan:

@@ -12,7 +12,7 @@ from octavo.engine.protocol import EngineClient
 METHODS = ("check_health", "get_weight_version", "profile", "reload_weights", "reset_prefix_cache")
 
 
-class Calls:
+class CoreCalls:
     """The callable methods, for an engine in another process."""
 
     def __init__(self, engine: EngineClient) -> None:
@@ -45,7 +45,7 @@ class Calls:
 
 
 def bound(calls: object, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a method by name and return its result, for `Calls` an awaitable.
+    """Call a method by name and return its result, for `CoreCalls` an awaitable.
 
     Raises:
         InvalidRequestError: the method or an argument is unknown, or an argument has the wrong type.

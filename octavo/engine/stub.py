@@ -15,7 +15,7 @@ from pathlib import Path
 from octavo.core.errors import DeviceLostError, UnsupportedError
 from octavo.core.info import ModelInfo
 from octavo.core.output import FinishReason, RequestTimes, TokenDelta
-from octavo.core.pausing import Part, PauseMode
+from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.core_server import CoreServer
@@ -44,7 +44,7 @@ class Stub:
 
 
 @dataclass(slots=True)
-class _Row:
+class _StubRequest:
     request: GenerateRequest
     open: set[int]
     began: float = field(default_factory=time.monotonic)
@@ -56,7 +56,7 @@ class StubLoop:
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _StubRequest] = {}
         self._stats = EngineStats(num_blocks=stub.info.num_blocks, block_size=stub.info.block_size)
         self._next = 0.0
         self._waits = True
@@ -75,7 +75,7 @@ class StubLoop:
         return None
 
     def add(self, request: GenerateRequest) -> None:
-        self._rows[request.id] = _Row(request, set(range(request.params.n)))
+        self._rows[request.id] = _StubRequest(request, set(range(request.params.n)))
         self._stats.prompt_tokens += len(request.tokens)
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]:
@@ -131,7 +131,7 @@ class StubLoop:
     def sleep(self, level: int) -> None:
         """Never called: a stub can't be paused."""
 
-    def wake_up(self, parts: Iterable[Part]) -> list[TokenDelta]:
+    def wake_up(self, parts: Iterable[SleepTag]) -> list[TokenDelta]:
         """Do nothing: a stub never sleeps."""
         return []
 
@@ -167,7 +167,7 @@ class StubLoop:
             Path(self._stub.log).write_text("".join(f"{moment:.6f}\n" for moment in self._times), encoding="ascii")
 
 
-def _times(row: _Row) -> RequestTimes:
+def _times(row: _StubRequest) -> RequestTimes:
     return RequestTimes(row.request.arrival or row.began, row.began, row.began, time.monotonic())
 
 

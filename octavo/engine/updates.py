@@ -33,7 +33,7 @@ class Update:
 
 
 @dataclass(slots=True)
-class Job(Generic[C]):
+class WeightUpdate(Generic[C]):
     """A command that a front end waits for."""
 
     client: C
@@ -46,16 +46,16 @@ class Updates(Generic[C]):
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
-        self._jobs: list[Job[C]] = []
+        self._jobs: list[WeightUpdate[C]] = []
 
     @property
     def busy(self) -> bool:
         return bool(self._jobs)
 
     def begin(self, client: C, command: wire.WeightCommand, work: Callable[[], Any]) -> None:
-        self._jobs.append(Job(client, command, self._threads.submit(work)))
+        self._jobs.append(WeightUpdate(client, command, self._threads.submit(work)))
 
-    def done(self) -> Iterator[Job[C]]:
+    def done(self) -> Iterator[WeightUpdate[C]]:
         """Yield the jobs that have ended since the last call, in order."""
         while self._jobs and self._jobs[0].done.done():
             yield self._jobs.pop(0)

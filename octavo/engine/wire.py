@@ -11,9 +11,10 @@ import msgspec
 
 from octavo.core.info import ModelInfo
 from octavo.core.output import TokenDelta
-from octavo.core.pausing import Part, PauseMode
+from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
+from octavo.engine.failure import Failure
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -21,7 +22,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Queue a request. The replies are `News`, or `Refused`."""
+    """Queue a request. The replies are `StepDeltas`, or `RequestRefused`."""
 
     request: GenerateRequest
 
@@ -69,7 +70,7 @@ class WakeUp(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Allocate the memory of these parts again."""
 
     call: int
-    parts: list[Part]
+    parts: list[SleepTag]
 
 
 class AbortNamed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -144,10 +145,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The core failed to start. `kind`: name of the error's class, in `core.errors` or, for a bug, elsewhere."""
+    """The core failed to start."""
 
-    kind: str
-    message: str
+    failure: Failure
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -156,7 +156,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class RequestRefused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request was refused, with the fields of its `InvalidRequestError`."""
 
     id: str
@@ -170,19 +170,15 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
     Attributes:
         call: the command's number.
         value: its result, of built-in types.
-        kind: None on success, else the name of the error's class, in `core.errors` or, for a bug, elsewhere.
-        message: the error's text.
-        param: the field at fault, if any.
+        failure: None on success.
     """
 
     call: int
     value: Any = None
-    kind: str | None = None
-    message: str = ""
-    param: str | None = None
+    failure: Failure | None = None
 
 
-class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class StepDeltas(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The deltas of this front end's requests; sent after every step, even if empty.
 
     Attributes:
@@ -196,7 +192,7 @@ class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
 WeightCommand = UpdateWeights | BeginWeights | ReceiveWeights
 Command = Pause | Resume | Sleep | WakeUp | AbortNamed | StartProfile | StopProfile | WeightCommand
 ToCore = Hello | Add | Abort | Reset | Command | Shutdown
-ToClient = Phase | Ready | Failed | Lost | Refused | Done | News
+ToClient = Phase | Ready | Failed | Lost | RequestRefused | Done | StepDeltas
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

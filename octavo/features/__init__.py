@@ -7,10 +7,10 @@ A feature's parts are modules of its folder. Each is optional, and imported only
   same settings.
 - `payload.py` has `NAME`, the feature's key in requests' options and plans, and `PAYLOAD`, the msgspec type of the
   data that the engine half sends to the worker half with a step. It needs no torch.
-- `text.py` has `Text`, a `TextHook`: the half in front ends. It needs no torch.
-- `settings.py` has `Settings`, a dataclass derived from `FeatureSettings`; its fields carry their flags.
+- `text.py` has `TEXT`, a subclass of `TextHook`: the half in front ends. It needs no torch.
+- `settings.py` has `SETTINGS`, a dataclass derived from `FeatureSettings`; its fields carry their flags.
 - `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: the feature's routes.
-- `offline.py` and `online.py` have `Methods`, a mixin of `LLM` and `AsyncLLM`.
+- `offline.py` and `online.py` have `METHODS`, a mixin of `LLM` and `AsyncLLM`.
 
 Without a folder the engine lacks that feature and works otherwise. Requests that use it are refused by name
 (`ModelInfo.features`).
@@ -130,9 +130,9 @@ def parts(module: str) -> Iterator[tuple[str, ModuleType]]:
 
 def settings_types() -> dict[str, type[FeatureSettings]]:
     """Return feature name -> the class of its settings, for the features that declare some."""
-    return {name: module.Settings for name, module in parts("settings")}
+    return {name: module.SETTINGS for name, module in parts("settings")}
 
 
 def methods(module: str) -> type:
-    """Return a class with all methods that features add to a class of the Python API: `Methods` of this module."""
-    return type("FeatureMethods", tuple(found.Methods for _, found in parts(module)), {})
+    """Return a class with all methods that features add to a class of the Python API: `METHODS` of this module."""
+    return type("FeatureMethods", tuple(found.METHODS for _, found in parts(module)), {})

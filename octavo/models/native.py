@@ -15,7 +15,7 @@ from octavo.core.spans import Spans
 from octavo.models.decoder import CausalLM
 from octavo.models.load.weights import weight_layers
 from octavo.models.spec import DecoderSpec
-from octavo.native.bindings import Decode, Dtype, Step
+from octavo.native.bindings import Decode, Dtype, StepArgs
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, Pool, Program, ProgramBuilder
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.cached import CachedLayer
@@ -38,7 +38,7 @@ PLANES = {"int16": 2, "int8": 1, "bfloat16": 0}
 
 
 @dataclass(slots=True)
-class _Compiled:
+class _CompiledProgram:
     """A program, and the KV caches that its operations point to.
 
     Attributes:
@@ -78,7 +78,7 @@ class NativeDecoder:
         self._model = model
         self._pool = pool
         self._activation_dtype, self._planes = activation_dtype, PLANES[activation_dtype]
-        self._compiled: _Compiled | None = None
+        self._compiled: _CompiledProgram | None = None
 
     @property
     def cached_layers(self) -> Sequence[CachedLayer]:
@@ -127,7 +127,7 @@ class NativeDecoder:
         hidden = hidden[rows]
         if len(rows):
             compiled.attended[: len(rows)] = compiled.attended[rows]
-            self._run(compiled.rest_from, compiled.head_from, Step(tokens=len(rows)), hidden)
+            self._run(compiled.rest_from, compiled.head_from, StepArgs(tokens=len(rows)), hidden)
         return hidden
 
     def final(self, hidden: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class NativeDecoder:
         compiled = self._program
         rows = hidden.shape[0]
         self._make_room(compiled, rows)
-        self._run(compiled.head_from, compiled.end, Step(tokens=rows), hidden.contiguous())
+        self._run(compiled.head_from, compiled.end, StepArgs(tokens=rows), hidden.contiguous())
         return compiled.logits[:rows, : self.spec.vocab_size]
 
     def lay_out(self, batch: Decode) -> Tensor:
@@ -172,7 +172,7 @@ class NativeDecoder:
         """
         return self._program.program.decode(batch)
 
-    def _make_room(self, compiled: _Compiled, rows: int) -> None:
+    def _make_room(self, compiled: _CompiledProgram, rows: int) -> None:
         if compiled.logits.shape[0] < rows:
             compiled.logits = torch.empty(rows, self._logits_width)
 
@@ -184,11 +184,11 @@ class NativeDecoder:
     def _logits_width(self) -> int:
         return -(-self.spec.vocab_size // PANEL) * PANEL
 
-    def _run(self, first: int, last: int, batch: Step, residual: Tensor) -> None:
+    def _run(self, first: int, last: int, batch: StepArgs, residual: Tensor) -> None:
         self._bind(batch, residual)
         self._program.program.run(first, last, batch)
 
-    def _bind(self, batch: Step | Decode, residual: Tensor) -> None:
+    def _bind(self, batch: StepArgs | Decode, residual: Tensor) -> None:
         compiled = self._program
         batch.external[RESIDUAL] = residual.data_ptr()
         batch.external[LOGITS] = compiled.logits.data_ptr()
@@ -211,18 +211,18 @@ class NativeDecoder:
         self._compiled = None
 
     @property
-    def _program(self) -> _Compiled:
+    def _program(self) -> _CompiledProgram:
         if self._compiled is None:
             self._compiled = self._compile()
         return self._compiled
 
-    def _bound(self, compiled: _Compiled) -> Iterator[tuple[PagedAttention, Tensor]]:
+    def _bound(self, compiled: _CompiledProgram) -> Iterator[tuple[PagedAttention, Tensor]]:
         return zip(self.attention_layers, compiled.caches, strict=True)
 
-    def _compile(self) -> _Compiled:
+    def _compile(self) -> _CompiledProgram:
         query_width = self._query_width
         b = ProgramBuilder.make(self.spec.hidden_size * 4, self._logits_width * 4, self._planes, query_width * 4)
         self._model.emit(b)
         caches = [attention.cache for attention in self.attention_layers]
         program = Program(self._pool, b.ops, b.widths)
-        return _Compiled(program, caches, b.marks["rest"], b.marks["head"], len(b.ops))
+        return _CompiledProgram(program, caches, b.marks["rest"], b.marks["head"], len(b.ops))

@@ -45,7 +45,7 @@ def check_overrides(files: ModelFiles, overrides: Mapping[str, Any]) -> None:
     """
     if not overrides:
         return
-    watched, encoder = _Watched(files.config), is_encoder(files.config)
+    watched, encoder = _ReadTracker(files.config), is_encoder(files.config)
     try:
         (encoder_spec if encoder else spec_of)(watched)
     except (TypeError, ValueError) as exc:
@@ -80,7 +80,7 @@ def blamed(overrides: Mapping[str, Any]) -> Iterator[None]:
         ) from exc
 
 
-class _Watched(Mapping[str, Any]):
+class _ReadTracker(Mapping[str, Any]):
     """A configuration that records which of its fields were read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from octavo.native.build import NativeBuildError, load_library, load_separate
 EXTERNALS = 3
 
 
-class Kind(IntEnum):
+class OpKind(IntEnum):
     EMBED = 0
     NORM = 1
     LINEAR = 2
@@ -51,7 +51,7 @@ class Op(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class StepArgs(ctypes.Structure):
     """`OctavoStep`."""
 
     _fields_ = (
@@ -77,7 +77,7 @@ class Decode(ctypes.Structure):
     )
 
 
-class Sample(ctypes.Structure):
+class SampleArgs(ctypes.Structure):
     """`OctavoSample`."""
 
     _fields_ = (
@@ -104,9 +104,9 @@ def kernel_of(op: Op, isa: str = "auto") -> int | None:
     Raises:
         NativeBuildError: it can't be compiled or loaded on this machine.
     """
-    if op.kind == Kind.LINEAR:
+    if op.kind == OpKind.LINEAR:
         source = "blocks" if op.dtype in (Dtype.INT8, Dtype.INT4) and op.planes else "words"
-    elif op.kind == Kind.ATTEND and op.cache_dtype == Dtype.INT8:
+    elif op.kind == OpKind.ATTEND and op.cache_dtype == Dtype.INT8:
         source = "attention_int8"
     else:
         return None
@@ -125,12 +125,12 @@ def open_library(isa: str = "auto", separate: Collection[str] = ()) -> ctypes.CD
     library.octavo_program_create.argtypes = [c_void_p, POINTER(Op), c_int, POINTER(c_int64), c_int]
     library.octavo_program_create.restype = c_void_p
     library.octavo_program_destroy.argtypes, library.octavo_program_destroy.restype = [c_void_p], None
-    library.octavo_program_run.argtypes = [c_void_p, c_int, c_int, POINTER(Step)]
+    library.octavo_program_run.argtypes = [c_void_p, c_int, c_int, POINTER(StepArgs)]
     library.octavo_program_run.restype = c_int
     library.octavo_program_time.argtypes, library.octavo_program_time.restype = [c_void_p, c_void_p], None
     library.octavo_decode.argtypes, library.octavo_decode.restype = [c_void_p, POINTER(Decode)], c_int
-    library.octavo_sample.argtypes, library.octavo_sample.restype = [c_void_p, POINTER(Sample)], None
-    sizes = ctypes.sizeof(Op) * 1_000_000 + ctypes.sizeof(Step) * 1000 + ctypes.sizeof(Decode)
+    library.octavo_sample.argtypes, library.octavo_sample.restype = [c_void_p, POINTER(SampleArgs)], None
+    sizes = ctypes.sizeof(Op) * 1_000_000 + ctypes.sizeof(StepArgs) * 1000 + ctypes.sizeof(Decode)
     if library.octavo_abi() != sizes:
         raise NativeBuildError(f"the library's structures ({library.octavo_abi()}) are not those of Python ({sizes})")
     return library

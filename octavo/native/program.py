@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.core.spans import Label, Spans
-from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, Kind, Op, Step, kernel_of, open_library
+from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, Op, OpKind, StepArgs, kernel_of, open_library
 from octavo.native.build import level_of
 
 RESIDUAL, LOGITS, ATTENDED = range(EXTERNALS)
@@ -108,7 +108,7 @@ class ProgramBuilder:
     ) -> None:
         """Add an operation: look up rows of a table [V, columns], plain or packed in panels, as float32."""
         self._add(
-            Kind.EMBED,
+            OpKind.EMBED,
             dtype,
             0,
             output,
@@ -123,7 +123,7 @@ class ProgramBuilder:
         self, source: int, output: int, dtype: Dtype, columns: int, weight: int, eps: float, *, zero_point: int = 0
     ) -> None:
         """Add an operation: RMSNorm of float32 rows, to float32, bfloat16, or integers as `quantize`."""
-        self._add(Kind.NORM, dtype, source, output, columns=columns, weight=weight, eps=eps, zero_point=zero_point)
+        self._add(OpKind.NORM, dtype, source, output, columns=columns, weight=weight, eps=eps, zero_point=zero_point)
 
     def linear(
         self,
@@ -146,7 +146,7 @@ class ProgramBuilder:
         a source written by `norm` or `quantize` for their zero point; without planes, of bfloat16.
         """
         self._add(
-            Kind.LINEAR,
+            OpKind.LINEAR,
             dtype,
             source,
             output,
@@ -184,7 +184,7 @@ class ProgramBuilder:
             norms: the weights of the heads' own norms.
         """
         self._add(
-            Kind.ROPE,
+            OpKind.ROPE,
             dtype,
             source,
             output,
@@ -214,7 +214,7 @@ class ProgramBuilder:
         soft_cap: float = 0.0,
     ) -> None:
         """Causal attention of the queries in `source` over each row's context, through the group's block tables."""
-        for kind in (Kind.ATTEND, Kind.MERGE):
+        for kind in (OpKind.ATTEND, OpKind.MERGE):
             self._add(
                 kind,
                 dtype,
@@ -232,9 +232,9 @@ class ProgramBuilder:
     def quantize(self, source: int, output: int, dtype: Dtype, columns: int, *, zero_point: int = 0) -> None:
         """Add an operation: convert rows of `dtype` to integers with a scale per 32 values, for weights with this zero
         point; without planes, convert float32 to bfloat16."""
-        self._add(Kind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point)
+        self._add(OpKind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point)
 
-    def _add(self, kind: Kind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
+    def _add(self, kind: OpKind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
         self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, planes=self.planes, **fields))
 
 
@@ -263,7 +263,7 @@ class Program:
         self._run = pool.kernels.octavo_program_run
         self._decode = pool.kernels.octavo_decode
 
-    def run(self, first: int, last: int, step: Step) -> None:
+    def run(self, first: int, last: int, step: StepArgs) -> None:
         """Run operations [first, last). Raises MemoryError if the buffers for the step's tokens can't be allocated."""
         if self._run(self._handle, first, last, ctypes.byref(step)):
             raise MemoryError(f"not enough memory for the activations of a step of {step.tokens} tokens")
@@ -323,4 +323,4 @@ def _label(op: Op) -> Label:
     """Return an operation's name and arguments for a profile."""
     about = {"rows": op.rows} if op.rows else {}
     about |= {"columns": op.columns} if op.columns else {"heads": op.heads, "head_dim": op.head_dim}
-    return Label(Kind(op.kind).name.lower(), about | {"dtype": Dtype(op.dtype).name.lower()})
+    return Label(OpKind(op.kind).name.lower(), about | {"dtype": Dtype(op.dtype).name.lower()})

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.native.bindings import Sample
+from octavo.native.bindings import SampleArgs
 from octavo.native.program import Pool
 
 
@@ -39,7 +39,7 @@ def sample(
     """
     count = len(slots)
     chosen, peaks = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
-    batch = Sample(
+    batch = SampleArgs(
         logits=logits,
         slots=slots.ctypes.data,
         allowed=None if allowed is None else allowed.ctypes.data,

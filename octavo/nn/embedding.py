@@ -14,11 +14,11 @@ from octavo.nn.linear import Projection
 from octavo.nn.quant.base import Scheme
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.packed import Matrix, emit_lookup, table_of
-from octavo.nn.weights import Blocks, Keep, Stored, TensorSpec, Wanted, WeightLayer, fused, plain, tensor_bytes
+from octavo.nn.weights import Keep, QuantizedBlocks, Stored, TensorSpec, Wanted, WeightLayer, fused, plain, tensor_bytes
 
 
 class Embedding(WeightLayer):
-    """Maps token ids to vectors. A table of `Blocks` is only stored, for look-ups by the native program."""
+    """Maps token ids to vectors. A table of `QuantizedBlocks` is only stored, for look-ups by the native program."""
 
     if TYPE_CHECKING:
 
@@ -38,7 +38,7 @@ class Embedding(WeightLayer):
         super().__init__(path, device)
         self.dtype, self.rows, self.size = dtype, rows, size
         self.weight = torch.empty(0)
-        self.blocks: Blocks | None = None
+        self.blocks: QuantizedBlocks | None = None
         self.takes_blocks = takes_blocks
         self.keep = keep
         self._matrix: Matrix | None = None
@@ -58,7 +58,7 @@ class Embedding(WeightLayer):
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
         (weight,) = tensors
-        if isinstance(weight, Blocks):
+        if isinstance(weight, QuantizedBlocks):
             self.blocks = weight
         else:
             self.weight = self.keep([plain(weight)])
@@ -112,7 +112,7 @@ class TiedHead(Projection):
         return []
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
-        """Share the embedding's table, which must be placed. A table of `Blocks` is dropped once it is packed."""
+        """Share the embedding's table, which must be placed. `QuantizedBlocks` are dropped once they are packed."""
         self.scheme.share(self.source.table)
         if self.source.blocks is not None:
             self.release_source()

@@ -31,7 +31,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class QuantizedBlocks:
     """A matrix [N, K] of unsigned integers in blocks of 32 along K: value = scale * (integer - zero point) + minimum.
 
     The zero point is the middle of the integers' range, so that minima, if the format has them, are small.
@@ -48,7 +48,7 @@ class Blocks:
     zero_point: int
     bits: int
 
-    def part(self, index: Index) -> Blocks:
+    def part(self, index: Index) -> QuantizedBlocks:
         """Return the outputs and inputs of an index. Inputs are divided between blocks only."""
         outputs, inputs = index
         size = self.values.shape[1] // self.scales.shape[1]
@@ -66,7 +66,7 @@ class Wanted:
 
     Attributes:
         optional: it may be missing.
-        blocks: quantized weights may be delivered as `Blocks`.
+        blocks: quantized weights may be delivered as `QuantizedBlocks`.
         index: the part of the stored tensor that this rank needs; None for all.
     """
 
@@ -77,12 +77,12 @@ class Wanted:
     index: Index | None = None
 
 
-Stored = Tensor | Blocks
-"""A tensor of a checkpoint, or a quantized matrix that was wanted as `Blocks`."""
+Stored = Tensor | QuantizedBlocks
+"""A tensor of a checkpoint, or a quantized matrix that was wanted as `QuantizedBlocks`."""
 
 
 def plain(stored: Stored | None) -> Tensor:
-    """Return a tensor that was not wanted as `Blocks` and is not optional."""
+    """Return a tensor that was not wanted as `QuantizedBlocks` and is not optional."""
     assert isinstance(stored, Tensor), "the layer wants a plain tensor"
     return stored
 
@@ -116,7 +116,7 @@ class WeightLayer(nn.Module, ABC):
     @abstractmethod
     def place(self, tensors: Sequence[Stored | None]) -> None:
         """Take the tensors, already of the wanted shape and dtype and on the layer's device; None for absent ones,
-        `Blocks` for those wanted so.
+        `QuantizedBlocks` for those wanted so.
 
         They may be views into a mapped file, so a layer must keep copies only.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -31,18 +31,18 @@ from octavo.text.recipe import FrontendRecipe
 from octavo.text.sources import model_files
 
 if TYPE_CHECKING:
-    from octavo.features.pooling import online as pooling
+    from octavo.features.pooling.online import AsyncPoolingMethods
     from octavo.python.engine_args import EngineArgs
 
 if TYPE_CHECKING:
 
-    class FeatureMethods(pooling.Methods):
+    class OnlineMethods(AsyncPoolingMethods):
         """Methods that features add to `AsyncLLM`."""
 else:
-    FeatureMethods = methods("online")
+    OnlineMethods = methods("online")
 
 
-class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
+class AsyncLLM(OnlineMethods, AsyncWorkerMethods):
     """An engine made by `start`. Close it, or use `async with await AsyncLLM.start("smollm2") as llm`. Imports no
     torch."""
 
@@ -116,20 +116,10 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
             reasoning_config,
         )
         process = CoreProcess("octavo.engine_main", (config, files, log or LogSettings()))
-        starting = asyncio.create_task(
-            CoreClient.start(
-                process, stall_after_s=stall_after_s, max_unread_tokens=max_unread_tokens, on_phase=on_phase
-            )
+        client = CoreClient.start(
+            process, stall_after_s=stall_after_s, max_unread_tokens=max_unread_tokens, on_phase=on_phase
         )
-        try:
-            loaded = await asyncio.to_thread(recipe.load)
-            client = await starting
-        except BaseException:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            process.kill()
-            raise
-        return cls(client, recipe.make(client, *loaded))
+        return cls(*await _start_both(process, client, recipe))
 
     @property
     def _client(self) -> CoreClient:
@@ -314,3 +304,19 @@ class AsyncLLM(FeatureMethods, AsyncWorkerMethods):
 
 AsyncLLMEngine = AsyncLLM
 """vLLM's name of the same class."""
+
+
+async def _start_both(
+    process: CoreProcess, connecting: Coroutine[Any, Any, CoreClient], recipe: FrontendRecipe
+) -> tuple[CoreClient, Frontend]:
+    """Load the front end while the core starts. If either fails, kill the core's process and raise the error."""
+    starting = asyncio.create_task(connecting)
+    try:
+        loaded = await asyncio.to_thread(recipe.load)
+        client = await starting
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        process.kill()
+        raise
+    return client, recipe.make(client, *loaded)

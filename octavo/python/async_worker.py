@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.core.pausing import PauseMode
 from octavo.engine.client import CoreClient
-from octavo.engine.rpc import Calls, bound
+from octavo.engine.rpc import CoreCalls, bound
 from octavo.python.worker import check_transfer
 
 
@@ -99,7 +99,7 @@ class AsyncWorkerMethods(ABC):
         """
         await self._started()
         async with asyncio.timeout(timeout):
-            return [await bound(Calls(self._client), method, args, kwargs or {})]
+            return [await bound(CoreCalls(self._client), method, args, kwargs or {})]
 
     async def get_weight_version(self) -> str:
         """Return the name of the current weights."""

@@ -43,19 +43,19 @@ from octavo.text.prompts.prompt import Prompt
 from octavo.text.tokenizers.no_tokenizer import needs_tokenizer
 
 if TYPE_CHECKING:
-    from octavo.features.beams import offline as beams
-    from octavo.features.pooling import offline as pooling
+    from octavo.features.beams.offline import BeamSearchMethods
+    from octavo.features.pooling.offline import PoolingMethods
     from octavo.python.engine_args import EngineArgs
 
 if TYPE_CHECKING:
 
-    class FeatureMethods(beams.Methods, pooling.Methods):
+    class OfflineMethods(BeamSearchMethods, PoolingMethods):
         """Methods that features add to `LLM`."""
 else:
-    FeatureMethods = methods("offline")
+    OfflineMethods = methods("offline")
 
 
-class LLM(FeatureMethods, WorkerMethods):
+class LLM(OfflineMethods, WorkerMethods):
     """A model that is loaded and ready.
 
     Example:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 
 from octavo.core.errors import EngineStateError
 from octavo.core.output import TokenDelta
-from octavo.core.pausing import Part, PauseMode
+from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.executor import Staged, WorkerPort
@@ -76,7 +76,7 @@ class SharedLoop:
             self._step()
         self.loop.sleep(level)
 
-    def wake_up(self, parts: Iterable[Part]) -> bool:
+    def wake_up(self, parts: Iterable[SleepTag]) -> bool:
         """Allocate the memory of these parts again. Return whether the engine is awake."""
         self._deliver(self.loop.wake_up(parts))
         return not self.loop.paused

@@ -105,7 +105,7 @@ class WorkerMethods(ABC):
         refuse(timeout=timeout)
         if callable(method):
             return self._core.loop.worker.call(method, *args, **(kwargs or {}))
-        return [bound(_Calls(self, self._core), method, args, kwargs or {})]
+        return [bound(_LocalCalls(self, self._core), method, args, kwargs or {})]
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the model. Return a list with its one result.
@@ -132,7 +132,7 @@ class WorkerMethods(ABC):
         return self._core.loop.stop_profile()
 
 
-class _Calls:
+class _LocalCalls:
     """The methods of `octavo.engine.rpc` in this process."""
 
     def __init__(self, llm: WorkerMethods, core: SharedLoop) -> None:

@@ -16,14 +16,14 @@ from octavo.sampling.draw import ranked
 
 _SPARE = 40
 
-Wanted = int | tuple[int, ...]
+WantedLogprobs = int | tuple[int, ...]
 """Tokens to report in addition to the chosen one: a number of most likely ones, or these ids."""
 
 
-class Report(NamedTuple):
+class LogprobsReport(NamedTuple):
     """A request's options of log-probabilities: the tokens and the kind of numbers."""
 
-    wanted: Wanted
+    wanted: WantedLogprobs
     mode: LogprobsMode
 
     @property
@@ -35,24 +35,26 @@ class Report(NamedTuple):
         return self.mode.endswith("logits")
 
 
-class Group(NamedTuple):
+class LogprobsGroup(NamedTuple):
     """Rows whose reports are computed together: of a count of tokens, or of ids [rows, k]."""
 
     rows: list[int]
     wanted: int | NDArray[np.int64]
-    report: Report
+    report: LogprobsReport
 
 
-def together(asking: Mapping[int, Report | None]) -> list[Group]:
+def together(asking: Mapping[int, LogprobsReport | None]) -> list[LogprobsGroup]:
     """Group the rows that request log-probabilities."""
-    groups: dict[tuple[LogprobsMode, bool, int], list[tuple[int, Report]]] = {}
+    groups: dict[tuple[LogprobsMode, bool, int], list[tuple[int, LogprobsReport]]] = {}
     for row, report in asking.items():
         if report is not None:
             wanted = report.wanted
             size = (True, len(wanted)) if isinstance(wanted, tuple) else (False, wanted)
             groups.setdefault((report.mode, *size), []).append((row, report))
     return [
-        Group([row for row, _ in found], np.array([one.wanted for _, one in found]) if named else count, found[0][1])
+        LogprobsGroup(
+            [row for row, _ in found], np.array([one.wanted for _, one in found]) if named else count, found[0][1]
+        )
         for (_, named, count), found in groups.items()
     ]
 

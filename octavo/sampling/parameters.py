@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.sampling.state import PreparedParams
 
 
-class Kind(Enum):
+class ParameterKind(Enum):
     """Storage of a parameter: numpy's type in the structure, and the `struct` format in 32-bit words."""
 
     REAL = (np.float64, "f")
@@ -36,31 +36,31 @@ class Parameter(NamedTuple):
     """
 
     name: str
-    kind: Kind
+    kind: ParameterKind
     value: Callable[[PreparedParams, int], Any]
     device: bool = False
 
 
 PARAMETERS = (
-    Parameter("temperature", Kind.REAL, lambda p, _: 0.0 if p.greedy else float(p.filters[0]), device=True),
-    Parameter("top_p", Kind.REAL, lambda p, _: float(p.filters[2]), device=True),
-    Parameter("min_p", Kind.REAL, lambda p, _: float(p.filters[3]), device=True),
-    Parameter("repetition", Kind.REAL, lambda p, _: p.repetition, device=True),
-    Parameter("frequency", Kind.REAL, lambda p, _: p.frequency, device=True),
-    Parameter("presence", Kind.REAL, lambda p, _: p.presence, device=True),
-    Parameter("seed", Kind.SEED, lambda p, _: int(p.seed) % 2**64, device=True),
-    Parameter("banned_ids", Kind.ADDRESS, lambda p, _: p.banned_ids.data_ptr()),
-    Parameter("bias_ids", Kind.ADDRESS, lambda p, _: p.bias_ids.data_ptr()),
-    Parameter("bias_values", Kind.ADDRESS, lambda p, _: p.bias_values.data_ptr()),
-    Parameter("allowed", Kind.ADDRESS, lambda p, _: 0 if p.allowed is None else p.allowed.ctypes.data),
-    Parameter("bad_words", Kind.ADDRESS, lambda p, _: p.packed_words.ctypes.data),
-    Parameter("top_k", Kind.COUNT, lambda p, _: int(p.filters[1]), device=True),
-    Parameter("num_prompt", Kind.COUNT, lambda _, num_prompt: num_prompt, device=True),
-    Parameter("min_tokens", Kind.COUNT, lambda p, _: p.min_tokens),
-    Parameter("num_banned", Kind.COUNT, lambda p, _: len(p.banned_ids)),
-    Parameter("num_bias", Kind.COUNT, lambda p, _: len(p.bias_ids)),
-    Parameter("bad_words_size", Kind.COUNT, lambda p, _: len(p.packed_words)),
-    Parameter("changes", Kind.COUNT, lambda p, _: int(p.changes)),
+    Parameter("temperature", ParameterKind.REAL, lambda p, _: 0.0 if p.greedy else float(p.filters[0]), device=True),
+    Parameter("top_p", ParameterKind.REAL, lambda p, _: float(p.filters[2]), device=True),
+    Parameter("min_p", ParameterKind.REAL, lambda p, _: float(p.filters[3]), device=True),
+    Parameter("repetition", ParameterKind.REAL, lambda p, _: p.repetition, device=True),
+    Parameter("frequency", ParameterKind.REAL, lambda p, _: p.frequency, device=True),
+    Parameter("presence", ParameterKind.REAL, lambda p, _: p.presence, device=True),
+    Parameter("seed", ParameterKind.SEED, lambda p, _: int(p.seed) % 2**64, device=True),
+    Parameter("banned_ids", ParameterKind.ADDRESS, lambda p, _: p.banned_ids.data_ptr()),
+    Parameter("bias_ids", ParameterKind.ADDRESS, lambda p, _: p.bias_ids.data_ptr()),
+    Parameter("bias_values", ParameterKind.ADDRESS, lambda p, _: p.bias_values.data_ptr()),
+    Parameter("allowed", ParameterKind.ADDRESS, lambda p, _: 0 if p.allowed is None else p.allowed.ctypes.data),
+    Parameter("bad_words", ParameterKind.ADDRESS, lambda p, _: p.packed_words.ctypes.data),
+    Parameter("top_k", ParameterKind.COUNT, lambda p, _: int(p.filters[1]), device=True),
+    Parameter("num_prompt", ParameterKind.COUNT, lambda _, num_prompt: num_prompt, device=True),
+    Parameter("min_tokens", ParameterKind.COUNT, lambda p, _: p.min_tokens),
+    Parameter("num_banned", ParameterKind.COUNT, lambda p, _: len(p.banned_ids)),
+    Parameter("num_bias", ParameterKind.COUNT, lambda p, _: len(p.bias_ids)),
+    Parameter("bad_words_size", ParameterKind.COUNT, lambda p, _: len(p.packed_words)),
+    Parameter("changes", ParameterKind.COUNT, lambda p, _: int(p.changes)),
 )
 
 STRUCT = np.dtype([(one.name, one.kind.value[0]) for one in PARAMETERS], align=True)

@@ -63,7 +63,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class Row:
+class ResidentRow:
     """The host's view of one row to sample. `num_tokens` counts the sequence's tokens so far.
 
     Treated as immutable; not frozen, which would triple the cost of construction, and each step constructs many.
@@ -93,7 +93,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Sampled:
+class PendingTokens:
     """Tokens being transferred to the host: [S] int32, -1 for a row that can't be sampled; and log-probabilities."""
 
     tokens: Download
@@ -119,7 +119,7 @@ class Sampled:
 
 
 @dataclass(slots=True)
-class Verified(Sampled):
+class Verified(PendingTokens):
     """Tokens of rows of which some had drafts, and how many each row of the plan keeps.
 
     Attributes:
@@ -188,13 +188,13 @@ class ResidentSampler:
         )
         return sampled
 
-    def sample(self, logits: Tensor, slots: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Logprobs]:
+    def sample(self, logits: Tensor, slots: Tensor, rows: Sequence[ResidentRow]) -> tuple[Tensor, Logprobs]:
         """Sample any rows: processors in the order of `processors.py`, then filters, then the draw.
 
         Forbidden tokens may be masked in `logits`.
 
         Returns:
-            tokens [S] int32, -1 if no token is possible; and the value of `Sampled.logprobs`.
+            tokens [S] int32, -1 if no token is possible; and the value of `PendingTokens.logprobs`.
         """
         if all(row.plain for row in rows):
             return self.draw(logits, slots), []
@@ -255,7 +255,9 @@ class ResidentSampler:
         )
         return kept
 
-    def _logprobs(self, logits: Tensor, work: Tensor, tokens: Tensor, slots: Tensor, rows: Sequence[Row]) -> Logprobs:
+    def _logprobs(
+        self, logits: Tensor, work: Tensor, tokens: Tensor, slots: Tensor, rows: Sequence[ResidentRow]
+    ) -> Logprobs:
         """Return log-probabilities for the rows that request them, from the raw logits or the processed ones in
         `work`."""
         made = []
@@ -280,10 +282,10 @@ class ResidentSampler:
         temperatures = np.array([[1.0 if one.greedy else float(one.filters[0])] for one in params], dtype=np.float32)
         return work.div_(upload(temperatures, work.device))
 
-    def _forbid(self, work: Tensor, rows: Sequence[Row]) -> None:
+    def _forbid(self, work: Tensor, rows: Sequence[ResidentRow]) -> None:
         forbid(work, self._table.tokens, rows)
 
-    def _bias(self, work: Tensor, rows: Sequence[Row]) -> None:
+    def _bias(self, work: Tensor, rows: Sequence[ResidentRow]) -> None:
         flat, vocab = work.view(-1), work.shape[1]
         biased = [(i, row.params) for i, row in enumerate(rows) if len(row.params.bias_ids)]
         if biased:
@@ -291,13 +293,13 @@ class ResidentSampler:
             values = np.concatenate([params.bias_values.numpy() for _, params in biased])
             flat.index_add_(0, upload(index, work.device), upload(values, work.device))
 
-    def _ban(self, work: Tensor, rows: Sequence[Row]) -> None:
+    def _ban(self, work: Tensor, rows: Sequence[ResidentRow]) -> None:
         vocab = work.shape[1]
         banned = [row.banned.numpy() + i * vocab for i, row in enumerate(rows) if row.banned is not None]
         if banned:
             work.view(-1).index_fill_(0, upload(np.concatenate(banned), work.device), float("-inf"))
 
-    def _penalize(self, work: Tensor, slots: Tensor, rows: Sequence[Row]) -> None:
+    def _penalize(self, work: Tensor, slots: Tensor, rows: Sequence[ResidentRow]) -> None:
         lengths = [row.most_tokens for row in rows if _penalized(row.params)]
         if not lengths:
             return

@@ -13,10 +13,10 @@ from octavo.sampling import resident_allowed
 from octavo.sampling.resident_allowed import places_of
 
 if TYPE_CHECKING:
-    from octavo.sampling.resident import Row
+    from octavo.sampling.resident import ResidentRow
 
 
-def forbid(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
+def forbid(logits: Tensor, tokens: Tensor, rows: Sequence[ResidentRow]) -> None:
     """Forbid the tokens in place, in the rows that request it.
 
     Args:
@@ -28,7 +28,7 @@ def forbid(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
     _end_bad_words(logits, tokens, rows)
 
 
-def allow(logits: Tensor, rows: Sequence[Row]) -> None:
+def allow(logits: Tensor, rows: Sequence[ResidentRow]) -> None:
     """Minus infinity for all but a row's `allowed_token_ids`, in place, for the rows that have some."""
     named = [(i, row.params.allowed) for i, row in enumerate(rows) if row.params.allowed is not None]
     if named:
@@ -36,7 +36,7 @@ def allow(logits: Tensor, rows: Sequence[Row]) -> None:
         resident_allowed.forbid(logits, which, upload(np.stack([words for _, words in named]), logits.device))
 
 
-def _end_bad_words(logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
+def _end_bad_words(logits: Tensor, tokens: Tensor, rows: Sequence[ResidentRow]) -> None:
     """Set to minus infinity the last token of each word whose beginning the output ends with."""
     flat, vocab = logits.view(-1), logits.shape[1]
     words = [

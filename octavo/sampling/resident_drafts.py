@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from octavo.device.transfer import upload
-from octavo.sampling.resident import Logprobs, ParamTable, ResidentSampler, Row
+from octavo.sampling.resident import Logprobs, ParamTable, ResidentRow, ResidentSampler
 from octavo.sampling.resident_bans import allow
 
 
 @dataclass(slots=True)
-class DraftRow(Row):
+class DraftRow(ResidentRow):
     """A row of logits whose length is between `num_tokens` and `num_tokens + unsure`."""
 
     unsure: int = 0
@@ -52,7 +52,7 @@ class DraftSampler(ResidentSampler):
         self._table = ParamTable(table.params[of], tokens, table.length[of] + ahead)
         return self.sample(logits, torch.arange(len(of), dtype=torch.int32, device=of.device), rows)
 
-    def _forbid(self, work: Tensor, rows: Sequence[Row]) -> None:
+    def _forbid(self, work: Tensor, rows: Sequence[ResidentRow]) -> None:
         allow(work, rows)
         words = [(i, word) for i, row in enumerate(rows) for word in row.params.bad_words]
         if not words:
@@ -70,7 +70,7 @@ class DraftSampler(ResidentSampler):
         begun = ((seen == expected) | (expected < 0)).all(1) & (length - prompt >= count)
         _forbid_where(work, index, last, begun)
 
-    def _ban(self, work: Tensor, rows: Sequence[Row]) -> None:
+    def _ban(self, work: Tensor, rows: Sequence[ResidentRow]) -> None:
         early = [(i, row) for i, row in enumerate(rows) if row.banned is not None]
         if not early:
             return

@@ -1,4 +1,4 @@
-"""`Sampler`: logits in, tokens out, each row by its own parameters."""
+"""`RowSampler`: logits in, tokens out, each row by its own parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
 from octavo.sampling.draw import draw, draw_filtered, kept
-from octavo.sampling.logprobs import Report, together, token_logprobs
+from octavo.sampling.logprobs import LogprobsReport, together, token_logprobs
 from octavo.sampling.processors import process
 from octavo.sampling.rng import uniform
 from octavo.sampling.state import SampleResult, SampleRow
@@ -26,7 +26,7 @@ def largest(values: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.
     return indices, values[np.arange(len(values)), indices]
 
 
-class Sampler:
+class RowSampler:
     """Stateless: a row's token depends only on its logits, parameters, seed and tokens."""
 
     def greedy(self, logits: Tensor) -> SampleResult:
@@ -88,7 +88,7 @@ def _blank_bad(indices: NDArray[np.int64], peaks: NDArray[np.float32]) -> list[i
 
 def logprobs_of(
     logits: Tensor,
-    asking: Mapping[int, Report | None],
+    asking: Mapping[int, LogprobsReport | None],
     tokens: Tensor,
     rows_of: Callable[[list[int]], list[SampleRow]],
 ) -> dict[int, TokenLogprobs]:

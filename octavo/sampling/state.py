@@ -14,7 +14,7 @@ from octavo.core.output import TokenLogprobs
 from octavo.core.params import LogprobsMode, SamplingParams
 from octavo.core.plan import NewRow
 from octavo.sampling.allowed import Words, words_of
-from octavo.sampling.logprobs import Report, Wanted
+from octavo.sampling.logprobs import LogprobsReport, WantedLogprobs
 
 _MAX_BIAS = 100.0
 
@@ -52,7 +52,7 @@ class PreparedParams:
     banned_ids: Tensor
     bias_ids: Tensor
     bias_values: Tensor
-    logprobs: Report | None
+    logprobs: LogprobsReport | None
     prompt_logprobs: int | None
     allowed: Words | None
     bad_words: list[list[int]]
@@ -91,7 +91,7 @@ class PreparedParams:
         banned = sorted({token for token in stop_ids if 0 <= token < vocab_size}) if params.min_tokens else []
         filtered = bool(top_k) or params.top_p < 1 or params.min_p > 0
         wanted = _reported(params, vocab_size)
-        reported = None if wanted is None else Report(wanted, logprobs_mode)
+        reported = None if wanted is None else LogprobsReport(wanted, logprobs_mode)
         bad_words = [word for word in params.bad_token_ids or [] if all(0 <= token < vocab_size for token in word)]
         changed = bias or params.has_penalties or params.allowed_token_ids is not None or params.bad_token_ids
         return cls(
@@ -164,7 +164,7 @@ class SampleResult:
     bad_rows: list[int] = field(default_factory=list)
 
 
-def _reported(params: SamplingParams, vocab_size: int) -> Wanted | None:
+def _reported(params: SamplingParams, vocab_size: int) -> WantedLogprobs | None:
     if params.logprob_token_ids:
         return tuple(params.logprob_token_ids)
     return vocab_size if params.logprobs == -1 else params.logprobs

@@ -20,7 +20,7 @@ from octavo.schedule.quarantine import Quarantine
 from octavo.schedule.request import Request
 from octavo.schedule.requests import Requests
 from octavo.schedule.siblings import yielding
-from octavo.schedule.step_builder import Admission, StepBuilder
+from octavo.schedule.step_builder import AdmitResult, StepBuilder
 
 
 class Planner:
@@ -150,32 +150,32 @@ class Planner:
             if self._budget(step, request) <= 0:
                 return
             admission = self._admit(step, request)
-            if admission is Admission.FULL:
+            if admission is AdmitResult.FULL:
                 return
             waiting.pop()
-            if admission is Admission.WAIT:
+            if admission is AdmitResult.WAIT:
                 step.deferred.append(request)
 
-    def _admit(self, step: StepBuilder, request: Request) -> Admission:
+    def _admit(self, step: StepBuilder, request: Request) -> AdmitResult:
         """Give a waiting request the KV it can share, a slot, and its first row."""
         self.at = request
         if not self._kv.share(request, step.prompts):
-            return Admission.WAIT
+            return AdmitResult.WAIT
         shared = request.num_computed
         num_tokens = self._allowed(step, request)
         if num_tokens <= 0 or self._kv.shortage(request, len(self._requests.running)) > 0:
             self._kv.unshare(request)
             waits = num_tokens <= 0 and not self._limits.whole_prompts
-            return Admission.WAIT if waits else Admission.FULL
+            return AdmitResult.WAIT if waits else AdmitResult.FULL
         self._requests.start(request)
         if not self._add_row(step, request, num_tokens):
             raise AssertionError(f"no KV block for request {request.id}, although its shortage was 0")
         step.add_new(request, shared)
         self._counters.admission(request, shared)
-        return Admission.DONE
+        return AdmitResult.DONE
 
-    def _admit_if_slot(self, step: StepBuilder, request: Request) -> Admission:
-        return self._admit(step, request) if self._requests.num_free_slots else Admission.FULL
+    def _admit_if_slot(self, step: StepBuilder, request: Request) -> AdmitResult:
+        return self._admit(step, request) if self._requests.num_free_slots else AdmitResult.FULL
 
     def _budget(self, step: StepBuilder, request: Request) -> int:
         """Return the tokens that the step has left for a request; a prompt that can wait may get fewer."""
@@ -239,11 +239,11 @@ class Planner:
         requests = self._requests
         others = sorted((r for r in requests.running if r is not suspect), key=self._policy.victim_rank)
         if suspect.slot < 0:
-            while (found := self._admit_if_slot(step, suspect)) is Admission.FULL:
+            while (found := self._admit_if_slot(step, suspect)) is AdmitResult.FULL:
                 self.preempt(others.pop())
-            if found is Admission.DONE:
+            if found is AdmitResult.DONE:
                 requests.waiting.remove(suspect)
-            return found is Admission.DONE
+            return found is AdmitResult.DONE
         num_tokens = self._allowed(step, suspect)
         while num_tokens > 0 and not self._add_row(step, suspect, num_tokens):
             self.preempt(others.pop())

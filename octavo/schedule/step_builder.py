@@ -11,7 +11,7 @@ from octavo.schedule.policy import Pace, Rank
 from octavo.schedule.request import Request
 
 
-class Admission(enum.Enum):
+class AdmitResult(enum.Enum):
     """Result of an attempt to admit a request."""
 
     DONE = enum.auto()

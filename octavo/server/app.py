@@ -22,7 +22,7 @@ from octavo.server import errors
 from octavo.server.admission import Admission
 from octavo.server.anthropic.errors import error_response
 from octavo.server.anthropic.protocol import CountBody, MessagesBody
-from octavo.server.batch.execute import Executor
+from octavo.server.batch.execute import LineExecutor
 from octavo.server.batch.routes import BatchBody, batch_routes
 from octavo.server.batch.service import BatchService
 from octavo.server.context import ServerContext
@@ -52,7 +52,7 @@ from octavo.server.schema import document
 from octavo.server.schema.limits import limits
 from octavo.server.siblings.crew import Crew
 from octavo.server.siblings.routes import private_app, relayed
-from octavo.server.siblings.siblings import Siblings
+from octavo.server.siblings.siblings import SiblingProcesses
 from octavo.server.stream import CLIENT_CLOSED_REQUEST, ClientGoneError
 from octavo.server.transcript import Transcripts
 from octavo.text.frontend import Frontend
@@ -79,7 +79,7 @@ def create_app(
     config: ServerConfig | None = None,
     *,
     lifecycle: Lifecycle | None = None,
-    siblings: Siblings | None = None,
+    siblings: SiblingProcesses | None = None,
     crew: Crew | None = None,
     traces: Traces | None = None,
 ) -> FastAPI:
@@ -161,7 +161,7 @@ def make_context(
     frontend: Frontend,
     config: ServerConfig,
     lifecycle: Lifecycle | None = None,
-    siblings: Siblings | None = None,
+    siblings: SiblingProcesses | None = None,
     traces: Traces | None = None,
 ) -> ServerContext:
     """Return the state shared by the routes. Parts that are not given are created."""
@@ -187,10 +187,10 @@ def make_context(
     )
 
 
-def background_executor(ctx: ServerContext) -> Executor:
+def background_executor(ctx: ServerContext) -> LineExecutor:
     """Return an executor that runs batch lines through the routes at background priority."""
     quiet = replace(ctx, background=True)
-    return Executor(post_endpoints(inference_routes(quiet), *_feature_routes(quiet)))
+    return LineExecutor(post_endpoints(inference_routes(quiet), *_feature_routes(quiet)))
 
 
 def _batch_service(ctx: ServerContext, *, leads: bool) -> BatchService:

@@ -17,7 +17,7 @@ from octavo.server.errors import UnknownModelError
 from octavo.server.metrics.metrics import Metrics
 from octavo.server.metrics.requests import RequestRecord
 from octavo.server.process.lifecycle import Lifecycle
-from octavo.server.siblings.siblings import Siblings
+from octavo.server.siblings.siblings import SiblingProcesses
 from octavo.server.transcript import Transcripts
 from octavo.text.frontend import Frontend
 
@@ -32,7 +32,7 @@ class ServerContext:
     lifecycle: Lifecycle
     admission: Admission
     transcripts: Transcripts
-    siblings: Siblings | None = None
+    siblings: SiblingProcesses | None = None
     """The other API processes of the server, if there are several."""
     background: bool = False
     """Requests through this context run in capacity that other requests leave free."""

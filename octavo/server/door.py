@@ -103,11 +103,11 @@ class Door:
             await self._app(scope, receive, send)
             return
         method = scope["method"]
-        if method == "HEAD":  # handled as GET by every route that has one; `_Visit` leaves the body out
+        if method == "HEAD":  # handled as GET by every route that has one; `_ResponseWatch` leaves the body out
             scope = {**scope, "method": "GET"}
         names = ("X-Request-Id", REQUEST_ID) if speaks_anthropic(scope) else ("X-Request-Id",)
         sent = Headers(scope=scope)
-        visit = _Visit(send, _request_id(sent), names, bodiless=method == "HEAD")
+        visit = _ResponseWatch(send, _request_id(sent), names, bodiless=method == "HEAD")
         if ASKED in sent:
             visit.load = load_header(sent[ASKED], self._ctx.frontend.engine.stats())
         scope.setdefault("state", {})["request_id"] = visit.request_id
@@ -143,7 +143,7 @@ class Door:
         return busy(self._ctx, scope["method"])
 
 
-class _Visit:
+class _ResponseWatch:
     """Records the status of one response and adds the request id to its headers.
 
     Attributes:

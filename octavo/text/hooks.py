@@ -1,8 +1,8 @@
 """`TextHook`: the interface of a feature's front-end half. Every method has a do-nothing default.
 
-A feature's `text.py` has a subclass named `Text`. In call order, its methods convert fields of an HTTP body to sampling
-parameters, read the prompt forms that the feature adds, encode the input of its engine half, and add that half's
-results to the answer.
+`TEXT` in a feature's `text.py` is a subclass of it. In call order, its methods convert fields of an HTTP body to
+sampling parameters, read the prompt forms that the feature adds, encode the input of its engine half, and add that
+half's results to the answer.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class TextHook:
 
 def load_hooks(context: TextContext) -> tuple[TextHook, ...]:
     """Return the text halves of all features whose folders exist."""
-    return tuple(module.Text(context) for _, module in parts("text"))
+    return tuple(module.TEXT(context) for _, module in parts("text"))
 
 
 def encoded(option: Any, param: str) -> msgspec.Raw:

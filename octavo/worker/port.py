@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from octavo.core.errors import DeviceLostError, UnsupportedError
-from octavo.core.pausing import Part
+from octavo.core.pausing import SleepTag
 from octavo.core.profiling import ProfileSettings
 from octavo.worker.encoder.worker import EncoderWorker
 from octavo.worker.runner import Runner
 from octavo.worker.sleep import WorkerSleep
 from octavo.worker.tracing import TorchTracer
-from octavo.worker.weights import Staged, WorkerWeights
+from octavo.worker.weights import StagedWeights, WorkerWeights
 from octavo.worker.worker import Worker
 
 
@@ -61,7 +61,7 @@ class LocalWorker:
     def check_weights(self) -> None:
         self._replaceable()
 
-    def stage_weights(self, path: str | None, load_format: str | None) -> Staged:
+    def stage_weights(self, path: str | None, load_format: str | None) -> StagedWeights:
         return self._replaceable().stage(path, load_format)
 
     def begin_weights(self) -> None:
@@ -73,7 +73,7 @@ class LocalWorker:
     def take_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._replaceable().take(tensors)
 
-    def stage_received(self) -> Staged:
+    def stage_received(self) -> StagedWeights:
         return self._replaceable().stage_received()
 
     def _replaceable(self) -> WorkerWeights:
@@ -88,7 +88,7 @@ class LocalWorker:
         if self._sleep is not None:
             self._sleep.sleep(level)
 
-    def wake_up(self, part: Part) -> None:
+    def wake_up(self, part: SleepTag) -> None:
         if self._sleep is not None:
             self._sleep.wake_up(part)
 

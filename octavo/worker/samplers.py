@@ -1,4 +1,4 @@
-"""`TorchSampler` and `NativeSampler`: the `Sampler`s for logits in host memory."""
+"""`TorchSampler` and `NativeSampler`: the `RowSampler`s for logits in host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.native.sampling import sample
 from octavo.sampling.allowed import Allowed, forbid
 from octavo.sampling.drawn import Drawn, DrawnHere
 from octavo.sampling.prompt_logprobs import prompt_logprobs
-from octavo.sampling.sampler import Sampler, bad_rows, logprobs_of
+from octavo.sampling.sampler import RowSampler, bad_rows, logprobs_of
 from octavo.sampling.state import SampleResult, SampleRow
 from octavo.worker.drafts import DraftRows
 from octavo.worker.slots import HostSlots, Ints
@@ -28,7 +28,7 @@ class TorchSampler:
 
     def __init__(self, slots: HostSlots) -> None:
         self._slots = slots
-        self._sampler = Sampler()
+        self._sampler = RowSampler()
 
     def choose(
         self, logits: Tensor, slots: Sequence[int], allowed: Allowed | None = None, ahead: Ints | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.core.pausing import Part
+from octavo.core.pausing import SleepTag
 from octavo.worker.worker import Worker
 
 
@@ -33,9 +33,9 @@ class WorkerSleep:
         gc.collect()
         worker.device.give_back()
 
-    def wake_up(self, part: Part) -> None:
+    def wake_up(self, part: SleepTag) -> None:
         """Allocate the memory of one part again; the next runner allocates the KV cache."""
-        if part is not Part.WEIGHTS:
+        if part is not SleepTag.WEIGHTS:
             return
         if self._worker.model is None:
             self._worker.load()

@@ -14,7 +14,7 @@ from octavo.device.transfer import Event
 from octavo.sampling.drawn import Drawn
 from octavo.worker.hooks import Findings, Hooks, gather
 
-_Rows = tuple[list[list[int]], dict[int, str], dict[int, list[TokenLogprobs]]]
+_RowResults = tuple[list[list[int]], dict[int, str], dict[int, list[TokenLogprobs]]]
 """Tokens by row of the plan; row -> error; row -> log-probabilities of its tokens."""
 
 
@@ -83,7 +83,7 @@ class Step:
         self.retired = True
         return output
 
-    def _drawn(self, drawn: Drawn) -> _Rows:
+    def _drawn(self, drawn: Drawn) -> _RowResults:
         samples = self.plan.samples
         found = drawn.token_list()
         entries = drawn.logprobs_of()
@@ -103,7 +103,7 @@ class Step:
         logprobs = {where[i]: [entry] for i, entry in entries.items() if where[i] not in errors}
         return tokens, errors, logprobs
 
-    def _verified(self, found: Sequence[int], entries: Mapping[int, TokenLogprobs], kept: Sequence[int]) -> _Rows:
+    def _verified(self, found: Sequence[int], entries: Mapping[int, TokenLogprobs], kept: Sequence[int]) -> _RowResults:
         """Return the results of a step with drafts; `kept` are the numbers of tokens of its sampling rows."""
         plan, failed = self.plan, self.failed or {}
         tokens: list[list[int]] = [[] for _ in plan.slots]
@@ -122,7 +122,7 @@ class Step:
             start += 1 + plan.num_drafts[row]
         return tokens, errors, logprobs
 
-    def _nothing(self) -> _Rows:
+    def _nothing(self) -> _RowResults:
         if any(self.plan.samples):
             raise AssertionError("the step was never sampled")
         return [[] for _ in self.plan.slots], {}, {}

@@ -28,7 +28,7 @@ from octavo.hub.resolve import resolve
 from octavo.models.load import LoadFormat, open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.tensors import TensorCheckpoint
-from octavo.worker.worker import Loaded, Worker
+from octavo.worker.worker import LoadedModel, Worker
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class WorkerWeights:
     def version(self) -> str:
         return self._worker.weight_version
 
-    def stage(self, path: str | None, load_format: str | None = None) -> Staged:
+    def stage(self, path: str | None, load_format: str | None = None) -> StagedWeights:
         """Read the weights of a model on this machine, by default from the files that were read last.
 
         May be called from any thread while the model computes. Changes nothing that is in use.
@@ -104,7 +104,7 @@ class WorkerWeights:
         """Add tensors of this process by name; they must not change before they are staged."""
         self._expected().update(tensors)
 
-    def stage_received(self) -> Staged:
+    def stage_received(self) -> StagedWeights:
         """Build weights from the tensors received since `begin`.
 
         Raises:
@@ -123,12 +123,12 @@ class WorkerWeights:
             raise EngineStateError("No update of the weights has begun; begin one first (/start_weight_update).")
         return self._received
 
-    def _read(self, checkpoint: Checkpoint, origin: tuple[ModelFiles, LoadFormat] | None = None) -> Staged:
+    def _read(self, checkpoint: Checkpoint, origin: tuple[ModelFiles, LoadFormat] | None = None) -> StagedWeights:
         """Build a second model from a checkpoint, in host memory."""
         worker = self._worker
         loaded = worker.read(checkpoint, torch.device("cpu"))
         self._check_form(loaded)
-        return Staged(self, loaded, origin)
+        return StagedWeights(self, loaded, origin)
 
     def _check_shape(self, config: Mapping[str, Any]) -> None:
         """Raise InvalidRequestError unless the configuration has the architecture and shapes of the served model."""
@@ -152,7 +152,7 @@ class WorkerWeights:
                 f"only {room / (1 << 30):.2f} GiB are free. Free memory, or restart the server with them."
             )
 
-    def _check_form(self, loaded: Loaded) -> None:
+    def _check_form(self, loaded: LoadedModel) -> None:
         new, old = self._worker.form_of(loaded.model), self._worker.weight_form
         if new != old:
             raise InvalidRequestError(
@@ -160,7 +160,7 @@ class WorkerWeights:
                 param="model_path",
             )
 
-    def put_in_place(self, staged: Staged, version: str | None, *, rescale: bool) -> None:
+    def put_in_place(self, staged: StagedWeights, version: str | None, *, rescale: bool) -> None:
         worker = self._worker
         self._updates += 1
         worker.adopt(staged.loaded, rescale=rescale)
@@ -173,7 +173,7 @@ class WorkerWeights:
 
 
 @dataclasses.dataclass(slots=True)
-class Staged:
+class StagedWeights:
     """Weights that are ready to replace those in use.
 
     Attributes:
@@ -181,7 +181,7 @@ class Staged:
     """
 
     weights: WorkerWeights
-    loaded: Loaded
+    loaded: LoadedModel
     origin: tuple[ModelFiles, LoadFormat] | None
 
     def put_in_place(self, version: str | None, *, rescale: bool) -> None:

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model with weights.
 
     Attributes:
@@ -75,7 +75,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """Limits of a runner: requests at once, tokens of a request, tokens of a step, drafts of a row."""
 
     num_slots: int
@@ -184,7 +184,7 @@ class Worker:
         checkpoint: Checkpoint,
         device: torch.device,
         before: Callable[[CausalLM], None] = lambda model: None,
-    ) -> Loaded:
+    ) -> LoadedModel:
         """Build another model of the worker's spec with a checkpoint's weights. May be called from any thread.
 
         Args:
@@ -204,7 +204,7 @@ class Worker:
         report = load_weights(model, rooted)
         scales = stored_scales(model.attention_layers, rooted) if is_fp8(self.kv_dtype) else {}
         form = compiled(model, self.attention, self.config.activation_dtype)
-        return Loaded(form, model, report, scales)
+        return LoadedModel(form, model, report, scales)
 
     def _before_weights(self, model: CausalLM) -> None:
         self.cache_groups = groups_of([layer.keeps(self._block_size) for layer in model.cached_layers])
@@ -227,7 +227,7 @@ class Worker:
                     f"{layer.path} takes {layer.nbytes}. Set --block-size to at least {needed}."
                 )
 
-    def adopt(self, loaded: Loaded, *, rescale: bool) -> None:
+    def adopt(self, loaded: LoadedModel, *, rescale: bool) -> None:
         """Replace the model's weights. No step may be running.
 
         Args:
@@ -349,7 +349,7 @@ class Worker:
         blocks = Blocks(model.cached_layers, groups, shape, self._block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
             self._set_scales(model)
-        room = Room(num_slots, max_model_len, max_step_tokens, max_drafts)
+        room = Capacity(num_slots, max_model_len, max_step_tokens, max_drafts)
         together = Hooks(hooks)
         if not device.resident:
             together.attach(model, self._site(), num_slots, max_step_tokens)
@@ -360,7 +360,7 @@ class Worker:
         together.attach(model, self._site(), most_rows(num_slots, max_step_tokens), max_step_tokens)
         return self._make_resident(model, blocks, room, together)
 
-    def _host_parts(self, model: Model, room: Room) -> tuple[HostSlots, Sampler, Replay]:
+    def _host_parts(self, model: Model, room: Capacity) -> tuple[HostSlots, Sampler, Replay]:
         """Return the parts of a runner in host memory: native ones if there are kernels, else torch."""
         mode = self.config.logprobs_mode
         size, vocab_size, groups = self._block_size, self.spec.vocab_size, len(self.cache_groups)
@@ -399,7 +399,7 @@ class Worker:
                 groups=self.cache_groups,
             )
 
-    def _make_resident(self, model: Model, blocks: Blocks, room: Room, hooks: Hooks) -> Runner:
+    def _make_resident(self, model: Model, blocks: Blocks, room: Capacity, hooks: Hooks) -> Runner:
         """Build a runner with slots on the device. `hooks` are attached."""
         from octavo.models.products import choose_products
         from octavo.sampling.resident import ResidentSampler

@@ -19,7 +19,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
-from octavo.engine.executor import Executor, Step
+from octavo.engine.executor import Executor, LaunchedStep
 
 FEATURES: dict[str, dict[str, Any]] = {
     "overlap": {"async_scheduling": True},
@@ -59,13 +59,13 @@ class Faulty:
     def __init__(self, executor: Executor, at: int) -> None:
         self.executor, self.at = executor, at
 
-    def forward(self, plan: StepPlan) -> Step:
+    def forward(self, plan: StepPlan) -> LaunchedStep:
         step = self.executor.forward(plan)
         if plan.id == self.at:
             raise RuntimeError("a planted fault")
         return step
 
-    def sample(self, step: Step, payload: dict[str, Any]) -> None:
+    def sample(self, step: LaunchedStep, payload: dict[str, Any]) -> None:
         self.executor.sample(step, payload)
 
     def close(self) -> None:

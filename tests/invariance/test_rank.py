@@ -13,7 +13,7 @@ from toy_models import LLAMA_KV_BYTES_PER_TOKEN, model_files
 
 from octavo.build import build_core
 from octavo.core.errors import ConfigError, DeviceLostError, EngineStateError, InvalidRequestError, UnsupportedError
-from octavo.core.pausing import Part, PauseMode
+from octavo.core.pausing import PauseMode, SleepTag
 from octavo.engine.loop import EngineLoop
 
 Tokens = dict[tuple[str, int], list[int]]
@@ -63,10 +63,10 @@ def life(**where: str) -> list[Any]:
     told: list[Any] = [tokens_of(drive(loop, asked))]
     loop.pause(PauseMode.KEEP)
     loop.sleep(2)
-    loop.wake_up([Part.WEIGHTS])
+    loop.wake_up([SleepTag.WEIGHTS])
     with pytest.raises(EngineStateError, match="The engine sleeps"):
         loop.resume()
-    loop.wake_up(list(Part))
+    loop.wake_up(list(SleepTag))
     told.append(tokens_of(drive(loop, asked)))
     with pytest.raises(InvalidRequestError, match="load_format must be one of") as refused:
         loop.check_weights().stage_weights(None, "odd")

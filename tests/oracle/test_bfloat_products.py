@@ -12,7 +12,7 @@ from levels import ISAS, needs_isa
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.native.bindings import Dtype, Epilogue, Step
+from octavo.native.bindings import Dtype, Epilogue, StepArgs
 from octavo.native.program import Pool, Program, ProgramBuilder
 from octavo.nn.quant.panels import PANEL, interleave, pack, pad_bias
 
@@ -54,7 +54,7 @@ def multiply(
     b = ProgramBuilder.make(columns * 2, width * result.element_size())
     address = 0 if padded_bias is None else padded_bias.data_ptr()
     b.linear(0, 1, Dtype.BFLOAT, outputs, columns, panels.data_ptr(), epilogue=epilogue, bias=address, gated=gated)
-    step = Step(tokens=len(x))
+    step = StepArgs(tokens=len(x))
     step.external[:2] = (x.data_ptr(), result.data_ptr())
     Program(pool, b.ops, b.widths).run(0, 1, step)
     return result if epilogue is Epilogue.GATE else result[:, :outputs]

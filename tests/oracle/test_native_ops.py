@@ -11,12 +11,12 @@ from levels import ISAS, needs_isa
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.native.bindings import Dtype, Epilogue, Step
+from octavo.native.bindings import Dtype, Epilogue, StepArgs
 from octavo.native.program import BLOCK, Pool, Program, ProgramBuilder, row_bytes
 from octavo.nn.ops.rope import apply_rope
 from octavo.nn.quant.blocks import alike, dequantized
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
-from octavo.nn.weights import Blocks
+from octavo.nn.weights import QuantizedBlocks
 
 TORCH = {Dtype.FLOAT: torch.float32, Dtype.BFLOAT: torch.bfloat16}
 # Of sums of order 1: float32 arithmetic; in bfloat16 one more rounding of what is put out in it.
@@ -46,19 +46,19 @@ def generator(request):
 
 def run(pool: Pool, builder: ProgramBuilder, source: Tensor, result: Tensor, **batch: int) -> Tensor:
     """All of the builder's operations over the rows of `source`, the first external buffer; `result` is the second."""
-    step = Step(tokens=source.shape[0], **batch)
+    step = StepArgs(tokens=source.shape[0], **batch)
     step.external[:2] = (source.data_ptr(), result.data_ptr())
     Program(pool, builder.ops, builder.widths).run(0, len(builder.ops), step)
     return result
 
 
-def random_blocks(generator: torch.Generator, rows: int, columns: int, kind: str) -> Blocks:
+def random_blocks(generator: torch.Generator, rows: int, columns: int, kind: str) -> QuantizedBlocks:
     bits, zero_point, has_minima = FORMATS[kind]
     shape = (rows, columns // 32)
     scales = (torch.rand(shape, generator=generator) / zero_point).half()
     minima = (torch.rand(shape, generator=generator) - 0.5).half() if has_minima else None
     values = torch.randint(0, 2 * zero_point, (rows, columns), generator=generator, dtype=torch.uint8)
-    return Blocks(values, scales, minima, zero_point, bits)
+    return QuantizedBlocks(values, scales, minima, zero_point, bits)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue, before: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def test_the_largest_sums_of_integers_fit(pool, kind, planes, sign, tokens):
     """All values and all activations at the end of their range, which nothing may wrap around or saturate at."""
     bits, zero_point, has_minima = FORMATS[kind]
     rows, columns = 48, 96
-    blocks = Blocks(
+    blocks = QuantizedBlocks(
         torch.full((rows, columns), 2 * zero_point - 1, dtype=torch.uint8),
         torch.ones(rows, columns // BLOCK).half(),
         torch.zeros(rows, columns // BLOCK).half() if has_minima else None,

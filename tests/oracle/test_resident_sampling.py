@@ -17,7 +17,7 @@ from octavo.core.params import SamplingParams
 from octavo.sampling.allowed import Allowed, forbid, num_words
 from octavo.sampling.parameters import NUM_PARAMS, packed_words
 from octavo.sampling.processors import process
-from octavo.sampling.resident import ParamTable, ResidentSampler, Row
+from octavo.sampling.resident import ParamTable, ResidentRow, ResidentSampler
 from octavo.sampling.state import PreparedParams, SampleRow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,7 +45,9 @@ class Rows:
         table = ParamTable(torch.from_numpy(packed).to(DEVICE), self.tokens.to(DEVICE), length.to(DEVICE))
         self.sampler = ResidentSampler(table, vocab)
         self.slots = torch.arange(1, count, dtype=torch.int32, device=DEVICE)
-        self.rows = [Row(i + 1, p, self.prompts[i + 1], self.lengths[i + 1]) for i, p in enumerate(self.prepared)]
+        self.rows = [
+            ResidentRow(i + 1, p, self.prompts[i + 1], self.lengths[i + 1]) for i, p in enumerate(self.prepared)
+        ]
 
     def on_cpu(self) -> list[SampleRow]:
         return [

@@ -16,7 +16,7 @@ from octavo.native.bindings import Dtype, Epilogue
 from octavo.native.program import Pool, ProgramBuilder
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
-from octavo.nn.weights import Blocks
+from octavo.nn.weights import QuantizedBlocks
 
 __all__ = ["generator", "pool"]  # fixtures
 
@@ -24,7 +24,7 @@ __all__ = ["generator", "pool"]  # fixtures
 def product(
     pool: Pool,
     x: Tensor,
-    parts: list[Blocks],
+    parts: list[QuantizedBlocks],
     *,
     packed: bool = True,
     epilogue: Epilogue = Epilogue.STORE,

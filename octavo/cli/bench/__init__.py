@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import cast
 
-from octavo.cli.main import Command
+from octavo.cli.main import Subcommand
 
 BENCHES = {
     "throughput": "all requests at once, in this process: tokens per second, and the machine's own limits",
@@ -19,7 +19,7 @@ BENCHES = {
 def run(argv: list[str]) -> int:
     known = "\n".join(f"  {name:12}{about}" for name, about in BENCHES.items())
     if argv and argv[0] in BENCHES:
-        return cast(Command, importlib.import_module(f"octavo.cli.bench.{argv[0]}")).run(argv[1:])
+        return cast(Subcommand, importlib.import_module(f"octavo.cli.bench.{argv[0]}")).run(argv[1:])
     asked = bool(argv) and argv[0] in ("-h", "--help")
     if argv and not asked:
         print(f"octavo: error: unknown bench {argv[0]!r}", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 import random
 from pathlib import Path
 
-from octavo.bench.samples import Sample, Source, TextTokens, custom, prefix_repetition, random_samples, sharegpt
+from octavo.bench.samples import PromptSource, Sample, TextTokens, custom, prefix_repetition, random_samples, sharegpt
 from octavo.bench.workloads import WORKLOADS, workload
 from octavo.cli.flags import units
 from octavo.cli.flags.parser import OctavoParser
@@ -70,7 +70,7 @@ def make_samples(
     """
     if args.dataset_path is not None and args.dataset_name not in ("sharegpt", "custom"):
         raise ConfigError("--dataset-path is read with --dataset-name sharegpt or custom; add one of them.")
-    source = Source(random.Random(seed), tokenizer, as_text=as_text)
+    source = PromptSource(random.Random(seed), tokenizer, as_text=as_text)
     name, count, output_len = args.dataset_name, args.num_prompts, args.random_output_len
     if name in WORKLOADS:
         works = workload(name, seed=seed, vocab_size=vocab_size, scale=args.scale)

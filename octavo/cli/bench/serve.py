@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.client import Target, Timing
-from octavo.bench.load import Pace, first_model, profile, run_load, wait_ready
+from octavo.bench.load import LoadPattern, first_model, profile, run_load, wait_ready
 from octavo.bench.report import TITLES, Summary, save
 from octavo.bench.samples import Sample, TextTokens
 from octavo.cli.bench.data import add_data_flags, make_samples
@@ -99,13 +99,13 @@ async def bench(args: argparse.Namespace) -> int:
         as_text=target.chat,
         seed=args.seed,
     )
-    pace = Pace(rate=args.request_rate, burstiness=args.burstiness, max_concurrency=args.max_concurrency)
-    say(f"{len(samples)} requests to {target.base_url}{target.endpoint}, model {target.model}, rate {pace.rate:g}/s")
+    pattern = LoadPattern(rate=args.request_rate, burstiness=args.burstiness, max_concurrency=args.max_concurrency)
+    say(f"{len(samples)} requests to {target.base_url}{target.endpoint}, model {target.model}, rate {pattern.rate:g}/s")
     if args.num_warmups:
-        await run_load(target, [samples[0]] * args.num_warmups, pace)
+        await run_load(target, [samples[0]] * args.num_warmups, pattern)
     if args.profile:
         await profile(target.base_url, target.headers, "start")
-    timings, duration = await run_with_bar(target, samples, pace, seed=args.seed, show=not args.disable_tqdm)
+    timings, duration = await run_with_bar(target, samples, pattern, seed=args.seed, show=not args.disable_tqdm)
     if args.profile:
         trace = (await profile(target.base_url, target.headers, "stop")).get("trace")
         say(f"the server wrote a profile to {trace}" if trace else "the server's profile has ended; its log says where")
@@ -128,7 +128,9 @@ async def find_target(args: argparse.Namespace) -> Target:
     )
 
 
-def report(args: argparse.Namespace, wanted: Wanted, model: str, timings: list[Timing], duration: float) -> int:
+def report(
+    args: argparse.Namespace, wanted: ReportedFigures, model: str, timings: list[Timing], duration: float
+) -> int:
     """Print the figures, and save them if requested. Return the command's exit code."""
     summary = Summary.of(timings, duration, wanted.goals)
     print(summary.text(wanted.metrics, wanted.percentiles))
@@ -146,14 +148,14 @@ def report(args: argparse.Namespace, wanted: Wanted, model: str, timings: list[T
 
 
 async def run_with_bar(
-    target: Target, samples: list[Sample], pace: Pace, *, seed: int, show: bool
+    target: Target, samples: list[Sample], pattern: LoadPattern, *, seed: int, show: bool
 ) -> tuple[list[Timing], float]:
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True, disable=not (show and sys.stderr.isatty())) as progress:
         task = progress.add_task("requests", total=len(samples))
-        return await run_load(target, samples, pace, seed=seed, done=lambda: progress.advance(task))
+        return await run_load(target, samples, pattern, seed=seed, done=lambda: progress.advance(task))
 
 
 def find_tokenizer(model: str, *, required: bool) -> TextTokens | None:
@@ -195,7 +197,7 @@ def parse_headers(args: argparse.Namespace) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReportedFigures:
     """Which figures to report.
 
     Attributes:
@@ -209,7 +211,7 @@ class Wanted:
     goals: dict[str, float]
 
 
-def parse_result_flags(args: argparse.Namespace) -> Wanted:
+def parse_result_flags(args: argparse.Namespace) -> ReportedFigures:
     metrics = [m for m in args.percentile_metrics.split(",") if m]
     if unknown := set(metrics) - set(TITLES):
         raise ConfigError(f"--percentile-metrics knows {', '.join(TITLES)}, not {', '.join(sorted(unknown))}")
@@ -221,7 +223,7 @@ def parse_result_flags(args: argparse.Namespace) -> Wanted:
         ) from error
     if any(not 0 <= p <= 100 for p in percentiles):
         raise ConfigError(f"--metric-percentiles must lie in [0, 100], got {args.metric_percentiles}")
-    return Wanted(metrics, percentiles, dict(map(parse_goal, args.goodput)))
+    return ReportedFigures(metrics, percentiles, dict(map(parse_goal, args.goodput)))
 
 
 def parse_goal(goal: str) -> tuple[str, float]:

@@ -24,11 +24,11 @@ from octavo.core.keywords import near
 from octavo.features import settings_types
 from octavo.foreign import FLAGS
 
-Groups = Mapping[str, tuple[Flag, ...]]
+FlagGroups = Mapping[str, tuple[Flag, ...]]
 _SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 
-def add_settings(parser: OctavoParser, groups: Groups, *, without: frozenset[str] = frozenset()) -> None:
+def add_settings(parser: OctavoParser, groups: FlagGroups, *, without: frozenset[str] = frozenset()) -> None:
     """Add flags for the settings, one titled group each. Flags that are not given are missing in the namespace."""
     for title, flags in groups.items():
         group = parser.add_argument_group(title)

@@ -1,4 +1,4 @@
-"""`Methods`: `LLM.beam_search`."""
+"""`BeamSearchMethods`: `LLM.beam_search`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.text.detokenize.assembler import RequestAssembler
 from octavo.text.prompts.prompt import Prompt
 
 
-class Methods:
+class BeamSearchMethods:
     """Mixin of `LLM`."""
 
     _engine: LocalEngine
@@ -48,3 +48,6 @@ class Methods:
         assemblers = [self._engine.open(prompt, sampling) for prompt in as_list(prompts)]
         found = self._complete(assemblers, use_tqdm, at_once=concurrency_limit)
         return [params.output(output, self._engine.tokenizer) for output in found]
+
+
+METHODS = BeamSearchMethods

@@ -1,4 +1,4 @@
-"""`Text`: the text half. It reads a search from a request and reports beams' log-probabilities in answers."""
+"""`BeamSearchText`: reads a search from a request and reports beams' log-probabilities in answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXCLUDED = (
 )
 
 
-class Text(TextHook):
+class BeamSearchText(TextHook):
     """Claims `beam_width` and `length_penalty`, and over HTTP `use_beam_search`."""
 
     name = "beams"
@@ -77,3 +77,6 @@ def _check(params: SamplingParams, width: int) -> None:
     if odd:
         text = f"{odd[0]} can't be combined with beam search; leave one of them out."
         raise InvalidRequestError(text, param=odd[0], value=getattr(params, odd[0]))
+
+
+TEXT = BeamSearchText

@@ -36,7 +36,7 @@ _LOOPS = {"json": "one of its $ref", "grammar": "one of its rules", "structural_
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledGrammar:
     """A grammar in its initial state.
 
     Attributes:
@@ -66,13 +66,13 @@ class Compiler:
         self._load_tokenizer = load_tokenizer
         self._defaults = defaults
         self._eos = list(eos_token_ids)
-        self._kept: OrderedDict[bytes, Future[Compiled]] = OrderedDict()
+        self._kept: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._kept_bytes = 0
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-compile")
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()
 
-    def open(self, option: msgspec.Raw) -> Future[Compiled]:
+    def open(self, option: msgspec.Raw) -> Future[CompiledGrammar]:
         """Return a future of the compiled grammar; it fails with InvalidRequestError."""
         key = bytes(option)
         future = self._kept.get(key)
@@ -87,7 +87,7 @@ class Compiler:
             self._kept.move_to_end(key)
         return future
 
-    def _compile(self, key: bytes) -> Compiled:
+    def _compile(self, key: bytes) -> CompiledGrammar:
         params = self._defaults.applied(msgspec.msgpack.decode(key, type=StructuredOutputsParams))
         matcher = LLMatcher(self._with_tokenizer(), lower(params), log_level=0, limits=_limits())
         first = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
@@ -95,7 +95,7 @@ class Compiler:
             matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
         if matcher.is_error():
             raise InvalidRequestError(_reason(params, matcher.get_error()), param=params.param)
-        return Compiled(matcher, first)
+        return CompiledGrammar(matcher, first)
 
     def _with_tokenizer(self) -> LLTokenizer:
         """Return the tokenizer in llguidance's form; the first thread that calls makes it."""

@@ -20,10 +20,10 @@ from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.structured import UNFOLLOWED
 from octavo.device.host import physical_cores
 from octavo.features import FeatureContext
-from octavo.features.grammar.compiler import Compiled, Compiler
+from octavo.features.grammar.compiler import CompiledGrammar, Compiler
 from octavo.features.grammar.defaults import StructuredDefaults
 from octavo.features.grammar.payload import NAME, Masks
-from octavo.features.grammar.settings import Settings
+from octavo.features.grammar.settings import GrammarSettings
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
 
@@ -68,7 +68,7 @@ class _Guide:
 
     __slots__ = ("begun", "compiled", "error", "matcher", "spent")
 
-    def __init__(self, compiled: Future[Compiled]) -> None:
+    def __init__(self, compiled: Future[CompiledGrammar]) -> None:
         self.compiled = compiled
         self.begun = False
         self.matcher: LLMatcher | None = None
@@ -215,6 +215,6 @@ def _fill_one_by_one(bits: NDArray[np.int32], work: Sequence[tuple[LLMatcher, in
 
 def build_engine(context: FeatureContext) -> GrammarEngine:
     """Return the engine half. No cost until the first request with a grammar."""
-    defaults = StructuredDefaults.of(context.settings_of(Settings).structured_outputs_config)
+    defaults = StructuredDefaults.of(context.settings_of(GrammarSettings).structured_outputs_config)
     compiler = Compiler(context.load_tokenizer, context.vocab_size, context.eos_token_ids, defaults)
     return GrammarEngine(NAME, compiler, context.device)

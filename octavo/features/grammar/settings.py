@@ -10,7 +10,7 @@ from octavo.features import FeatureSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(FeatureSettings):
+class GrammarSettings(FeatureSettings):
     """Settings of structured output.
 
     Raises:
@@ -27,3 +27,6 @@ class Settings(FeatureSettings):
         from octavo.features.grammar.defaults import StructuredDefaults
 
         StructuredDefaults.of(self.structured_outputs_config)
+
+
+SETTINGS = GrammarSettings

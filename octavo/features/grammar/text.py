@@ -1,4 +1,4 @@
-"""`Text`: the text half. It reads the output constraint from a request."""
+"""`GrammarText`: the text half. It reads the output constraint from a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.features.grammar.fields import FIELDS, output_form
 from octavo.text.hooks import TextHook, encoded
 
 
-class Text(TextHook):
+class GrammarText(TextHook):
     """Claims `structured_outputs` and the equivalent fields of HTTP bodies."""
 
     name = "grammar"
@@ -28,3 +28,6 @@ class Text(TextHook):
             return None
         self.require("structured output", form.param)
         return encoded(form, form.param)
+
+
+TEXT = GrammarText

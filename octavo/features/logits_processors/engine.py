@@ -12,9 +12,9 @@ from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.features import FeatureContext
-from octavo.features.logits_processors.load import Loaded, load
+from octavo.features.logits_processors.load import LoadedProcessor, load
 from octavo.features.logits_processors.payload import NAME, Share, Shares
-from octavo.features.logits_processors.settings import Settings
+from octavo.features.logits_processors.settings import LogitsProcessorsSettings
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Part:
+class _TrackedRequest:
     """A request accepted by processors, and how much of it the worker half has received in its current slot.
 
     `known` counts the output tokens received, -1 before the request itself. It advances only when a step returns, so
@@ -41,10 +41,10 @@ class ProcessorsEngine(EngineHook):
     opt_in = True
     admits_for_good = True
 
-    def __init__(self, name: str, loaded: Sequence[Loaded]) -> None:
+    def __init__(self, name: str, loaded: Sequence[LoadedProcessor]) -> None:
         self.name = name
         self._loaded = loaded
-        self._parts: dict[Request, _Part | None] = {}
+        self._parts: dict[Request, _TrackedRequest | None] = {}
 
     def admit(self, request: Request, num_tokens: int) -> int:
         """Admit all tokens; raise InvalidRequestError if a processor refuses the request."""
@@ -52,7 +52,7 @@ class ProcessorsEngine(EngineHook):
         if option is not None and request not in self._parts:
             params = request.params.replace(extra_args=msgspec.msgpack.decode(option))
             wanting = [number for number, one in enumerate(self._loaded) if _accepts(one, params)]
-            self._parts[request] = _Part(params, wanting) if wanting else None
+            self._parts[request] = _TrackedRequest(params, wanting) if wanting else None
         return num_tokens
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
@@ -84,7 +84,7 @@ class ProcessorsEngine(EngineHook):
     def on_release(self, request: Request) -> None:
         self._parts.pop(request, None)
 
-    def _share(self, request: Request, part: _Part) -> Share:
+    def _share(self, request: Request, part: _TrackedRequest) -> Share:
         if part.num_preemptions != request.num_preemptions:
             part.num_preemptions, part.known = request.num_preemptions, -1
         start = max(part.known, 0)
@@ -99,7 +99,7 @@ class ProcessorsEngine(EngineHook):
         return share
 
 
-def _accepts(loaded: Loaded, params: SamplingParams) -> bool:
+def _accepts(loaded: LoadedProcessor, params: SamplingParams) -> bool:
     """Return whether the processor accepts the request; an exception fails this request alone."""
     try:
         if loaded.validate is not None:
@@ -120,7 +120,7 @@ def build_engine(context: FeatureContext) -> ProcessorsEngine | None:
     Raises:
         ConfigError: the model generates no text, or a processor can't be loaded.
     """
-    given = context.settings_of(Settings).logits_processors
+    given = context.settings_of(LogitsProcessorsSettings).logits_processors
     if given and not context.generates:
         name = context.model_name
         raise ConfigError(f"--logits-processors {given[0]}: {name} computes embeddings, not text. Leave it out.")

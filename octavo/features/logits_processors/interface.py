@@ -105,7 +105,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
     def apply(self, logits: Tensor, rows: Sequence[Row]) -> Tensor | None:
         (row,) = rows
         if row.state is None:
-            row.state = _Call.of(self.new_req_logits_processor(row.params))
+            row.state = _ProcessorCall.of(self.new_req_logits_processor(row.params))
         changed = row.state(row, logits[0])
         return None if changed is None else changed.unsqueeze(0)
 
@@ -121,14 +121,14 @@ class PerRequest(AdapterLogitsProcessor):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ProcessorCall:
     """A request's function, and whether it takes the prompt."""
 
     function: RequestProcessor | None
     with_prompt: bool
 
     @classmethod
-    def of(cls, function: RequestProcessor | None) -> _Call:
+    def of(cls, function: RequestProcessor | None) -> _ProcessorCall:
         return cls(function, function is not None and arity(function) == 3)
 
     def __call__(self, row: Row, logits: Tensor) -> Tensor | None:

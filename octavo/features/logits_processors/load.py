@@ -17,7 +17,7 @@ from octavo.core.params import SamplingParams
 from octavo.features import FeatureContext
 from octavo.features.logits_processors.interface import LogitsProcessor, PerRequest, ProcessorContext, arity
 from octavo.features.logits_processors.persistent import PersistentBatch
-from octavo.features.logits_processors.settings import Settings
+from octavo.features.logits_processors.settings import LogitsProcessorsSettings
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _FLAG = "--logits-processors"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedProcessor:
     """A constructed processor.
 
     Attributes:
@@ -40,7 +40,7 @@ class Loaded:
     validate: Callable[[SamplingParams], Any] | None = None
 
 
-def load(context: FeatureContext) -> list[Loaded]:
+def load(context: FeatureContext) -> list[LoadedProcessor]:
     """Return the processors of installed packages, by name, then those of the settings, in order; each once.
 
     Constructed once for a context, so that both halves of the feature share them within a process. Empty for models
@@ -55,11 +55,11 @@ def load(context: FeatureContext) -> list[Loaded]:
     return _made_for[context]
 
 
-_made_for: WeakKeyDictionary[FeatureContext, list[Loaded]] = WeakKeyDictionary()
+_made_for: WeakKeyDictionary[FeatureContext, list[LoadedProcessor]] = WeakKeyDictionary()
 
 
-def _load(context: FeatureContext) -> list[Loaded]:
-    found: dict[str, Loaded] = {}
+def _load(context: FeatureContext) -> list[LoadedProcessor]:
+    found: dict[str, LoadedProcessor] = {}
     for point in sorted(entry_points(group=SHARED_GROUP), key=lambda one: one.name):
         try:
             found[point.name] = _made(_loaded(point), point.name, context)
@@ -67,7 +67,7 @@ def _load(context: FeatureContext) -> list[Loaded]:
             log.warning("left out: %s", exc)
     for point in sorted(entry_points(group=GROUP), key=lambda one: one.name):
         found[point.name] = _made(_loaded(point), point.name, context)
-    for given in context.settings_of(Settings).logits_processors:
+    for given in context.settings_of(LogitsProcessorsSettings).logits_processors:
         name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
         found[name] = _made(_named(given) if isinstance(given, str) else given, f"{_FLAG} {name}", context)
     for name in found:
@@ -94,10 +94,10 @@ def _named(name: str) -> Any:
     return imported(module_name, path, f"{_FLAG} {name}")
 
 
-def _made(found: Any, name: str, context: FeatureContext) -> Loaded:
+def _made(found: Any, name: str, context: FeatureContext) -> LoadedProcessor:
     """Return a processor from a class, an instance or a function."""
     made = _construct(found, name, context) if isinstance(found, type) else found
-    return Loaded(name, _adapted(made, name), getattr(made, "validate_params", None))
+    return LoadedProcessor(name, _adapted(made, name), getattr(made, "validate_params", None))
 
 
 def _adapted(made: Any, name: str) -> LogitsProcessor:

@@ -11,7 +11,7 @@ from octavo.features import FeatureSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(FeatureSettings):
+class LogitsProcessorsSettings(FeatureSettings):
     """Settings of custom logits processors.
 
     Attributes:
@@ -30,3 +30,6 @@ class Settings(FeatureSettings):
         odd = next((one for one in self.logits_processors if not isinstance(one, str)), None)
         if odd is not None:
             raise ConfigError(f"logits_processors={odd!r}: {why}, so name it as 'module:Class'.")
+
+
+SETTINGS = LogitsProcessorsSettings

@@ -1,4 +1,4 @@
-"""`Text`: the text half. It forwards a request's arguments for processors."""
+"""`LogitsProcessorsText`: the text half. It forwards a request's arguments for processors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.text.hooks import TextHook
 _WHAT = "logits processors (--logits-processors) that could read extra_args (vllm_xargs over HTTP)"
 
 
-class Text(TextHook):
+class LogitsProcessorsText(TextHook):
     """Claims `extra_args`. With processors, every request gets an option, since they may accept any."""
 
     name = "logits_processors"
@@ -34,3 +34,6 @@ class Text(TextHook):
         except (TypeError, ValueError, OverflowError, RecursionError) as exc:
             text = f"extra_args must hold JSON values alone: {exc}."
             raise InvalidRequestError(text, param="extra_args") from None
+
+
+TEXT = LogitsProcessorsText

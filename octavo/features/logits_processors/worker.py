@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.device.transfer import upload
 from octavo.features import FeatureContext
 from octavo.features.logits_processors.interface import Row
-from octavo.features.logits_processors.load import Loaded, load
+from octavo.features.logits_processors.load import LoadedProcessor, load
 from octavo.features.logits_processors.payload import NAME, Share, Shares
 from octavo.worker.hooks import WorkerHook
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class ProcessorsWorker(WorkerHook):
     """Keeps, by slot, one `Row` for each processor that accepted the slot's request."""
 
-    def __init__(self, name: str, loaded: Sequence[Loaded]) -> None:
+    def __init__(self, name: str, loaded: Sequence[LoadedProcessor]) -> None:
         self.name = name
         self._loaded = loaded
         self._rows: dict[int, dict[int, Row]] = {}
@@ -55,7 +55,7 @@ class ProcessorsWorker(WorkerHook):
         first.output_ids[share.start :] = share.output
 
 
-def run(loaded: Loaded, logits: Tensor, places: Sequence[int], rows: Sequence[Row]) -> dict[int, str]:
+def run(loaded: LoadedProcessor, logits: Tensor, places: Sequence[int], rows: Sequence[Row]) -> dict[int, str]:
     """Apply one processor to these rows of logits [S, vocab]; return index -> error text of the rows that failed.
 
     If it fails on several rows at once, each is tried alone, so that only the faulty requests end.
@@ -77,7 +77,7 @@ def run(loaded: Loaded, logits: Tensor, places: Sequence[int], rows: Sequence[Ro
     return failed
 
 
-def _apply(loaded: Loaded, logits: Tensor, places: Sequence[int], rows: Sequence[Row]) -> None:
+def _apply(loaded: LoadedProcessor, logits: Tensor, places: Sequence[int], rows: Sequence[Row]) -> None:
     """Change the rows of logits only if the call succeeds."""
     index = upload(np.asarray(places), logits.device)
     part = logits.index_select(0, index).to(torch.float32)

@@ -24,11 +24,11 @@ class PoolingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True):
     use_activation: bool | None = None
 
 
-PoolingSettings = PoolingParams | Sequence[PoolingParams] | None
+GivenPoolingParams = PoolingParams | Sequence[PoolingParams] | None
 
 
 def settings_of(
-    given: PoolingSettings, count: int, *, dimensions: int | None = None, normalize: bool | None = None
+    given: GivenPoolingParams, count: int, *, dimensions: int | None = None, normalize: bool | None = None
 ) -> list[dict[str, Any]]:
     """Return dimensions and normalization for each of `count` prompts, from objects or plain arguments.
 

@@ -9,8 +9,8 @@ import msgspec
 from octavo.core.plan import PlanDraft
 from octavo.features import FeatureContext
 from octavo.features.pooling.checkpoint import pooler_of
-from octavo.features.pooling.payload import NAME, Span, Spans
-from octavo.features.pooling.settings import Settings
+from octavo.features.pooling.payload import NAME, PromptSpan, PromptSpans
+from octavo.features.pooling.settings import PoolingSettings
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
 
@@ -37,10 +37,10 @@ class PoolingEngine(EngineHook):
         for row, (request, count) in enumerate(zip(rows, draft.num_tokens, strict=True)):
             if request in self._alive:
                 end = request.num_computed  # once this step has run
-                spans.append(Span(row, draft.slots[row], start, count, end - count, end == request.num_prompt))
+                spans.append(PromptSpan(row, draft.slots[row], start, count, end - count, end == request.num_prompt))
             start += count
         if spans:
-            draft.payload[self.name] = Spans(spans)
+            draft.payload[self.name] = PromptSpans(spans)
 
     def on_release(self, request: Request) -> None:
         self._alive.discard(request)
@@ -55,7 +55,7 @@ def build_engine(context: FeatureContext) -> PoolingEngine:
     hook = PoolingEngine(NAME)
     hook.tasks = ("embed", "token_embed", *(["classify"] if context.num_labels else []))
     if context.files is not None:
-        config = context.settings_of(Settings).pooler_config
+        config = context.settings_of(PoolingSettings).pooler_config
         info = pooler_of(
             context.files, config, size=context.hidden_size, default=context.summary, labels=context.num_labels
         )

@@ -1,4 +1,4 @@
-"""`Methods`: the methods of `LLM` for vectors, labels and scores."""
+"""`PoolingMethods`: the methods of `LLM` for vectors, labels and scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, get_args
 from octavo.core.errors import InvalidRequestError
 from octavo.core.info import ModelInfo
 from octavo.core.request import GenerateRequest
-from octavo.features.pooling.api import PoolingSettings, settings_of
+from octavo.features.pooling.api import GivenPoolingParams, settings_of
 from octavo.features.pooling.params import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -20,8 +20,8 @@ from octavo.features.pooling.params import (
     EmbeddingRequestOutput,
     PooledOutput,
     PoolingOutput,
-    PoolingParams,
     PoolingRequestOutput,
+    PoolingSpec,
     ScoringOutput,
     ScoringRequestOutput,
     Task,
@@ -44,7 +44,7 @@ class PoolingDriver:
         self._ids = itertools.count()
 
     def prepare(
-        self, prompt: Prompt | Pair, params: PoolingParams, *, priority: int = 0, **tokenizing: Any
+        self, prompt: Prompt | Pair, params: PoolingSpec, *, priority: int = 0, **tokenizing: Any
     ) -> GenerateRequest:
         request_id = f"pool-{next(self._ids)}"
         return self.preparer.prepare(
@@ -72,7 +72,7 @@ class PoolingDriver:
         return [done[request.id] for request in requests]
 
 
-class Methods(ABC):
+class PoolingMethods(ABC):
     """Mixin of `LLM`.
 
     Common arguments:
@@ -103,7 +103,7 @@ class Methods(ABC):
         use_tqdm: UseTqdm = None,
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        pooling_params: PoolingSettings = None,
+        pooling_params: GivenPoolingParams = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return a vector for each prompt, in `outputs.embedding`.
 
@@ -127,7 +127,7 @@ class Methods(ABC):
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingSettings = None,
+        pooling_params: GivenPoolingParams = None,
         *,
         pooling_task: Task = "token_embed",
         normalize: bool | None = None,
@@ -165,7 +165,7 @@ class Methods(ABC):
         use_tqdm: UseTqdm = None,
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        pooling_params: PoolingSettings = None,
+        pooling_params: GivenPoolingParams = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the classification head's probabilities for each prompt, in `outputs.probs`."""
         refuse(lora_request=lora_request)
@@ -203,7 +203,7 @@ class Methods(ABC):
         ]
 
     def _pool(
-        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: UseTqdm, tokenizing: dict[str, Any]
+        self, prompts: Sequence[Prompt], params: Sequence[PoolingSpec], use_tqdm: UseTqdm, tokenizing: dict[str, Any]
     ) -> list[tuple[list[int], PooledOutput]]:
         """Return each prompt's tokens and result."""
         pairs = zip(prompts, params, strict=True)
@@ -216,3 +216,6 @@ class Methods(ABC):
 def _tokenizing(truncate: int | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Merge the tokenizing options; the plain argument takes precedence."""
     return tokenization(kwargs) | ({} if truncate is None else {"truncate": truncate})
+
+
+METHODS = PoolingMethods

@@ -1,4 +1,4 @@
-"""`Methods`: `AsyncLLM.encode`."""
+"""`AsyncPoolingMethods`: `AsyncLLM.encode`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from octavo.engine.client import CoreClient
 from octavo.features.pooling.params import PoolingOutput, PoolingRequestOutput, Task
 from octavo.features.pooling.payload import NAME
 from octavo.features.pooling.requests import pool
-from octavo.features.pooling.text import Text
+from octavo.features.pooling.text import PoolingText
 from octavo.text.frontend import Frontend
 from octavo.text.prompts.prompt import Prompt
 
 
-class Methods(ABC):
+class AsyncPoolingMethods(ABC):
     """Mixin of `AsyncLLM`."""
 
     @property
@@ -48,10 +48,13 @@ class Methods(ABC):
         """
         await self._started()
         hook = self.frontend.preparer.hook(NAME)
-        assert isinstance(hook, Text)
+        assert isinstance(hook, PoolingText)
         pooling = hook.preparer
         params = pooling.params(pooling_task, dimensions=dimensions, normalize=normalize)
         request = pooling.prepare(prompt, params, request_id=request_id, **{"param": "prompt", **options})
         found = await pool(self._client, request)
         data = found.pooled.rows() if pooling_task == "token_embed" else found.pooled.values()
         return PoolingRequestOutput(request.id, PoolingOutput(data), request.tokens, found.num_cached_tokens)
+
+
+METHODS = AsyncPoolingMethods

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -33,7 +33,7 @@ class DenseLayer(msgspec.Struct, frozen=True, kw_only=True):
     activation: DenseActivation
 
 
-class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to pool the hidden states of a prompt, with the model's defaults filled in.
 
     Attributes:
@@ -80,7 +80,7 @@ class PoolerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A model's pooling configuration, the default of requests.
 
     Attributes:
-        pooling: as in `PoolingParams`.
+        pooling: as in `PoolingSpec`.
         normalize: whether embeddings have length 1.
         size: elements of an embedding.
         matryoshka: lengths to which embeddings may be cut; [] for any, None if the model does not support it.
@@ -151,45 +151,39 @@ class ScoringOutput:
     score: float
 
 
+Result = TypeVar("Result")
+
+
 @dataclass(slots=True)
-class PoolingRequestOutput:
+class VectorRequestOutput(Generic[Result]):
+    """Result of a method of `LLM` for one prompt, or for one pair of texts."""
+
+    request_id: str
+    outputs: Result
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+class PoolingRequestOutput(VectorRequestOutput[PoolingOutput]):
     """Result of `LLM.encode` for one prompt."""
 
-    request_id: str
-    outputs: PoolingOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class EmbeddingRequestOutput:
+class EmbeddingRequestOutput(VectorRequestOutput[EmbeddingOutput]):
     """Result of `LLM.embed` for one prompt."""
 
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class ClassificationRequestOutput:
+class ClassificationRequestOutput(VectorRequestOutput[ClassificationOutput]):
     """Result of `LLM.classify` for one prompt."""
 
-    request_id: str
-    outputs: ClassificationOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class ScoringRequestOutput:
+class ScoringRequestOutput(VectorRequestOutput[ScoringOutput]):
     """Result of `LLM.score` for one pair."""
 
-    request_id: str
-    outputs: ScoringOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+    __slots__ = ()

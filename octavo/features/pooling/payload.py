@@ -7,7 +7,7 @@ import msgspec
 NAME = "pooling"
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class PromptSpan(msgspec.Struct, frozen=True, array_like=True):
     """A part of a prompt in a step's batch.
 
     Attributes:
@@ -25,10 +25,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     ends: bool
 
 
-class Spans(msgspec.Struct):
+class PromptSpans(msgspec.Struct):
     """The parts of prompts that a step computes for pooling."""
 
-    spans: list[Span]
+    spans: list[PromptSpan]
 
 
-PAYLOAD = Spans
+PAYLOAD = PromptSpans

@@ -21,7 +21,7 @@ from octavo.features.pooling.params import (
     Pooled,
     PooledOutput,
     PoolerInfo,
-    PoolingParams,
+    PoolingSpec,
     Task,
     pooler_info,
 )
@@ -51,7 +51,7 @@ class PoolingPreparer:
 
     def params(
         self, task: Task = "embed", *, dimensions: int | None = None, normalize: bool | None = None
-    ) -> PoolingParams:
+    ) -> PoolingSpec:
         """Return a request's parameters, with the model's defaults filled in.
 
         Args:
@@ -69,10 +69,10 @@ class PoolingPreparer:
                     "dimensions is for embeddings; leave it out.", param="dimensions", value=dimensions
                 )
             activation: Activation = "none" if normalize is False else pooler.activation
-            return PoolingParams(task=task, pooling=pooler.pooling, activation=activation)
+            return PoolingSpec(task=task, pooling=pooler.pooling, activation=activation)
         self._check_dimensions(pooler, dimensions)
         normalize = pooler.normalize if normalize is None else normalize
-        return PoolingParams(
+        return PoolingSpec(
             task=task,
             pooling=pooler.pooling,
             activation="normalize" if normalize else "none",
@@ -82,7 +82,7 @@ class PoolingPreparer:
     def prepare(
         self,
         prompt: Prompt | Pair,
-        params: PoolingParams,
+        params: PoolingSpec,
         *,
         request_id: str | None = None,
         priority: int = 0,

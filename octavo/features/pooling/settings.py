@@ -10,7 +10,7 @@ from octavo.features import FeatureSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(FeatureSettings):
+class PoolingSettings(FeatureSettings):
     """Settings of vectors.
 
     Attributes:
@@ -23,3 +23,6 @@ class Settings(FeatureSettings):
         'how embeddings are pooled, overriding the model, as JSON: {"pooling_type": "MEAN", "normalize": true}',
         aliases=("override-pooler-config",),
     )
+
+
+SETTINGS = PoolingSettings

@@ -1,4 +1,4 @@
-"""`Text`: the text half. It prepares requests for vectors."""
+"""`PoolingText`: the text half. It prepares requests for vectors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from octavo.features.pooling.requests import PoolingPreparer
 
 
-class Text(TextHook):
+class PoolingText(TextHook):
     """Claims no request fields: pooling has routes and methods of its own."""
 
     name = "pooling"
@@ -21,3 +21,6 @@ class Text(TextHook):
         from octavo.features.pooling.requests import PoolingPreparer  # imported here: it imports front-end modules
 
         return PoolingPreparer(self.context.tokenizer, self.context.info)
+
+
+TEXT = PoolingText

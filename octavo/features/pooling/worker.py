@@ -17,8 +17,8 @@ from octavo.device.transfer import Download, download, upload
 from octavo.features import FeatureContext
 from octavo.features.pooling.checkpoint import dense_layers
 from octavo.features.pooling.dense import Dense
-from octavo.features.pooling.params import Activation, Pooled, PoolingParams
-from octavo.features.pooling.payload import NAME, Span, Spans
+from octavo.features.pooling.params import Activation, Pooled, PoolingSpec
+from octavo.features.pooling.payload import NAME, PromptSpan, PromptSpans
 from octavo.models.model import EncoderModel, Model
 from octavo.worker.hooks import Findings, Site, WorkerHook
 
@@ -26,11 +26,11 @@ _UNUSABLE = "The model produced no usable vector (NaN or infinite) for this requ
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _PooledPrompt:
     """One slot's request, and the accumulated result of its computed chunks: the sum of their states [H],
     the state of the first token [H], or all of them."""
 
-    params: PoolingParams
+    params: PoolingSpec
     kept: Tensor | None = None
     parts: list[Tensor] = field(default_factory=list)
 
@@ -41,8 +41,8 @@ class PoolingWorker(WorkerHook):
     def __init__(self, name: str, dense: Sequence[Dense] = ()) -> None:
         self.name = name
         self._dense = dense
-        self._prompts: dict[int, _Prompt] = {}
-        self._decode = msgspec.msgpack.Decoder(PoolingParams).decode
+        self._prompts: dict[int, _PooledPrompt] = {}
+        self._decode = msgspec.msgpack.Decoder(PoolingSpec).decode
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         self._attached = weakref.ref(model)
@@ -58,14 +58,14 @@ class PoolingWorker(WorkerHook):
         """Start a prompt in this slot, or restart it after a preemption."""
         self._prompts.pop(slot, None)
         if options is not None:
-            self._prompts[slot] = _Prompt(self._decode(options))
+            self._prompts[slot] = _PooledPrompt(self._decode(options))
 
-    def after_forward(self, hidden: Tensor, payload: Spans) -> Findings | None:
-        groups: dict[PoolingParams, list[Span]] = {}
+    def after_forward(self, hidden: Tensor, payload: PromptSpans) -> Findings | None:
+        groups: dict[PoolingSpec, list[PromptSpan]] = {}
         for span in payload.spans:
             asked = self._prompts[span.slot].params
             groups.setdefault(msgspec.structs.replace(asked, segment=None), []).append(span)
-        found: list[tuple[Span, Download, int | None]] = []
+        found: list[tuple[PromptSpan, Download, int | None]] = []
         for params, spans in groups.items():
             if params.task == "token_embed":
                 for span in spans:
@@ -78,7 +78,7 @@ class PoolingWorker(WorkerHook):
                     found += [(span, sent, place) for place, span in enumerate(ending)]
         return (lambda: _findings(found)) if found else None
 
-    def _vectors(self, hidden: Tensor, spans: list[Span], params: PoolingParams) -> Tensor:
+    def _vectors(self, hidden: Tensor, spans: list[PromptSpan], params: PoolingSpec) -> Tensor:
         """Return [N, H] float32 of the N spans that end; accumulate the others for their next chunk."""
         if params.pooling == "mean":
             vectors = self._sums(hidden, spans)
@@ -102,7 +102,7 @@ class PoolingWorker(WorkerHook):
         lengths = [span.first + span.count for span in spans if span.ends]
         return vectors / upload(np.asarray(lengths, dtype=np.float32)[:, None], hidden.device)
 
-    def _sums(self, hidden: Tensor, spans: list[Span]) -> Tensor:
+    def _sums(self, hidden: Tensor, spans: list[PromptSpan]) -> Tensor:
         """Return [len(spans), H]: the sum over each span's tokens."""
         counts = np.asarray([span.count for span in spans])
         states = hidden
@@ -116,13 +116,15 @@ class PoolingWorker(WorkerHook):
     def _states(self, hidden: Tensor, places: np.ndarray) -> Tensor:
         return self._model.final(hidden[upload(places, hidden.device)]).float()
 
-    def _tokens(self, hidden: Tensor, span: Span, params: PoolingParams) -> list[tuple[Span, Download, int | None]]:
+    def _tokens(
+        self, hidden: Tensor, span: PromptSpan, params: PoolingSpec
+    ) -> list[tuple[PromptSpan, Download, int | None]]:
         prompt = self._prompts[span.slot]
         states = self._model.final(hidden[span.start : span.start + span.count]).float()
         prompt.parts.append(self._finish(states, params))
         return [(span, download(torch.cat(prompt.parts)), None)] if span.ends else []
 
-    def _finish(self, vectors: Tensor, params: PoolingParams) -> Tensor:
+    def _finish(self, vectors: Tensor, params: PoolingSpec) -> Tensor:
         if params.task == "classify":
             model = self._model
             assert hasattr(model, "classify"), "only encoders have a classification head"
@@ -143,7 +145,7 @@ class SegmentedPoolingWorker(PoolingWorker):
         self._split = False
         return {"token_types": self._types}
 
-    def lay_out(self, plan: StepPlan, payload: Spans | None) -> None:
+    def lay_out(self, plan: StepPlan, payload: PromptSpans | None) -> None:
         """Mark the tokens of second texts; upload the buffer only if this step or the last one has any."""
         types = np.zeros(plan.total_tokens, dtype=np.int64)
         for span in payload.spans if payload else ():
@@ -167,7 +169,7 @@ def _activated(vectors: Tensor, activation: Activation) -> Tensor:
     return vectors
 
 
-def _findings(found: list[tuple[Span, Download, int | None]]) -> tuple[Mapping[int, bytes], Mapping[int, str]]:
+def _findings(found: list[tuple[PromptSpan, Download, int | None]]) -> tuple[Mapping[int, bytes], Mapping[int, str]]:
     """Return findings by batch row; `place` is a row's index in the download, None for the whole."""
     made: dict[int, bytes] = {}
     errors: dict[int, str] = {}

@@ -9,8 +9,8 @@ import msgspec
 from octavo.core.errors import ConfigError
 from octavo.core.plan import PlanDraft
 from octavo.features import FeatureContext
-from octavo.features.prompt_embeds.payload import NAME, Piece, Pieces
-from octavo.features.prompt_embeds.settings import Settings
+from octavo.features.prompt_embeds.payload import NAME, EmbedPiece, Pieces
+from octavo.features.prompt_embeds.settings import PromptEmbedsSettings
 from octavo.features.prompt_embeds.span import EmbedSpan
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
@@ -36,7 +36,7 @@ class EmbedsEngine(EngineHook):
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
         if not self._spans:
             return
-        pieces: list[Piece] = []
+        pieces: list[EmbedPiece] = []
         start = 0
         for request, count in zip(rows, draft.num_tokens, strict=True):
             first = request.num_computed - count  # num_computed includes this step
@@ -51,12 +51,12 @@ class EmbedsEngine(EngineHook):
         self._spans.pop(request, None)
 
 
-def _piece(span: EmbedSpan, first: int, end: int, shift: int) -> Iterator[Piece]:
+def _piece(span: EmbedSpan, first: int, end: int, shift: int) -> Iterator[EmbedPiece]:
     """Return the part of a span at positions [first, end), or None; batch index = position + `shift`."""
     begin, stop = max(first, span.start), min(end, span.start + span.count)
     if begin < stop:
         size = len(span.data) // span.count
-        yield Piece(begin + shift, span.dtype, span.data[(begin - span.start) * size : (stop - span.start) * size])
+        yield EmbedPiece(begin + shift, span.dtype, span.data[(begin - span.start) * size : (stop - span.start) * size])
 
 
 def build_engine(context: FeatureContext) -> EmbedsEngine | None:
@@ -65,7 +65,7 @@ def build_engine(context: FeatureContext) -> EmbedsEngine | None:
     Raises:
         ConfigError: enabled for a model that generates no text.
     """
-    if not context.settings_of(Settings).enable_prompt_embeds:
+    if not context.settings_of(PromptEmbedsSettings).enable_prompt_embeds:
         return None
     if not context.generates:
         name = context.model_name

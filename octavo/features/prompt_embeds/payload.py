@@ -9,7 +9,7 @@ from octavo.features.prompt_embeds.span import FloatType
 NAME = "prompt_embeds"
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class EmbedPiece(msgspec.Struct, frozen=True, array_like=True):
     """Embeddings of a step: `data`, as in `EmbedSpan`, from token `start` of its batch on."""
 
     start: int
@@ -20,7 +20,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 class Pieces(msgspec.Struct):
     """The embeddings among a step's tokens."""
 
-    pieces: list[Piece]
+    pieces: list[EmbedPiece]
 
 
 PAYLOAD = Pieces

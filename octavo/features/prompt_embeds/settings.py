@@ -9,7 +9,10 @@ from octavo.features import FeatureSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(FeatureSettings):
+class PromptEmbedsSettings(FeatureSettings):
     """Settings of embeddings in prompts."""
 
     enable_prompt_embeds: bool = setting(False, "take embeddings in prompts, in place of tokens (prompt_embeds)")
+
+
+SETTINGS = PromptEmbedsSettings

@@ -1,4 +1,4 @@
-"""`Text`: the text half. It reads embeddings, checks them, and lays them out among the prompt's tokens."""
+"""`PromptEmbedsText`: the text half. It reads embeddings, checks them, and lays them out among the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.core.params import SamplingParams
 from octavo.text.hooks import ReadPrompt, TextHook
 
 
-class Text(TextHook):
+class PromptEmbedsText(TextHook):
     """Claims prompts with embeddings, alone or among the parts of messages."""
 
     name = "prompt_embeds"
@@ -19,3 +19,6 @@ class Text(TextHook):
         from octavo.features.prompt_embeds.read import lay_out  # imported here: it needs numpy
 
         return lay_out(prompt, self.context.tokenizer, self.context.info, params, truncated=truncated)
+
+
+TEXT = PromptEmbedsText

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.device.transfer import upload
 from octavo.features import FeatureContext
 from octavo.features.prompt_embeds.payload import NAME, Pieces
-from octavo.features.prompt_embeds.settings import Settings
+from octavo.features.prompt_embeds.settings import PromptEmbedsSettings
 from octavo.features.prompt_embeds.span import FloatType
 from octavo.worker.hooks import WorkerHook
 
@@ -33,4 +33,4 @@ class EmbedsWorker(WorkerHook):
 
 def build_worker(context: FeatureContext) -> EmbedsWorker | None:
     """Return None unless the settings enable it."""
-    return EmbedsWorker(NAME) if context.settings_of(Settings).enable_prompt_embeds else None
+    return EmbedsWorker(NAME) if context.settings_of(PromptEmbedsSettings).enable_prompt_embeds else None

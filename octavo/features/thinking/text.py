@@ -1,4 +1,4 @@
-"""`Text`: the text half. It reads the budget from a request and checks whether the prompt ends within reasoning."""
+"""`ThinkingText`: reads the budget from a request and checks whether the prompt ends within reasoning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAIL = 16
 """Tokens at the end of a prompt to search for marks of reasoning."""
 
 
-class Text(TextHook):
+class ThinkingText(TextHook):
     """Claims the budget under its three names."""
 
     name = "thinking"
@@ -68,3 +68,6 @@ class Text(TextHook):
     def _given(self, body: Any) -> dict[str, int]:
         values = ((name, getattr(body, name, None)) for name in self.body_fields)
         return {name: value for name, value in values if value is not None}
+
+
+TEXT = ThinkingText

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from octavo.core.errors import ConfigError
 from octavo.models.encoders.bert import activation, num_labels
 from octavo.models.encoders.encoder import ACTIVATIONS
-from octavo.models.encoders.spec import Gate, Summary
+from octavo.models.encoders.spec import Gate, SummaryKind
 from octavo.models.hf_config import Config, only, value_or, whole
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.whole import attend_whole
@@ -49,7 +49,7 @@ class ModernSpec:
     biases: frozenset[str]
     activation: Gate
     head_activation: Gate
-    summary: Summary = "cls"
+    summary: SummaryKind = "cls"
     num_labels: int = 0
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Gate = Literal["gelu", "gelu_tanh", "relu"]
-Summary = Literal["mean", "cls", "last"]
+SummaryKind = Literal["mean", "cls", "last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class EncoderSpec:
     num_labels: int = 0
 
     @property
-    def summary(self) -> Summary:
+    def summary(self) -> SummaryKind:
         """Pooling: the hidden states that represent the prompt, for the classification head too."""
         return "cls"
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from octavo.nn.weights import Blocks, Index, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 
 class Checkpoint(Protocol):
@@ -30,8 +30,8 @@ class Checkpoint(Protocol):
         """Return a stored tensor's shape, without reading it; None from a source that generates tensors."""
         ...
 
-    def blocks(self, name: str) -> Blocks | None:
-        """Return a quantized matrix in its stored form, if `Blocks` can represent the format; else None."""
+    def blocks(self, name: str) -> QuantizedBlocks | None:
+        """Return a quantized matrix in its stored form, if `QuantizedBlocks` can represent the format; else None."""
         ...
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from octavo.nn.weights import Blocks, Index, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 # A prime, so that a matrix's rows, whose lengths are usually round, start at different offsets of the pool.
 _POOL = 1_048_573
@@ -36,7 +36,7 @@ class DummyCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return None
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | None:
         return None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
 from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks, dequantize
-from octavo.nn.weights import Blocks, Index, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 _ROOT = {
     "token_embd": "model.embed_tokens",
@@ -84,7 +84,7 @@ class GGUFCheckpoint:
         values = dequantize(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
         return values[(slice(None), *index[1:])] if index else values
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | None:
         tensor = self._tensors[name]
         return as_blocks(self._rows(name), GGMLQuantizationType(tensor.kind))
 

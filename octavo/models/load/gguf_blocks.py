@@ -12,7 +12,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor
 
-from octavo.nn.weights import Blocks
+from octavo.nn.weights import QuantizedBlocks
 
 _PIECE = 1 << 19
 
@@ -46,7 +46,7 @@ def dequantize(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype) -> T
     return out.view(-1)
 
 
-def as_blocks(raw: Tensor, kind: GGMLQuantizationType) -> Blocks | None:
+def as_blocks(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedBlocks | None:
     """Convert to a matrix of integers in blocks of 32, without intermediate floats; None if the format does not fit.
 
     Args:
@@ -56,7 +56,7 @@ def as_blocks(raw: Tensor, kind: GGMLQuantizationType) -> Blocks | None:
         return None
     rows = raw.shape[0]
     values, scales, minima, zero_point, bits = _INTEGERS[kind](raw.reshape(-1, GGML_QUANT_SIZES[kind][1]))
-    return Blocks(
+    return QuantizedBlocks(
         values.reshape(rows, -1),
         scales.to(torch.float16).reshape(rows, -1),
         None if minima is None else minima.to(torch.float16).reshape(rows, -1),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Set
 from torch import Tensor
 
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.nn.weights import Blocks, Index, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 
 class RenamedCheckpoint:
@@ -27,7 +27,7 @@ class RenamedCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._source.shape(self._stored[name])
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | None:
         return self._source.blocks(self._stored[name])
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

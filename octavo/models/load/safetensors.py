@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
-from octavo.nn.weights import Blocks, Index, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 
 class _Slice(Protocol):
@@ -57,7 +57,7 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self._files[name][1].get_slice(name).get_shape())
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | None:
         return None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 
 from torch import Tensor
 
-from octavo.nn.weights import Blocks, Index, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 
 class TensorCheckpoint:
@@ -26,7 +26,7 @@ class TensorCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self._tensors[name].shape)
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | None:
         return None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

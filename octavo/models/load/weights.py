@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.core.errors import ModelFileError
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.nn.shard import local_shape
-from octavo.nn.weights import Blocks, Wanted, WeightLayer
+from octavo.nn.weights import QuantizedBlocks, Wanted, WeightLayer
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def wanted_bytes(model: nn.Module) -> int:
     return sum(math.prod(local_shape(want.spec.shape, want.index)) * want.spec.dtype.itemsize for want in wanted)
 
 
-def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | Blocks | None:
+def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | QuantizedBlocks | None:
     if not _present(want, checkpoint):
         return None
     if not checkpoint.has(want.name):

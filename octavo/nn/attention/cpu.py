@@ -15,15 +15,17 @@ from torch import Tensor
 
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.kv_int8 import SCALE_BYTES, pack, unpack
-from octavo.nn.attention.runs import Batch, BlockRange, ChunkPlan, DecodePlan, Edges, Piece, Span
+from octavo.nn.attention.runs import BlockRange, ChunkPlan, DecodePlan, Edges, HostLayout, KvSegment, SharedRun
 from octavo.nn.step import StepInput
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _QUERY_TILE = 128
 _KEY_TILE = 1024
-Part = tuple[Tensor, Tensor]
+PartialAttention = tuple[Tensor, Tensor]
 """An output [..., head_dim] and its log-sum-exp [...] float32."""
-_flash: Callable[..., Part] | None = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_flash: Callable[..., PartialAttention] | None = getattr(
+    torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None
+)
 Interval = tuple[int, int]
 """Positions [first, last) in a sequence."""
 
@@ -47,7 +49,7 @@ class TorchAttention:
         return (num_blocks, block_size, 2, spec.num_kv_heads, width)
 
     def prepare(self, step: StepInput, block_size: int) -> Any:
-        return Batch(step.query_start.tolist(), step.seq_lens.tolist(), step.block_tables.numpy(), block_size, {})
+        return HostLayout(step.query_start.tolist(), step.seq_lens.tolist(), step.block_tables.numpy(), block_size, {})
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         cells = cache.flatten(0, 1)
@@ -86,7 +88,7 @@ def _attend_decodes(q: Tensor, cache: Tensor, plan: DecodePlan, spec: AttentionS
     out[plan.tokens] = mixed.div_(total).flatten(1, 2).to(out.dtype)
 
 
-def _span(q: Tensor, cache: Tensor, span: Span, spec: AttentionSpec) -> Part:
+def _span(q: Tensor, cache: Tensor, span: SharedRun, spec: AttentionSpec) -> PartialAttention:
     k, v = _view(cache, span.start, span.length, q.dtype)
     count, group = len(span.tokens), q.shape[2]
     queries = q[span.tokens].transpose(0, 1).flatten(1, 2)
@@ -97,14 +99,14 @@ def _span(q: Tensor, cache: Tensor, span: Span, spec: AttentionSpec) -> Part:
     )
 
 
-def _range(q: Tensor, cache: Tensor, blocks: BlockRange, spec: AttentionSpec) -> Part:
+def _range(q: Tensor, cache: Tensor, blocks: BlockRange, spec: AttentionSpec) -> PartialAttention:
     cells = _plain(cache[blocks.first : blocks.first + blocks.count], q.dtype)
     k, v = cells.permute(2, 0, 3, 1, 4).unbind(0)
     out, lse = _attend(q[blocks.readers], k, v, spec)
     return out[blocks.where], lse[blocks.where]
 
 
-def _edges(q: Tensor, cache: Tensor, edges: Edges, spec: AttentionSpec) -> Part:
+def _edges(q: Tensor, cache: Tensor, edges: Edges, spec: AttentionSpec) -> PartialAttention:
     """Attend to partly visible blocks. Hidden cells may hold anything, NaN included, so they are zeroed in a copy."""
     cells = cache[edges.blocks].masked_fill_(edges.hidden[:, :, None, None, None], 0)
     k, v = _plain(cells, q.dtype).permute(2, 0, 3, 1, 4).unbind(0)
@@ -134,7 +136,7 @@ def _attend_chunk(q: Tensor, cache: Tensor, plan: ChunkPlan, spec: AttentionSpec
     out[plan.begin : plan.begin + plan.count] = acc.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
 
-def _halves(piece: Piece, plan: ChunkPlan, window: int | None) -> Iterator[tuple[Interval, Interval]]:
+def _halves(piece: KvSegment, plan: ChunkPlan, window: int | None) -> Iterator[tuple[Interval, Interval]]:
     """Yield (positions of queries, positions of keys) so that every pair is either fully visible or a causal square."""
     assert window is None, "a window needs tiles"
     end = plan.position + plan.count
@@ -148,7 +150,7 @@ def _halves(piece: Piece, plan: ChunkPlan, window: int | None) -> Iterator[tuple
             yield (last, end), (first, last)
 
 
-def _tiles(piece: Piece, plan: ChunkPlan, window: int | None) -> Iterator[tuple[Interval, Interval]]:
+def _tiles(piece: KvSegment, plan: ChunkPlan, window: int | None) -> Iterator[tuple[Interval, Interval]]:
     """Like `_halves`, in tiles of queries that each attend to at least one of the keys; the rest is masked."""
     first, last = piece.position, piece.position + piece.length
     begin, end = max(plan.position, first), plan.position + plan.count
@@ -166,7 +168,7 @@ def _visible(queries: Interval, keys: Interval, window: int | None) -> Tensor:
     return visible if window is None else visible & (cells > positions - window)
 
 
-def _keys_values(cache: Tensor, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _keys_values(cache: Tensor, piece: KvSegment, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return keys and values, [num_kv_heads, length, head_dim] each; views unless the blocks are scattered or
     packed."""
     if piece.blocks is None:
@@ -185,7 +187,7 @@ def _plain(cells: Tensor, dtype: torch.dtype) -> Tensor:
     return unpack(cells, dtype) if cells.dtype == torch.int8 else cells
 
 
-def _merge(acc: Tensor, lse: Tensor, part: Part) -> None:
+def _merge(acc: Tensor, lse: Tensor, part: PartialAttention) -> None:
     """Merge a part into the running output and log-sum-exp, in place. `lse` may be -inf, the part's must not be."""
     out, new = part
     total = torch.logaddexp(lse, new)
@@ -195,7 +197,7 @@ def _merge(acc: Tensor, lse: Tensor, part: Part) -> None:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visible: Tensor | None = None, *, causal: bool = False
-) -> Part:
+) -> PartialAttention:
     """Attend with q [B, H, n, d], k and v [B, H, L, d]; `visible` broadcasts to [B, H, n, L]; `causal` masks from the
     first query and key on."""
     if spec.soft_cap is not None or _flash is None or not _flash_works():
@@ -209,7 +211,7 @@ def _attend(
     return out, lse
 
 
-def _attend_plain(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visible: Tensor | None) -> Part:
+def _attend_plain(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visible: Tensor | None) -> PartialAttention:
     """Like `_attend`, in float32 and in tiles of keys, with the features that the fused kernel lacks."""
     acc = torch.zeros(q.shape, dtype=torch.float32)
     lse = torch.full(q.shape[:-1], float("-inf"))

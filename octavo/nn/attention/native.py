@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.native.bindings import Dtype, Step
+from octavo.native.bindings import Dtype, StepArgs
 from octavo.native.program import Pool, Program, ProgramBuilder
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.kv_int8 import SCALE_BYTES
@@ -125,16 +125,16 @@ class NativeAttention:
         )
 
     def _run(self, builder: ProgramBuilder, step: StepInput, source: Tensor, result: Tensor | None) -> None:
-        batch: Step = step.attn
+        batch: StepArgs = step.attn
         batch.external[:2] = (source.data_ptr(), 0 if result is None else result.data_ptr())
         Program(self.pool, builder.ops, builder.widths).run(0, len(builder.ops), batch)
 
 
-def native_step(step: StepInput, block_size: int) -> Step:
+def native_step(step: StepInput, block_size: int) -> StepArgs:
     """Return pointers into the step's tensors, which must outlive it. Raises TypeError for a wrong layout."""
     _require_layout(step)
     group_tables, group_slots = step.group_strides
-    return Step(
+    return StepArgs(
         input_ids=step.input_ids.data_ptr(),
         positions=step.positions.data_ptr(),
         slots=step.slot_mapping.data_ptr(),

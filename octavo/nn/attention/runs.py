@@ -24,7 +24,7 @@ MAX_GAP = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SharedRun:
     """`length` tokens from token cell `start` of the cache, read by all of `rows`; `tokens` are their batch indices."""
 
     start: int
@@ -66,7 +66,7 @@ class DecodePlan:
     """
 
     tokens: Tensor
-    spans: list[Span]
+    spans: list[SharedRun]
     ranges: list[BlockRange]
     edges: Edges | None
     part_tokens: Tensor
@@ -76,7 +76,7 @@ class DecodePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KvSegment:
     """A stretch of one sequence from `position` on: a run of the cache from token cell `start`, or listed blocks."""
 
     position: int
@@ -92,7 +92,7 @@ class ChunkPlan:
     begin: int
     count: int
     position: int
-    pieces: list[Piece]
+    pieces: list[KvSegment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class BatchPlan:
 
 
 @dataclass(slots=True)
-class Batch:
+class HostLayout:
     """Host copies of a step's layout, and the plans made from it so far (one for each window in the model)."""
 
     query_start: list[int]
@@ -127,7 +127,7 @@ def runs_of(table: np.ndarray) -> Iterator[tuple[int, int, int]]:
         yield begin, int(table[begin]), end - begin
 
 
-def _plan(batch: Batch, window: int | None) -> BatchPlan:
+def _plan(batch: HostLayout, window: int | None) -> BatchPlan:
     decodes: list[tuple[int, int, int, np.ndarray]] = []
     chunks: list[ChunkPlan] = []
     for row, length in enumerate(batch.seq_lens):
@@ -145,7 +145,7 @@ def _plan(batch: Batch, window: int | None) -> BatchPlan:
     return BatchPlan(_plan_decodes(decodes, batch.block_size) if decodes else None, chunks)
 
 
-def _pieces(table: np.ndarray, first: int, length: int, block_size: int) -> Iterator[Piece]:
+def _pieces(table: np.ndarray, first: int, length: int, block_size: int) -> Iterator[KvSegment]:
     """Divide positions [first, length) of one sequence; adjacent short runs become one piece of listed blocks."""
     skipped = first // block_size
     loose: list[int] = []
@@ -158,12 +158,12 @@ def _pieces(table: np.ndarray, first: int, length: int, block_size: int) -> Iter
             loose.extend(range(block, block + count))
             continue
         if loose:
-            yield Piece(loose_from, at - loose_from, blocks=torch.tensor(loose))
+            yield KvSegment(loose_from, at - loose_from, blocks=torch.tensor(loose))
             loose = []
         begin, end = max(at, first), min(at + count * block_size, length)
-        yield Piece(begin, end - begin, start=block * block_size + begin - at)
+        yield KvSegment(begin, end - begin, start=block * block_size + begin - at)
     if loose:
-        yield Piece(loose_from, length - loose_from, blocks=torch.tensor(loose))
+        yield KvSegment(loose_from, length - loose_from, blocks=torch.tensor(loose))
 
 
 def _plan_decodes(rows: list[tuple[int, int, int, np.ndarray]], block_size: int) -> DecodePlan:
@@ -187,7 +187,7 @@ def _plan_decodes(rows: list[tuple[int, int, int, np.ndarray]], block_size: int)
                     seen[block + offset] += 1
                 else:
                     edges.append((block + offset, token, low, high))
-    span_list = [Span(start, size, torch.tensor(tokens)) for (start, size), tokens in spans.items()]
+    span_list = [SharedRun(start, size, torch.tensor(tokens)) for (start, size), tokens in spans.items()]
     ranges = list(_ranges(loose))
     parts = [token for tokens in spans.values() for token in tokens]
     parts += [token for _, _, token in sorted(loose)] + [token for _, token, _, _ in edges]

@@ -38,7 +38,7 @@ class Few:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _PartialOutputs:
     """Outputs [rows x queries, heads, count, head_dim] and their log-sum-exps, before they are merged."""
 
     out: Tensor
@@ -95,12 +95,12 @@ def attend_few(
         _merge(parts, few, rows, step, spec, form_of(cache.dtype), out)
 
 
-def _parts(count: int, few: Few, spec: AttentionSpec, out: Tensor) -> _Parts:
+def _parts(count: int, few: Few, spec: AttentionSpec, out: Tensor) -> _PartialOutputs:
     if not count:
-        return _Parts(out, out, 0)
+        return _PartialOutputs(out, out, 0)
     cells = few.count * few.queries * spec.num_heads * count
     part_out = torch.empty(cells * spec.head_dim, dtype=torch.float32, device=out.device)
-    return _Parts(part_out, torch.empty(cells, dtype=torch.float32, device=out.device), count)
+    return _PartialOutputs(part_out, torch.empty(cells, dtype=torch.float32, device=out.device), count)
 
 
 def _read(
@@ -110,7 +110,7 @@ def _read(
     step: StepInput,
     spec: AttentionSpec,
     reading: _Reading,
-    parts: _Parts,
+    parts: _PartialOutputs,
     out: Tensor,
     has_rows: bool,
 ) -> None:
@@ -161,7 +161,9 @@ def _read(
     )
 
 
-def _merge(parts: _Parts, few: Few, rows: Tensor, step: StepInput, spec: AttentionSpec, form: int, out: Tensor) -> None:
+def _merge(
+    parts: _PartialOutputs, few: Few, rows: Tensor, step: StepInput, spec: AttentionSpec, form: int, out: Tensor
+) -> None:
     merge_kernel[(spec.num_heads, few.count * few.queries)](
         parts.out,
         parts.lse,

@@ -17,7 +17,7 @@ from octavo.device.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LengthGroup:
     """Sequences of equal length. `tokens` [count * length] int64: their indices in the batch."""
 
     tokens: Tensor
@@ -25,18 +25,18 @@ class Group:
     length: int
 
 
-def groups_of(lengths: Sequence[int], device: torch.device) -> list[Group]:
+def groups_of(lengths: Sequence[int], device: torch.device) -> list[LengthGroup]:
     """Return the groups of a batch of consecutive sequences."""
     counts = np.asarray(lengths, dtype=np.int64)
     starts = counts.cumsum() - counts
     groups = []
     for length in np.unique(counts):
         places = starts[counts == length][:, None] + np.arange(length)
-        groups.append(Group(upload(places.ravel(), device), len(places), int(length)))
+        groups.append(LengthGroup(upload(places.ravel(), device), len(places), int(length)))
     return groups
 
 
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], reach: int | None = None) -> Tensor:
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[LengthGroup], reach: int | None = None) -> Tensor:
     """Return softmax(q kᵀ / sqrt(head_dim)) v within each sequence.
 
     Args:

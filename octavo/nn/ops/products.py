@@ -41,7 +41,7 @@ _STEP = 64
 """Rows of a tile. Above `_FEW_ROWS`, the best algorithm for a multiple of it is also used for smaller numbers of
 rows."""
 
-Shape = tuple[int, int, int, torch.dtype, torch.dtype]
+ProductShape = tuple[int, int, int, torch.dtype, torch.dtype]
 """Rows, outputs, inputs; dtypes of the factors and of the product."""
 
 
@@ -71,9 +71,9 @@ class Products:
     def __init__(self, lib: Library, path: Path) -> None:
         self._lib = lib
         self._path = path
-        self._chosen: dict[Shape, tuple[Product, bytes]] = {}
-        self._halved: dict[Shape, tuple[Product, bytes]] = {}
-        self._gated: set[Shape] = set()
+        self._chosen: dict[ProductShape, tuple[Product, bytes]] = {}
+        self._halved: dict[ProductShape, tuple[Product, bytes]] = {}
+        self._gated: set[ProductShape] = set()
         self._known: dict[str, str] = _read(path)
         self._track = Track()
         self.tried = 0
@@ -155,7 +155,7 @@ class Products:
         if like.added:
             self.run(x, weights[0], dtype, add_to=out)
 
-    def _choose_halves(self, shape: Shape, x: Tensor, like: Like) -> None:
+    def _choose_halves(self, shape: ProductShape, x: Tensor, like: Like) -> None:
         """Choose whether a product in halves, summed by the norm, is faster than one that adds to the stream itself."""
         rows, outputs, inputs, kind, dtype = shape
         product = Product(self._lib, kind, dtype, rows, outputs, inputs, parts=2)
@@ -168,7 +168,7 @@ class Products:
             self._halved[shape] = (product, algorithm)
             self.halves(x, like.weights[0])
 
-    def _fastest_halves(self, shape: Shape, product: Product, x: Tensor, like: Like) -> bytes:
+    def _fastest_halves(self, shape: ProductShape, product: Product, x: Tensor, like: Like) -> bytes:
         """Return the algorithm, or b"" if it is not faster together with the following norm."""
         rows, outputs, *_ = shape
         stream = torch.zeros(rows, outputs, dtype=like.dtype, device=x.device)
@@ -189,7 +189,7 @@ class Products:
 
         return algorithm if self._pays(in_halves, at_once, like.weights, rows) else b""
 
-    def _choose_gated(self, shape: Shape, x: Tensor, like: Like) -> None:
+    def _choose_gated(self, shape: ProductShape, x: Tensor, like: Like) -> None:
         """Choose whether product and gate in one launch are faster than two launches."""
         product, algorithm = self._chosen[shape]
         out = torch.empty(*shape[:2], dtype=like.dtype, device=x.device)
@@ -224,7 +224,7 @@ class Products:
         before, after = self._track.race((usual, other), weights, rows, _ROUNDS + 1)
         return after < _BONUS * before
 
-    def _name_of_pair(self, shape: Shape, what: str) -> str:
+    def _name_of_pair(self, shape: ProductShape, what: str) -> str:
         """Return the key of a choice on disk."""
         own, next_to_it = (f"{_name((rows, *shape[1:]))}-{what}" for rows in (shape[0], _tried_for(shape[0])))
         return next_to_it if own not in self._known and next_to_it in self._known else own
@@ -356,7 +356,7 @@ def _tried_for(rows: int) -> int:
     return rows if rows <= _FEW_ROWS else -(-rows // _STEP) * _STEP
 
 
-def _name(shape: Shape) -> str:
+def _name(shape: ProductShape) -> str:
     return "-".join(str(part).removeprefix("torch.") for part in shape)
 
 

@@ -27,7 +27,7 @@ class Scheme(Protocol):
     """Weights of one linear layer: the checkpoint's tensors, and multiplication with them."""
 
     takes_blocks: bool
-    """Whether quantized weights may be delivered as `Blocks`."""
+    """Whether quantized weights may be delivered as `QuantizedBlocks`."""
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
         """Return checkpoint suffix -> tensor, such as {"weight": ..., "bias": ...}."""

@@ -10,13 +10,13 @@ from torch import Tensor
 from octavo.native.program import BLOCK
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import pack_blocks
-from octavo.nn.weights import Blocks, Keep, Stored, fused, plain, tensor_bytes
+from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tensor_bytes
 
 _MIDDLE = 128  # zero point of 8-bit integers
 
 
 class BlockQuantized(Unquantized):
-    """A matrix of `Blocks` if the checkpoint has one, else a plain matrix.
+    """A matrix of `QuantizedBlocks` if the checkpoint has one, else a plain matrix.
 
     Attributes:
         packed: the panels of all parts, concatenated; None if the matrix is plain.
@@ -35,7 +35,7 @@ class BlockQuantized(Unquantized):
 
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
-        blocks = [weight for weight in weights if isinstance(weight, Blocks)]
+        blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
         if len(blocks) < len(weights) or blocks[0].values.shape[1] % BLOCK:
             values = [weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype) for weight in weights]
             super().prepare([{**part, "weight": weight} for part, weight in zip(parts, values, strict=True)])
@@ -50,7 +50,7 @@ class BlockQuantized(Unquantized):
         else:
             self._pack([weight])
 
-    def _pack(self, blocks: list[Blocks]) -> None:
+    def _pack(self, blocks: list[QuantizedBlocks]) -> None:
         self.packed = self._keep([pack_blocks(part) for part in blocks])
         self.shape = (sum(part.values.shape[0] for part in blocks), blocks[0].values.shape[1])
         self.zero_point, self.bits = blocks[0].zero_point, blocks[0].bits
@@ -61,12 +61,12 @@ class BlockQuantized(Unquantized):
         return super().nbytes + tensor_bytes(self.packed)
 
 
-def alike(parts: list[Blocks]) -> list[Blocks]:
+def alike(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks]:
     """Convert the parts to one format: their common one, else 8 bits with minima, which can represent all others."""
     if len({(part.bits, part.zero_point, part.minima is None) for part in parts}) == 1:
         return parts
     return [
-        Blocks(
+        QuantizedBlocks(
             part.values + (_MIDDLE - part.zero_point),
             part.scales,
             torch.zeros_like(part.scales) if part.minima is None else part.minima,
@@ -77,7 +77,7 @@ def alike(parts: list[Blocks]) -> list[Blocks]:
     ]
 
 
-def dequantized(blocks: Blocks, dtype: torch.dtype) -> Tensor:
+def dequantized(blocks: QuantizedBlocks, dtype: torch.dtype) -> Tensor:
     """Return the matrix's values, [N, K]."""
     values = blocks.values.view(*blocks.scales.shape, BLOCK).float() - blocks.zero_point
     values *= blocks.scales.float()[..., None]

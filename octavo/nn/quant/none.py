@@ -16,7 +16,7 @@ class Unquantized:
     """One weight [out, in] and an optional bias [out].
 
     Attributes:
-        takes_blocks: whether quantized weights may be delivered as `Blocks`.
+        takes_blocks: whether quantized weights may be delivered as `QuantizedBlocks`.
     """
 
     takes_blocks = False

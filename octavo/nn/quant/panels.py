@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.program import BLOCK
-from octavo.nn.weights import Blocks
+from octavo.nn.weights import QuantizedBlocks
 
 PANEL = 16
 _SLICE = 128
@@ -37,7 +37,7 @@ def interleave(first: Tensor, second: Tensor) -> Tensor:
     return torch.stack([first, second], dim=1).flatten(0, 1)
 
 
-def pack_blocks(blocks: Blocks) -> Tensor:
+def pack_blocks(blocks: QuantizedBlocks) -> Tensor:
     """Pack to [ceil(N / 16), K / 32, record] uint8 (see native/src/blocks.h), in slices to limit temporary memory."""
     rows, columns = blocks.values.shape
     record = PANEL * (BLOCK * blocks.bits // 8 + (2 if blocks.minima is None else 4))
@@ -50,7 +50,7 @@ def pack_blocks(blocks: Blocks) -> Tensor:
     return packed
 
 
-def _pack_slice(blocks: Blocks) -> Tensor:
+def _pack_slice(blocks: QuantizedBlocks) -> Tensor:
     rows = F.pad(blocks.values, (0, 0, 0, -blocks.values.shape[0] % PANEL))
     values = rows.view(-1, PANEL, rows.shape[1] // BLOCK, BLOCK // 4, 4).permute(0, 2, 3, 1, 4)
     if blocks.bits == 4:

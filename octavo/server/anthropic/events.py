@@ -7,14 +7,14 @@ from typing import Any
 
 from msgspec import UNSET
 
-from octavo.server.openai.routing import News
+from octavo.server.openai.routing import ChoiceDelta
 from octavo.server.stream import named_event
 
 PING = named_event("ping", {"type": "ping"})
 """Keeps a silent stream alive."""
 
 
-class Blocks:
+class ContentBlocks:
     """Numbers, opens and closes the blocks of one answer.
 
     Attributes:
@@ -26,7 +26,7 @@ class Blocks:
         self._index = -1
         self._kind = ""
 
-    def take(self, news: News) -> Iterator[bytes]:
+    def take(self, news: ChoiceDelta) -> Iterator[bytes]:
         if news.reasoning:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": news.reasoning})

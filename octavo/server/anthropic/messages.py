@@ -13,14 +13,14 @@ from starlette.responses import Response
 
 from octavo.core.output import CompletionOutput, RequestOutput
 from octavo.server.anthropic.errors import error_event
-from octavo.server.anthropic.events import PING, Blocks
+from octavo.server.anthropic.events import PING, ContentBlocks
 from octavo.server.anthropic.protocol import CountBody, MessagesBody, as_chat
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.openai.chat import Chat, prepare_chat
 from octavo.server.openai.generation import run
-from octavo.server.openai.routing import Message
+from octavo.server.openai.routing import AccumulatedMessage
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, named_event, until_disconnect
 
@@ -31,7 +31,7 @@ _STOPS = {"length": "max_tokens", "repetition": "max_tokens", "tool_calls": "too
 async def messages(ctx: ServerContext, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     body = await parse_body(request, MessagesBody, ctx.config.max_body_bytes)
-    answer = _Answer(f"msg_{request.state.request_id}", ctx.check_model(body.model))
+    answer = _MessageEnvelope(f"msg_{request.state.request_id}", ctx.check_model(body.model))
     translated = as_chat(body)
     warnings = check_extras(ctx, translated, chat=True)
     chat = await prepare_chat(ctx, translated, answer.id)
@@ -56,7 +56,7 @@ async def count_tokens(ctx: ServerContext, request: Request) -> Response:
 
 
 @dataclass(slots=True, frozen=True)
-class _Answer:
+class _MessageEnvelope:
     """Common data of all parts of one answer."""
 
     id: str
@@ -67,9 +67,9 @@ class _Answer:
         return head | stop | {"usage": usage}
 
 
-async def _whole(ctx: ServerContext, chat: Chat, answer: _Answer) -> dict[str, Any]:
+async def _whole(ctx: ServerContext, chat: Chat, answer: _MessageEnvelope) -> dict[str, Any]:
     (routed,) = chat.choices()
-    message, told, tokens = Message(), _Told(), 0
+    message, told, tokens = AccumulatedMessage(), _AnswerEnd(), 0
     async with aclosing(run(ctx, [chat.job])) as outputs:
         async for _, output in outputs:
             (choice,) = output.outputs
@@ -81,9 +81,9 @@ async def _whole(ctx: ServerContext, chat: Chat, answer: _Answer) -> dict[str, A
     return answer.message(_content(message), told.stop(calls=bool(message.calls)), usage)
 
 
-async def _stream(ctx: ServerContext, chat: Chat, answer: _Answer) -> AsyncGenerator[bytes, None]:
+async def _stream(ctx: ServerContext, chat: Chat, answer: _MessageEnvelope) -> AsyncGenerator[bytes, None]:
     (routed,) = chat.choices()
-    blocks, told, tokens = Blocks(), _Told(), 0
+    blocks, told, tokens = ContentBlocks(), _AnswerEnd(), 0
     async with aclosing(run(ctx, [chat.job])) as outputs:
         async for _, output in outputs:
             (choice,) = output.outputs
@@ -101,12 +101,12 @@ async def _stream(ctx: ServerContext, chat: Chat, answer: _Answer) -> AsyncGener
     )
 
 
-def _start(answer: _Answer, chat: Chat, told: _Told) -> bytes:
+def _start(answer: _MessageEnvelope, chat: Chat, told: _AnswerEnd) -> bytes:
     opening = answer.message([], {"stop_reason": None, "stop_sequence": None}, _usage(chat, told.cached, 0))
     return named_event("message_start", {"type": "message_start", "message": opening})
 
 
-class _Told:
+class _AnswerEnd:
     """The engine's outputs that describe the end of the answer."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ def _usage(chat: Chat, cached: int, tokens: int) -> dict[str, int]:
     }
 
 
-def _content(message: Message) -> list[dict[str, Any]]:
+def _content(message: AccumulatedMessage) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})

@@ -21,7 +21,7 @@ _IGNORED = frozenset(
 )
 
 
-class Turn(BaseModel):
+class MessageParam(BaseModel):
     """A message; its content is text or a list of blocks."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -47,7 +47,7 @@ class CountBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[MessageParam], Field(min_length=1)]
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[MessageTool] | None = None

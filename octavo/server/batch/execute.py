@@ -16,7 +16,7 @@ _RETRIED = frozenset({429, 503})
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 8.0
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _LineResponse(msgspec.Struct, frozen=True):
     status_code: int
     request_id: str
     body: msgspec.Raw
@@ -27,12 +27,12 @@ class _Error(msgspec.Struct, frozen=True):
     message: str
 
 
-class Result(msgspec.Struct, frozen=True):
+class LineResult(msgspec.Struct, frozen=True):
     """One line of a batch's output."""
 
     id: str
     custom_id: str
-    response: _Answer | None
+    response: _LineResponse | None
     error: _Error | None
 
     @property
@@ -40,13 +40,13 @@ class Result(msgspec.Struct, frozen=True):
         return self.response is not None and self.response.status_code == 200
 
 
-def expired(line: Line) -> Result:
+def expired(line: Line) -> LineResult:
     """Return the result of a line that was not run in time."""
     error = _Error("batch_expired", "This request could not be executed before the completion window expired.")
-    return Result(_new_id(), line.custom_id, None, error)
+    return LineResult(_new_id(), line.custom_id, None, error)
 
 
-class Executor:
+class LineExecutor:
     """Runs lines.
 
     Args:
@@ -60,14 +60,14 @@ class Executor:
     def urls(self) -> list[str]:
         return sorted(self._endpoints)
 
-    async def run(self, line: Line) -> Result:
+    async def run(self, line: Line) -> LineResult:
         """Return the response to a line, of any status. Retry while the server is full or its engine is down."""
         wait = _FIRST_WAIT_S
         while True:
             request_id = secrets.token_hex(16)
             status, body = await self._ask(line, request_id)
             if status not in _RETRIED:
-                return Result(_new_id(), line.custom_id, _Answer(status, request_id, msgspec.Raw(body)), None)
+                return LineResult(_new_id(), line.custom_id, _LineResponse(status, request_id, msgspec.Raw(body)), None)
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT_S)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.core.errors import ConfigError
 from octavo.server.batch import record
-from octavo.server.batch.execute import Executor
+from octavo.server.batch.execute import LineExecutor
 from octavo.server.batch.journal import Journal
 from octavo.server.batch.lines import Input, scan
 
@@ -22,13 +22,13 @@ _SHOWN = 10
 _WATCH_S = 0.5
 
 
-class Source(msgspec.Struct, frozen=True, tag_field="kind", tag="source"):
+class JournalSource(msgspec.Struct, frozen=True, tag_field="kind", tag="source"):
     """The input that a journal belongs to."""
 
     sha256: str
 
 
-_decode = msgspec.json.Decoder(Source | record.Answered).decode
+_decode = msgspec.json.Decoder(JournalSource | record.Answered).decode
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
 
 
-def read_input(path: Path, executor: Executor, *, max_lines: int, max_line_bytes: int) -> Input:
+def read_input(path: Path, executor: LineExecutor, *, max_lines: int, max_line_bytes: int) -> Input:
     """Read and check the input.
 
     Raises:
@@ -66,7 +66,7 @@ async def run_file(
     lines: Input,
     source: Path,
     output: Path,
-    executor: Executor,
+    executor: LineExecutor,
     *,
     concurrency: int,
     ill: Callable[[], str | None],
@@ -139,7 +139,7 @@ def _open(path: Path, source: Path, answered: dict[int, tuple[int, int]]) -> Jou
 
     def take(line: bytes, place: int) -> None:
         entry = _decode(line)
-        if isinstance(entry, Source):
+        if isinstance(entry, JournalSource):
             found.append(entry.sha256)
         else:
             answered.setdefault(entry.line, (place, len(line) - 1))
@@ -149,7 +149,7 @@ def _open(path: Path, source: Path, answered: dict[int, tuple[int, int]]) -> Jou
         journal.close()
         raise ConfigError(f"{path} holds the answers to another input; remove it, or choose another --output-file.")
     if not found:
-        journal.append(record.encode(Source(digest)))
+        journal.append(record.encode(JournalSource(digest)))
     return journal
 
 

@@ -70,10 +70,10 @@ class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
     at: int
 
 
-Record = Created | Begun | Refused | Answered | Cancelling | Closing | Ended
+JournalRecord = Created | Begun | Refused | Answered | Cancelling | Closing | Ended
 
 encode = msgspec.json.Encoder().encode
-decode = msgspec.json.Decoder(Record).decode
+decode = msgspec.json.Decoder(JournalRecord).decode
 
 
 class Batch:
@@ -106,7 +106,7 @@ class Batch:
     def cancelled(self) -> bool:
         return CANCELLING in self._times
 
-    def take(self, record: Record, place: int, size: int) -> None:
+    def take(self, record: JournalRecord, place: int, size: int) -> None:
         """Apply a record, at offset `place` in the journal. If a line has two answers, the first counts."""
         match record:
             case Begun(at, total):
@@ -131,9 +131,9 @@ class Batch:
                 self._enter(self.closing.outcome, at)
                 self.answered = {}
 
-    def summary(self) -> list[Record]:
+    def summary(self) -> list[JournalRecord]:
         """Return the records that an ended batch still needs: all except the answers, which are in its output files."""
-        records: list[Record] = [self.created]
+        records: list[JournalRecord] = [self.created]
         if IN_PROGRESS in self._times:
             records.append(Begun(self._times[IN_PROGRESS], self.total))
         if self._problems:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from octavo.server.batch import record
-from octavo.server.batch.execute import Executor
+from octavo.server.batch.execute import LineExecutor
 from octavo.server.batch.files import FileStore
 from octavo.server.batch.journal import try_to_write
 from octavo.server.batch.lines import Input, scan
@@ -46,7 +46,7 @@ class BatchService:
     def __init__(
         self,
         folder: Path,
-        executor: Executor,
+        executor: LineExecutor,
         *,
         concurrency: int,
         max_lines: int,

@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 
 from octavo.server.batch import record
-from octavo.server.batch.execute import Result, expired
+from octavo.server.batch.execute import LineResult, expired
 from octavo.server.batch.files import FileStore, new_file_id
 from octavo.server.batch.journal import Journal, write_durably
 from octavo.server.batch.lines import Input
-from octavo.server.batch.record import Batch, Record
+from octavo.server.batch.record import Batch, JournalRecord
 
 SYNC_S = 1.0
 
@@ -81,12 +81,12 @@ class BatchStore:
         self.batches[batch.id] = batch
         return batch
 
-    def note(self, batch: Batch, entry: Record) -> None:
+    def note(self, batch: Batch, entry: JournalRecord) -> None:
         """Append a record to a batch's journal, durably."""
         self._add(batch, entry)
         self._journals[batch.id].sync()
 
-    def answer(self, batch: Batch, number: int, result: Result) -> None:
+    def answer(self, batch: Batch, number: int, result: LineResult) -> None:
         """Append a line's answer; `sync` makes it durable."""
         if number not in batch.answered:
             self._add(batch, record.Answered(number, result.ok, msgspec.Raw(msgspec.json.encode(result))))
@@ -153,7 +153,7 @@ class BatchStore:
         assert isinstance(entry, record.Answered)
         return ok, bytes(entry.result)
 
-    def _add(self, batch: Batch, entry: Record) -> None:
+    def _add(self, batch: Batch, entry: JournalRecord) -> None:
         data = record.encode(entry)
         place = self._journals[batch.id].append(data)
         batch.take(entry, place, len(data))

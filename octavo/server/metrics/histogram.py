@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 
-class Histogram:
+class BucketCounts:
     """Counts of values by upper bound (inclusive), and their sum."""
 
     __slots__ = ("_bounds", "_counts", "total")

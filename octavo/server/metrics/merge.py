@@ -14,7 +14,7 @@ _LEAST = frozenset({"process_start_time_seconds", "process_max_fds"})
 _COUNTING = frozenset({"counter", "histogram"})
 
 
-class _Sample(msgspec.Struct, array_like=True):
+class _MetricSample(msgspec.Struct, array_like=True):
     name: str
     labels: dict[str, str]
     value: float
@@ -24,14 +24,16 @@ class _Family(msgspec.Struct, array_like=True):
     name: str
     text: str
     kind: str
-    samples: list[_Sample]
+    samples: list[_MetricSample]
 
 
 def encode(families: Iterable[Metric]) -> bytes:
     """Serialize for `decode` in another process."""
     return msgspec.msgpack.encode(
         [
-            _Family(one.name, one.documentation, one.type, [_Sample(s.name, s.labels, s.value) for s in one.samples])
+            _Family(
+                one.name, one.documentation, one.type, [_MetricSample(s.name, s.labels, s.value) for s in one.samples]
+            )
             for one in families
         ]
     )

@@ -18,10 +18,10 @@ from prometheus_client.registry import Collector
 from octavo.core.stats import STEP_TOKENS, EngineStats
 from octavo.engine.protocol import EngineClient
 from octavo.server.metrics.engine import ENGINE_METRICS, EngineMetric
-from octavo.server.metrics.histogram import Histogram
+from octavo.server.metrics.histogram import BucketCounts
 from octavo.server.metrics.http import HttpMetrics
 from octavo.server.metrics.merge import Families, total
-from octavo.server.metrics.requests import HISTOGRAMS, RequestMetrics, Tracing
+from octavo.server.metrics.requests import HISTOGRAMS, RequestHistograms, Tracing
 from octavo.version import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -50,7 +50,7 @@ class Metrics(Collector):
     def __init__(
         self, engine: EngineClient, model_name: str, *, log_requests: bool = False, tracing: Tracing | None = None
     ) -> None:
-        self.requests = RequestMetrics(log_requests=log_requests, tracing=tracing)
+        self.requests = RequestHistograms(log_requests=log_requests, tracing=tracing)
         self.http = HttpMetrics()
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
@@ -65,7 +65,9 @@ class Metrics(Collector):
         Args:
             others: the `own` families of the server's other processes.
         """
-        return generate_latest(_Told([*self.shared(), *(total([list(self.own()), *others]) if others else self.own())]))
+        return generate_latest(
+            _GivenFamilies([*self.shared(), *(total([list(self.own()), *others]) if others else self.own())])
+        )
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -191,7 +193,7 @@ class Metrics(Collector):
         yield durations
 
 
-class _Told(Collector):
+class _GivenFamilies(Collector):
     """A collector of given families."""
 
     def __init__(self, families: Families) -> None:
@@ -201,5 +203,5 @@ class _Told(Collector):
         return self._families
 
 
-def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+def _add(family: HistogramMetricFamily, labels: list[str], histogram: BucketCounts) -> None:
     family.add_metric(labels, histogram.buckets(), histogram.total)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from octavo.core.output import FinishReason, RequestOutput, RequestTimes
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
-from octavo.server.metrics.histogram import Histogram
+from octavo.server.metrics.histogram import BucketCounts
 
 logger = logging.getLogger("octavo.server.requests")
 
@@ -44,7 +44,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedRequest:
     """A request that has ended.
 
     Attributes:
@@ -71,17 +71,17 @@ class Tracing(Protocol):
         """Return the trace of the current task."""
         ...
 
-    def end(self, parent: Any, ended: Ended) -> None:
+    def end(self, parent: Any, ended: FinishedRequest) -> None:
         """Record the end of a request; `parent` is what `begin` returned."""
         ...
 
 
-class RequestMetrics:
+class RequestHistograms:
     """Histograms over finished requests, and counts of finish reasons."""
 
     def __init__(self, *, log_requests: bool = False, tracing: Tracing | None = None) -> None:
         self.tracing = tracing
-        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.histograms = {name: BucketCounts(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.refused: Counter[str] = Counter({"requests": 0, "tokens": 0})
         """Refused requests by the queue limit."""
         self.finished: Counter[str] = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
@@ -128,7 +128,7 @@ class RequestRecord:
         "request",
     )
 
-    def __init__(self, metrics: RequestMetrics, request: GenerateRequest) -> None:
+    def __init__(self, metrics: RequestHistograms, request: GenerateRequest) -> None:
         self._metrics = metrics
         self._trace = metrics.tracing.begin() if metrics.tracing else None
         self.request = request
@@ -191,7 +191,9 @@ class RequestRecord:
         if metrics.logs:
             metrics.log(self._line(total, reasons))
         if metrics.tracing is not None:
-            ended = Ended(self.request, self.arrival, reasons, total, self._cached, self._preemptions, self._times)
+            ended = FinishedRequest(
+                self.request, self.arrival, reasons, total, self._cached, self._preemptions, self._times
+            )
             metrics.tracing.end(self._trace, ended)
 
     def _observe_times(self, times: RequestTimes) -> None:

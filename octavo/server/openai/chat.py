@@ -17,7 +17,7 @@ from octavo.core.params import OutputKind, SamplingParams
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.openai.generation import Job, UsageCounter, prepare, run
+from octavo.server.openai.generation import GenerationJob, UsageCounter, prepare, run
 from octavo.server.openai.logprobs import LogprobWriter, tokens_as_ids
 from octavo.server.openai.messages import render
 from octavo.server.openai.protocol import ChatBody
@@ -30,7 +30,7 @@ from octavo.server.openai.responses import (
     ChatDelta,
     ChatMessage,
 )
-from octavo.server.openai.routing import Message, News, Routed
+from octavo.server.openai.routing import AccumulatedMessage, ChoiceDelta, Routed
 from octavo.server.openai.sampling import chat_params
 from octavo.server.openai.tools import tool_use
 from octavo.server.openai.unsupported import check_extras
@@ -56,7 +56,7 @@ async def chat_completions(ctx: ServerContext, request: Request) -> Response:
 class Chat:
     """A conversation, ready for the engine, and how to parse the answer."""
 
-    job: Job
+    job: GenerationJob
     plan: OutputPlan
     show_reasoning: bool
     role: str
@@ -150,14 +150,14 @@ def _planned(ctx: ServerContext, params: SamplingParams, plan: OutputPlan) -> Sa
 
 
 @dataclass(slots=True)
-class _Answer:
+class _ChoiceAccumulator:
     """One choice as it accumulates."""
 
-    message: Message = field(default_factory=Message)
+    message: AccumulatedMessage = field(default_factory=AccumulatedMessage)
     output: CompletionOutput | None = None
     finish: str | None = None
 
-    def add(self, choice: CompletionOutput, news: News) -> None:
+    def add(self, choice: CompletionOutput, news: ChoiceDelta) -> None:
         self.message.add(news)
         self.finish = news.finish
         if self.output is None:
@@ -174,7 +174,7 @@ async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer:
     jobs = [chat.job for chat in chats]
     counter = UsageCounter(ctx, jobs)
     routed = [chat.choices() for chat in chats]
-    answers = [[_Answer() for _ in choices] for choices in routed]
+    answers = [[_ChoiceAccumulator() for _ in choices] for choices in routed]
     prompt = None
     async with aclosing(run(ctx, jobs)) as outputs:
         async for number, output in outputs:
@@ -200,7 +200,7 @@ async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer:
     )
 
 
-def _choice(index: int, answer: _Answer, chat: Chat, reply: Reply, writer: LogprobWriter) -> ChatChoice:
+def _choice(index: int, answer: _ChoiceAccumulator, chat: Chat, reply: Reply, writer: LogprobWriter) -> ChatChoice:
     output = answer.output
     assert output is not None
     return ChatChoice(
@@ -213,7 +213,7 @@ def _choice(index: int, answer: _Answer, chat: Chat, reply: Reply, writer: Logpr
     )
 
 
-def said(chat: Chat, message: Message) -> ChatMessage:
+def said(chat: Chat, message: AccumulatedMessage) -> ChatMessage:
     """Return the assistant's message of an answer."""
     told = chat.plan.reasoning is not None and chat.show_reasoning
     reasoning = (message.reasoning or None) if told else UNSET
@@ -275,7 +275,7 @@ def _opening(reply: Reply, counter: UsageCounter, chat: Chat) -> list[bytes]:
     ]
 
 
-def _delta(choice: CompletionOutput, news: News, reply: Reply, writer: LogprobWriter) -> ChatChunkChoice | None:
+def _delta(choice: CompletionOutput, news: ChoiceDelta, reply: Reply, writer: LogprobWriter) -> ChatChunkChoice | None:
     """Return the new parts of a choice, or None if there is nothing to show."""
     ends = news.finish is not None
     ids = choice.token_ids if reply.return_token_ids else UNSET

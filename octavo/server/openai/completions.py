@@ -16,7 +16,7 @@ from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.openai.generation import Job, UsageCounter, collect, prepare, run
+from octavo.server.openai.generation import GenerationJob, UsageCounter, collect, prepare, run
 from octavo.server.openai.logprobs import EchoedPrompt, LogprobWriter, tokens_as_ids
 from octavo.server.openai.protocol import CompletionBody
 from octavo.server.openai.reply import Reply
@@ -50,7 +50,7 @@ async def completions(ctx: ServerContext, request: Request) -> Response:
 
 async def prepare_completion(
     ctx: ServerContext, body: CompletionBody, reply: Reply, params: SamplingParams
-) -> list[Job]:
+) -> list[GenerationJob]:
     """Check and tokenize each prompt.
 
     Raises:
@@ -109,7 +109,7 @@ def _with_suffix(ctx: ServerContext, body: CompletionBody) -> list[str | list[in
 
 def _whole(
     ctx: ServerContext,
-    jobs: list[Job],
+    jobs: list[GenerationJob],
     outputs: list[RequestOutput],
     reply: Reply,
     writer: LogprobWriter,
@@ -146,7 +146,7 @@ def _best(choices: list[CompletionOutput], count: int) -> list[CompletionOutput]
 
 
 async def _stream(
-    ctx: ServerContext, jobs: list[Job], reply: Reply, writer: LogprobWriter, body: CompletionBody
+    ctx: ServerContext, jobs: list[GenerationJob], reply: Reply, writer: LogprobWriter, body: CompletionBody
 ) -> AsyncGenerator[bytes, None]:
     counter = UsageCounter(ctx, jobs)
     only_echo = body.only_echo
@@ -200,7 +200,7 @@ class _Echo:
 def _choice(
     choice: CompletionOutput,
     index: int,
-    job: Job,
+    job: GenerationJob,
     reply: Reply,
     writer: LogprobWriter,
     *,
@@ -227,7 +227,7 @@ def _choice(
     )
 
 
-def _echo(ctx: ServerContext, job: Job, output: RequestOutput) -> _Echo:
+def _echo(ctx: ServerContext, job: GenerationJob, output: RequestOutput) -> _Echo:
     """Return the prompt as text, and its log-probabilities if they were computed."""
     text = job.text
     if text is None:

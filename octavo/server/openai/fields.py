@@ -165,6 +165,6 @@ _PROMPTS_SCHEMA = WithJsonSchema(
         ]
     }
 )
-Prompts = Annotated[list[Any], BeforeValidator(_prompts), _PROMPTS_SCHEMA]
+PromptList = Annotated[list[Any], BeforeValidator(_prompts), _PROMPTS_SCHEMA]
 Inputs = Annotated[list[Any], BeforeValidator(lambda value: _prompts(value, "input")), _PROMPTS_SCHEMA]
 Items = Annotated[list[Any], BeforeValidator(lambda value: _prompts(value, "items")), _PROMPTS_SCHEMA]

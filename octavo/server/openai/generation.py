@@ -29,7 +29,7 @@ _LEAVING_TOKENS = ("allowed_token_ids", "bad_words", "min_tokens", "structured_o
 
 
 @dataclass(slots=True, frozen=True)
-class Job:
+class GenerationJob:
     """One prompt, ready for the engine.
 
     Attributes:
@@ -56,7 +56,7 @@ async def prepare(
     *,
     add_special_tokens: bool,
     param: str,
-) -> Job:
+) -> GenerationJob:
     """Tokenize and check one prompt. `param` is the field that it is from.
 
     Raises:
@@ -74,10 +74,10 @@ async def prepare(
         param=param,
     )
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return Job(request, text if isinstance(text, str) else None, params)
+    return GenerationJob(request, text if isinstance(text, str) else None, params)
 
 
-def run(ctx: ServerContext, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+def run(ctx: ServerContext, jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (job number, output) of all jobs as they arrive. Closing the generator aborts unfinished jobs."""
     sources = [_tracked(ctx, number, job) for number, job in enumerate(jobs)]
     return sources[0] if len(sources) == 1 else _merged(sources)
@@ -89,7 +89,7 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
             yield item
 
 
-async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput]:
+async def collect(ctx: ServerContext, jobs: Sequence[GenerationJob]) -> list[RequestOutput]:
     """Return the last output of each job, in the order of the jobs."""
     last: dict[int, RequestOutput] = {}
     async with aclosing(run(ctx, jobs)) as outputs:
@@ -98,7 +98,9 @@ async def collect(ctx: ServerContext, jobs: Sequence[Job]) -> list[RequestOutput
     return [last[number] for number in range(len(jobs))]
 
 
-async def _tracked(ctx: ServerContext, number: int, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _tracked(
+    ctx: ServerContext, number: int, job: GenerationJob
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     transcript = None
     try:
         with ctx.in_flight(job.request) as record:
@@ -145,7 +147,7 @@ def _failure(reason: str, params: SamplingParams) -> ApiError:
 class UsageCounter:
     """Sums up one HTTP request's tokens and timings."""
 
-    def __init__(self, ctx: ServerContext, jobs: Sequence[Job]) -> None:
+    def __init__(self, ctx: ServerContext, jobs: Sequence[GenerationJob]) -> None:
         self._tells_cached = ctx.config.enable_prompt_tokens_details
         self._prompt = sum(len(job.prompt_tokens) for job in jobs)
         self._cached = [0] * len(jobs)

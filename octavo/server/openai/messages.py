@@ -36,17 +36,7 @@ async def render(
     variables = options or {}
     own = _own_template(ctx, template)
     goes_on = bool(continue_final_message)
-    if goes_on and add_generation_prompt:
-        raise InvalidRequestError(
-            "Cannot set both `continue_final_message` and `add_generation_prompt` to True. Choose one.",
-            param="continue_final_message",
-            value=True,
-        )
-    for name in ("messages", "add_generation_prompt", "continue_final_message", "tools"):
-        if name in variables:
-            raise InvalidRequestError(
-                f"chat_template_kwargs can't set {name}; set it in the request itself.", param="chat_template_kwargs"
-            )
+    _check_options(variables, contradiction=goes_on and bool(add_generation_prompt))
     plain = [template_message(number, message) for number, message in enumerate(messages)]
     answers = ctx.frontend.answers
     declared = [tool.declared() for tool in tools] if answers.template_tools else []
@@ -74,6 +64,21 @@ async def render(
         )
 
     return await aside(sum(len(message["content"]) for message in plain), work)
+
+
+def _check_options(variables: dict[str, Any], *, contradiction: bool) -> None:
+    """Refuse a request to both continue a message and begin one, and variables that are fields of the request."""
+    if contradiction:
+        raise InvalidRequestError(
+            "Cannot set both `continue_final_message` and `add_generation_prompt` to True. Choose one.",
+            param="continue_final_message",
+            value=True,
+        )
+    for name in ("messages", "add_generation_prompt", "continue_final_message", "tools"):
+        if name in variables:
+            raise InvalidRequestError(
+                f"chat_template_kwargs can't set {name}; set it in the request itself.", param="chat_template_kwargs"
+            )
 
 
 def template_message(number: int, message: Message) -> dict[str, Any]:

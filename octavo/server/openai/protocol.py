@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from octavo.server.openai.feature_fields import FeatureFields
-from octavo.server.openai.fields import Content, Int, LogitBias, Prompts, RequestId, Role, SavedTensors, Texts
+from octavo.server.openai.fields import Content, Int, LogitBias, PromptList, RequestId, Role, SavedTensors, Texts
 from octavo.text.prompts.message_parts import MessageParts, taken
 
 
@@ -182,7 +182,7 @@ class CompletionBody(GenerationBody):
     With `prompt_embeds`, the prompt may be left out, or empty.
     """
 
-    prompt: Prompts
+    prompt: PromptList
     prompt_embeds: SavedTensors = None
     suffix: str | None = None
     logprobs: Int | None = None

@@ -14,7 +14,7 @@ from octavo.server.openai.generation import UsageCounter
 from octavo.server.openai.protocol import GenerationBody
 from octavo.server.openai.responses import ChatChunk, Completion, Usage
 
-Chunk = TypeVar("Chunk", ChatChunk, Completion)
+StreamChunk = TypeVar("StreamChunk", ChatChunk, Completion)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Reply:
             return counter.usage()
         return None if self.include_usage else UNSET
 
-    def chunk(self, kind: type[Chunk], counter: UsageCounter, choices: list[Any], *, ends: bool) -> Chunk:
+    def chunk(self, kind: type[StreamChunk], counter: UsageCounter, choices: list[Any], *, ends: bool) -> StreamChunk:
         """Return a chunk of a stream; without choices it is the one with usage.
 
         Args:

@@ -13,7 +13,7 @@ from octavo.text.answers.plan import OutputPlan
 
 
 @dataclass(slots=True)
-class News:
+class ChoiceDelta:
     """New parts of one choice. `finish` is OpenAI's reason, set at the end."""
 
     content: str = ""
@@ -37,12 +37,12 @@ class Routed:
         self._ids: list[str] = []
         self._calls = 0
 
-    def take(self, choice: CompletionOutput) -> News:
+    def take(self, choice: CompletionOutput) -> ChoiceDelta:
         if self._router.transparent:
             finish = choice.finish_reason
-            return News(choice.text, finish=None if finish is None else self._finish(finish))
+            return ChoiceDelta(choice.text, finish=None if finish is None else self._finish(finish))
         inside = self._router.in_reasoning
-        news = News()
+        news = ChoiceDelta()
         pieces = self._router.push(choice.text)
         if choice.finish_reason is not None:
             pieces += self._router.flush()
@@ -76,14 +76,14 @@ class Routed:
 
 
 @dataclass(slots=True)
-class Message:
+class AccumulatedMessage:
     """One choice as it accumulates."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
-    def add(self, news: News) -> None:
+    def add(self, news: ChoiceDelta) -> None:
         self.content += news.content
         self.reasoning += news.reasoning
         for call in news.calls:

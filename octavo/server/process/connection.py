@@ -27,7 +27,7 @@ def connection_class(
 
     log = Seldom(logging.getLogger("octavo.server"))
 
-    class Connection(protocol):  # type: ignore[valid-type, misc]
+    class WatchedConnection(protocol):  # type: ignore[valid-type, misc]
         _unread: asyncio.TimerHandle | None = None
 
         def pause_writing(self) -> None:
@@ -52,4 +52,4 @@ def connection_class(
                 self._unread.cancel()
                 self._unread = None
 
-    return Connection
+    return WatchedConnection

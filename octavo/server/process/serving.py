@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from octavo.server.process.tls import refresh
 from octavo.server.routes.home import curl_example
 from octavo.server.siblings.crew import Crew, leading
 from octavo.server.siblings.link import listening
-from octavo.server.siblings.siblings import Siblings
+from octavo.server.siblings.siblings import SiblingProcesses
 from octavo.server.tracing.start import tracing
 from octavo.text.frontend import Frontend
 
@@ -63,7 +64,7 @@ async def serve(
     sock: socket.socket | None = None,
     announce: Callable[[str], None] = print,
     stop: Stop | None = None,
-    siblings: Siblings | None = None,
+    siblings: SiblingProcesses | None = None,
     crew: Crew | None = None,
 ) -> None:
     """Serve until the first stop signal, then finish requests in flight, for `shutdown_timeout_s` at most.
@@ -87,7 +88,6 @@ async def serve(
             await serve(frontend, config, sock=sock, announce=announce, stop=stop)
         return
     lifecycle = Lifecycle(siblings.board if siblings else None)
-    leads = siblings is None or siblings.leads
     async with AsyncExitStack() as stack:
         traces = await stack.enter_async_context(tracing(config, frontend.info.name))
         app = create_app(frontend, config, lifecycle=lifecycle, siblings=siblings, crew=crew, traces=traces)
@@ -97,41 +97,15 @@ async def serve(
             await stack.enter_async_context(listening(app.state.private, siblings.path(siblings.index)))
         server = _Server(_uvicorn_config(app, config))
         serving = asyncio.create_task(server.serve(sockets=[bound]))
-        batches: BatchService = app.state.batches
-        interval = 0 if config.disable_log_stats or not leads else config.log_stats_interval_s
-        lost = asyncio.Event()
-        background = [asyncio.create_task(log_stats(frontend.engine.stats, interval))]
-        if leads:
-            background.append(asyncio.create_task(_watch_for_death(frontend, lost)))
+        leads = siblings is None or siblings.leads
+        run = _Run(frontend, config, lifecycle, app.state.batches, stop, server, serving, crew=crew, leads=leads)
         try:
-            await _until(serving, server.ready)
-            if crew is not None:
-                crew.accept = server.accept
-            if leads:
-                await batches.start()
-            if config.enable_ssl_refresh and server.config.ssl is not None:
-                background.append(asyncio.create_task(refresh(server.config.ssl, config)))
-            if crew is not None:
-                await _until(serving, crew.ready, crew.failed, lost, stop.first)
-                crew.check()
-            if not stop.first.is_set() and not lost.is_set():
+            await run.start()
+            if not stop.first.is_set() and not run.lost.is_set():
                 announce(_ready_line(frontend, config, bound))
-            await _until(serving, stop.first, lost, *([crew.failed] if crew else ()))
-            if lost.is_set():
-                await _wait_any(stop.first, timeout=_LAST_WORDS_S)
-            await _wind_down(frontend, config, lifecycle, batches, stop, crew)
-            server.should_exit = True
-            server.force_exit = stop.second.is_set()
-            await serving
-            if lost.is_set() and not stop.first.is_set():
-                raise EngineDeadError(frontend.engine.health().reason)
-            if crew is not None:
-                crew.check()
+            await run.finish()
         finally:
-            await batches.stop()
-            for task in (*background, serving):
-                task.cancel()
-            await asyncio.wait([*background, serving])
+            await run.close()
 
 
 class _Server(uvicorn.Server):
@@ -165,6 +139,98 @@ class _Server(uvicorn.Server):
         yield
 
 
+@dataclass(slots=True)
+class _Run:
+    """A server from its first connection to its last, with the tasks beside it.
+
+    Attributes:
+        serving: the task of `server`.
+        crew: the other API processes, if this process starts them.
+        leads: this process holds the state that can exist only once.
+        lost: set once the engine has died.
+    """
+
+    frontend: Frontend
+    config: ServerConfig
+    lifecycle: Lifecycle
+    batches: BatchService
+    stop: Stop
+    server: _Server
+    serving: asyncio.Task[None]
+    crew: Crew | None
+    leads: bool
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    _beside: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def start(self) -> None:
+        """Wait until the server listens, and the other processes too. A stop or the engine's death ends the wait."""
+        stats_interval = 0 if self.config.disable_log_stats or not self.leads else self.config.log_stats_interval_s
+        self._run_beside(log_stats(self.frontend.engine.stats, stats_interval))
+        if self.leads:
+            self._run_beside(_watch_for_death(self.frontend, self.lost))
+        await self._until(self.server.ready)
+        if self.crew is not None:
+            self.crew.accept = self.server.accept
+        if self.leads:
+            await self.batches.start()
+        ssl = self.server.config.ssl
+        if self.config.enable_ssl_refresh and ssl is not None:
+            self._run_beside(refresh(ssl, self.config))
+        if self.crew is not None:
+            await self._until(self.crew.ready, self.crew.failed, self.lost, self.stop.first)
+            self.crew.check()
+
+    async def finish(self) -> None:
+        """Serve until a stop or the engine's death, then end in order.
+
+        Raises:
+            EngineDeadError: the engine has died.
+            CrewError: the other processes can't be kept running.
+        """
+        await self._until(self.stop.first, self.lost, *([self.crew.failed] if self.crew else ()))
+        if self.lost.is_set():
+            await _wait_any(self.stop.first, timeout=_LAST_WORDS_S)
+        await self._wind_down()
+        self.server.should_exit = True
+        self.server.force_exit = self.stop.second.is_set()
+        await self.serving
+        if self.lost.is_set() and not self.stop.first.is_set():
+            raise EngineDeadError(self.frontend.engine.health().reason)
+        if self.crew is not None:
+            self.crew.check()
+
+    async def close(self) -> None:
+        """End every task, also after an error."""
+        await self.batches.stop()
+        for task in (*self._beside, self.serving):
+            task.cancel()
+        await asyncio.wait([*self._beside, self.serving])
+
+    def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        self._beside.append(asyncio.create_task(work))
+
+    async def _until(self, *events: asyncio.Event) -> None:
+        """Wait for the first of `events`. If the server ends first, return or raise its error."""
+        waiting = [asyncio.create_task(event.wait()) for event in events]
+        try:
+            await asyncio.wait({self.serving, *waiting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+        if self.serving.done():
+            self.serving.result()
+
+    async def _wind_down(self) -> None:
+        """Refuse new requests, and let those in flight finish, here and in the other processes."""
+        self.lifecycle.drain()
+        if self.crew is not None:
+            self.crew.stop()
+        await self.batches.stop()
+        await _drain(self.frontend, self.lifecycle, self.config, self.stop)
+        if self.crew is not None:
+            await _follow(self.crew, self.stop)
+
+
 def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     metrics: Metrics = app.state.metrics
     return uvicorn.Config(
@@ -188,36 +254,11 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-async def _until(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Wait for the first of `events`. If the server ends first, return or raise its error."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait({serving, *waiting}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for one in waiting:
-            one.cancel()
-    if serving.done():
-        serving.result()
-
-
 async def _watch_for_death(frontend: Frontend, lost: asyncio.Event) -> None:
     """Set `lost` once the engine has died: the server then ends, so that its supervisor can restart it."""
     while not frontend.engine.health().final:
         await asyncio.sleep(_LOOK_S)
     lost.set()
-
-
-async def _wind_down(
-    frontend: Frontend, config: ServerConfig, lifecycle: Lifecycle, batches: BatchService, stop: Stop, crew: Crew | None
-) -> None:
-    """Refuse new requests, and let those in flight finish, here and in the other processes."""
-    lifecycle.drain()
-    if crew is not None:
-        crew.stop()
-    await batches.stop()
-    await _drain(frontend, lifecycle, config, stop)
-    if crew is not None:
-        await _follow(crew, stop)
 
 
 async def _drain(frontend: Frontend, lifecycle: Lifecycle, config: ServerConfig, stop: Stop) -> None:

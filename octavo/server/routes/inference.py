@@ -21,7 +21,7 @@ from octavo.server.openai.protocol import ChatBatchBody, ChatBody, CompletionBod
 from octavo.server.openai.respond.protocol import ResponseBody
 from octavo.server.openai.respond.route import Responses
 from octavo.server.schema.document import describe
-from octavo.server.siblings.siblings import Siblings
+from octavo.server.siblings.siblings import SiblingProcesses
 
 
 def inference_routes(ctx: ServerContext, responses: Responses | None = None) -> APIRouter:
@@ -126,7 +126,7 @@ def _add_models(router: APIRouter, ctx: ServerContext) -> None:
     router.add_api_route("/v1/models/{model_id:path}", retrieve_model, methods=["GET"], tags=["openai"])
 
 
-def kept_responses(responses: Responses, siblings: Siblings | None) -> APIRouter:
+def kept_responses(responses: Responses, siblings: SiblingProcesses | None) -> APIRouter:
     """Return GET, DELETE and /cancel of a stored response, and its /input_items.
 
     Args:

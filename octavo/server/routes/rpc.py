@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.rpc import Calls, bound
+from octavo.engine.rpc import CoreCalls, bound
 from octavo.server.body import decode_json, read_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
@@ -15,7 +15,7 @@ from octavo.server.errors import json_response
 def rpc_routes(ctx: ServerContext) -> APIRouter:
     """POST /collective_rpc."""
     router = APIRouter(tags=["development"])
-    calls = Calls(ctx.frontend.engine)
+    calls = CoreCalls(ctx.frontend.engine)
 
     async def collective_rpc(request: Request) -> Response:
         """Call `method` with `args` and `kwargs`; `results` has the result of the one worker."""

@@ -64,7 +64,7 @@ class StreamSocket:
             await socket.send_denial_response(refusal.response())
             return
         await socket.accept()
-        visit = _Visit(self._ctx, self._endpoints, socket)
+        visit = _SocketSession(self._ctx, self._endpoints, socket)
         try:
             while True:
                 await visit.take(await socket.receive())
@@ -83,7 +83,7 @@ class StreamSocket:
         return busy(self._ctx)
 
 
-class _Visit:
+class _SocketSession:
     """One open socket."""
 
     def __init__(self, ctx: ServerContext, endpoints: Mapping[str, Endpoint], socket: WebSocket) -> None:

@@ -27,7 +27,7 @@ from octavo.engine.socket_folder import SocketFolder
 from octavo.server.metrics.merge import Families, decode, lasting, total
 from octavo.server.process.address import check_alone
 from octavo.server.siblings.link import ask
-from octavo.server.siblings.siblings import Siblings
+from octavo.server.siblings.siblings import SiblingProcesses
 from octavo.text.frontend import Frontend, Twin
 
 logger = logging.getLogger("octavo.server")
@@ -49,7 +49,7 @@ class Charge:
     """The arguments of one process of the crew.
 
     Attributes:
-        folder: see `Siblings`.
+        folder: see `SiblingProcesses`.
         core_address, core_pid: the engine core.
         twin: creates its front end.
         listens: file descriptor of its listening socket.
@@ -90,7 +90,7 @@ class Crew:
 
     def __init__(
         self,
-        siblings: Siblings,
+        siblings: SiblingProcesses,
         charges: Sequence[Charge],
         socks: Mapping[int, socket.socket],
         patience_s: float,
@@ -317,7 +317,7 @@ async def leading(frontend: Frontend, config: ServerConfig, socks: Sequence[sock
     ]
     patience_s = config.shutdown_timeout_s + _END_S
     own = dict(enumerate(socks)) if len(socks) > 1 else {}
-    crew = Crew(Siblings(0, count, folder.path), charges, own, patience_s)
+    crew = Crew(SiblingProcesses(0, count, folder.path), charges, own, patience_s)
     try:
         yield crew
     finally:

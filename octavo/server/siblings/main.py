@@ -20,7 +20,7 @@ from octavo.server.process.run import loop_factory
 from octavo.server.process.serving import serve
 from octavo.server.process.stop import Stop
 from octavo.server.siblings.crew import Charge
-from octavo.server.siblings.siblings import Siblings
+from octavo.server.siblings.siblings import SiblingProcesses
 
 logger = logging.getLogger("octavo.server")
 
@@ -67,7 +67,7 @@ async def _serve(charge: Charge) -> None:
                 sock=socket.socket(fileno=charge.listens),
                 announce=lambda _: _say_ready(),
                 stop=stop,
-                siblings=Siblings(charge.index, charge.count, charge.folder),
+                siblings=SiblingProcesses(charge.index, charge.count, charge.folder),
             )
     finally:
         await client.close()

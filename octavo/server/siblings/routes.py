@@ -16,7 +16,7 @@ from octavo.server.metrics.merge import encode
 from octavo.server.openai.respond.route import RECALLED, Responses
 from octavo.server.routes.inference import kept_responses
 from octavo.server.siblings.crew import OWN_METRICS
-from octavo.server.siblings.siblings import Siblings
+from octavo.server.siblings.siblings import SiblingProcesses
 
 
 def private_app(ctx: ServerContext, responses: Responses, routers: Sequence[APIRouter]) -> FastAPI:
@@ -41,7 +41,7 @@ def private_app(ctx: ServerContext, responses: Responses, routers: Sequence[APIR
     return app
 
 
-def relayed(router: APIRouter, siblings: Siblings) -> APIRouter:
+def relayed(router: APIRouter, siblings: SiblingProcesses) -> APIRouter:
     """Return the same routes, forwarded to the first process."""
     relaying = APIRouter(tags=router.tags)
     for route in router.routes:
@@ -57,7 +57,7 @@ def relayed(router: APIRouter, siblings: Siblings) -> APIRouter:
     return relaying
 
 
-def _relay(siblings: Siblings) -> Callable[[Request], Awaitable[Response]]:
+def _relay(siblings: SiblingProcesses) -> Callable[[Request], Awaitable[Response]]:
     async def relay(request: Request) -> Response:
         return siblings.relayed(request)
 

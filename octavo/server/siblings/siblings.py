@@ -1,4 +1,4 @@
-"""`Siblings`: an API process's view of the server's other processes."""
+"""`SiblingProcesses`: an API process's view of the server's other processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.server.board import Board
 from octavo.server.siblings.link import Relayed, ask
 
 
-class Siblings:
+class SiblingProcesses:
     """The other processes of a server.
 
     Args:

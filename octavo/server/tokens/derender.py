@@ -33,18 +33,18 @@ from octavo.server.openai.responses import (
     TopLogprob,
     Usage,
 )
-from octavo.server.openai.routing import Message
+from octavo.server.openai.routing import AccumulatedMessage
 
 _WRITTEN_AS = "token_id:"
 
 _Tokens = Annotated[list[Int], Field(min_length=1)]
 
 
-class _Body(BaseModel):
+class _DerenderModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
-class MadeLogprob(_Body):
+class MadeLogprob(_DerenderModel):
     """A candidate, or with `top_logprobs` a generated token; `token` is written as `token_id:7`."""
 
     token: str
@@ -52,13 +52,13 @@ class MadeLogprob(_Body):
     top_logprobs: list[MadeLogprob] | None = None
 
 
-class MadeLogprobs(_Body):
+class MadeLogprobs(_DerenderModel):
     """Log-probabilities of all tokens of a choice."""
 
     content: list[MadeLogprob] | None = None
 
 
-class MadeChoice(_Body):
+class MadeChoice(_DerenderModel):
     """Generated tokens of one choice."""
 
     index: Int
@@ -68,14 +68,14 @@ class MadeChoice(_Body):
     logprobs: MadeLogprobs | None = None
 
 
-class Made(_Body):
+class Made(_DerenderModel):
     """A response of `POST /inference/v1/generate`."""
 
     request_id: str
     choices: Annotated[list[MadeChoice], Field(min_length=1)]
 
 
-class DerenderChatBody(_Body):
+class DerenderChatBody(_DerenderModel):
     """`POST /v1/chat/completions/derender`. `chat_request` determines how reasoning and calls are parsed."""
 
     model: str | None = None
@@ -84,7 +84,7 @@ class DerenderChatBody(_Body):
     prompt_tokens: Annotated[Int, Field(ge=0)] | None = None
 
 
-class DerenderCompletionBody(_Body):
+class DerenderCompletionBody(_DerenderModel):
     """`POST /v1/completions/derender`, with a response for each prompt."""
 
     model: str | None = None
@@ -108,7 +108,7 @@ async def derender_chat(ctx: ServerContext, request: Request) -> Response:
         finish, turn = output.finish_reason, ChatMessage("assistant", output.text)
         if chat is not None:
             news = chat.choices()[0].take(output)
-            message = Message()
+            message = AccumulatedMessage()
             message.add(news)
             finish, turn = news.finish, said(chat, message)
         found = _logprobs(ctx, choice)

@@ -14,7 +14,7 @@ from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.openai.generation import Job, UsageCounter, collect, prepare, run
+from octavo.server.openai.generation import GenerationJob, UsageCounter, collect, prepare, run
 from octavo.server.openai.logprobs import LogprobWriter
 from octavo.server.openai.reply import Reply
 from octavo.server.openai.sampling import completion_params
@@ -58,7 +58,9 @@ def _choice(choice: CompletionOutput, writer: LogprobWriter) -> GenerateChoice:
     return GenerateChoice(choice.index, writer.chat(choice), choice.finish_reason, choice.token_ids)
 
 
-async def _stream(ctx: ServerContext, job: Job, reply: Reply, writer: LogprobWriter) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    ctx: ServerContext, job: GenerationJob, reply: Reply, writer: LogprobWriter
+) -> AsyncGenerator[bytes, None]:
     counter = UsageCounter(ctx, [job])
     unfinished = job.request.params.n
     async with aclosing(run(ctx, [job])) as outputs:

@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,11 +20,10 @@ from octavo.server.body import check_count, parse_body, require
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import json_response
 from octavo.server.extras import check_undeclared
+from octavo.server.listing import Listing, ScoreItem
 from octavo.server.openai.fields import Int, Items, RequestId
-from octavo.server.openai.generation import Job, UsageCounter, collect
+from octavo.server.openai.generation import GenerationJob, UsageCounter, collect
 from octavo.server.openai.next_token import asking_for, logprobs_of, shares_of
-from octavo.server.openai.responses import Usage
-from octavo.server.score import ScoreItem
 from octavo.server.stream import until_disconnect
 
 _FIELD = "logprob_token_ids"
@@ -62,18 +60,6 @@ class LabelsBody(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
 
-class LabelScores(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /generative_scoring`."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[ScoreItem]
-    usage: Usage
-    warnings: list[str] | UnsetType = UNSET
-
-
 async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
     """Score each item by the probability of the token that follows it."""
     body = await parse_body(request, LabelsBody, ctx.config.max_body_bytes)
@@ -90,7 +76,7 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
         ScoreItem(index=number, score=_score(output, body.label_token_ids, softmax=softmax))
         for number, output in enumerate(outputs)
     ]
-    answer = LabelScores(
+    answer = Listing(
         id=f"generative-scoring-{name}",
         created=int(time.time()),
         model=model,
@@ -101,7 +87,7 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
     return json_response(answer)
 
 
-async def _prepare(ctx: ServerContext, body: LabelsBody, name: str) -> list[Job]:
+async def _prepare(ctx: ServerContext, body: LabelsBody, name: str) -> list[GenerationJob]:
     check_count(ctx.config.max_inputs, len(body.items), "items")
     labels = list(dict.fromkeys(body.label_token_ids))
     text = f"label_token_ids must have at most {MAX_LOGPROB_TOKENS} tokens, got {len(labels)}."
@@ -124,7 +110,7 @@ async def _prepare(ctx: ServerContext, body: LabelsBody, name: str) -> list[Job]
             where = {"items": f"items.{number}", _FIELD: "label_token_ids"}.get(exc.param or "", exc.param)
             message = exc.message.replace(_FIELD, "label_token_ids")
             raise InvalidRequestError(message, param=where, value=exc.value) from None
-        jobs.append(Job(made, None, params))
+        jobs.append(GenerationJob(made, None, params))
     return jobs
 
 

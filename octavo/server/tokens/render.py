@@ -15,7 +15,7 @@ from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.openai.chat import prepare_chat
 from octavo.server.openai.completions import prepare_completion
-from octavo.server.openai.generation import Job
+from octavo.server.openai.generation import GenerationJob
 from octavo.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from octavo.server.openai.reply import Reply
 from octavo.server.openai.sampling import completion_params
@@ -58,7 +58,7 @@ async def _chat(ctx: ServerContext, request: Request, body: ChatBody) -> Rendere
     return _rendered(chat.job, body, reply.id, reply.model, offsets)
 
 
-def _offsets(ctx: ServerContext, job: Job, body: GenerationBody, *, special: bool) -> Offsets | None:
+def _offsets(ctx: ServerContext, job: GenerationJob, body: GenerationBody, *, special: bool) -> Offsets | None:
     """Return token offsets, or None.
 
     There are none if not requested, if the prompt was given as tokens, or if a special token precedes truncated text.
@@ -73,7 +73,7 @@ def _offsets(ctx: ServerContext, job: Job, body: GenerationBody, *, special: boo
     return None
 
 
-def _rendered(job: Job, body: GenerationBody, name: str, model: str, offsets: Offsets | None) -> Rendered:
+def _rendered(job: GenerationJob, body: GenerationBody, name: str, model: str, offsets: Offsets | None) -> Rendered:
     text = "Only token ids can be rendered, and prompt embeds have none; leave them out."
     require(not job.request.keys, "prompt_embeds", None, text)
     limit = job.request.params.max_tokens

@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.core.output import RequestTimes
-from octavo.server.metrics.requests import Ended
+from octavo.server.metrics.requests import FinishedRequest
 from octavo.version import __version__
 
 _HEADERS = (b"traceparent", b"tracestate")
@@ -75,7 +75,7 @@ class Traces:
         """Return the trace that a request of this task belongs to."""
         return context.get_current()
 
-    def end(self, parent: context.Context, ended: Ended) -> None:
+    def end(self, parent: context.Context, ended: FinishedRequest) -> None:
         """Record a finished request. Takes some tens of microseconds; a thread sends it later."""
         times = ended.times
         clock = time.time_ns() - time.monotonic_ns()
@@ -97,7 +97,7 @@ class Traces:
         """Send the remaining spans, for at most the exporter's timeout."""
         self._provider.shutdown()
 
-    def _about(self, ended: Ended) -> dict[str, Any]:
+    def _about(self, ended: FinishedRequest) -> dict[str, Any]:
         request, params = ended.request, ended.request.params
         about: dict[str, Any] = {
             "gen_ai.request.id": request.id,

@@ -14,7 +14,7 @@ from octavo.text.answers.reasoning import ReasoningFormat
 from octavo.text.answers.router import Router
 from octavo.text.tokenizers.tokenizer import Tokenizer
 from octavo.text.tools.formats import ToolFormat
-from octavo.text.tools.keyed import Kind
+from octavo.text.tools.keyed import ValueKind
 from octavo.text.tools.tool import ToolUse
 
 
@@ -78,7 +78,7 @@ class OutputPlan:
             inside=self.inside,
         )
 
-    def _kinds(self) -> Mapping[str, Mapping[str, Kind]]:
+    def _kinds(self) -> Mapping[str, Mapping[str, ValueKind]]:
         keyed = self.format.keyed
         if keyed is None or self.tools is None:
             return {}

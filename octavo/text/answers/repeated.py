@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from octavo.text.answers.router import Piece
+    from octavo.text.answers.router import AnswerPiece
 
 
 class RepeatedCalls:
@@ -15,9 +15,9 @@ class RepeatedCalls:
         self._earlier: set[tuple[str, str]] = set()
         self._name = ""
         self._arguments = ""
-        self._held: list[Piece] = []
+        self._held: list[AnswerPiece] = []
 
-    def add(self, piece: Piece) -> list[Piece]:
+    def add(self, piece: AnswerPiece) -> list[AnswerPiece]:
         """Add a piece of a call. Return the pieces that can be passed on now."""
         if piece.name is not None:
             self._name, self._arguments = piece.name, ""
@@ -32,7 +32,7 @@ class RepeatedCalls:
         self._earlier.add(call)
         return repeated
 
-    def release(self) -> list[Piece]:
+    def release(self) -> list[AnswerPiece]:
         """Return the pieces that were held back."""
         held, self._held = self._held, []
         return held

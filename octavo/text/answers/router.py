@@ -13,15 +13,15 @@ from typing import Literal
 from octavo.text.answers.reasoning import ReasoningFormat
 from octavo.text.answers.repeated import RepeatedCalls
 from octavo.text.tools.formats import ToolFormat
-from octavo.text.tools.keyed import KeyedReader, Kind
+from octavo.text.tools.keyed import KeyedReader, ValueKind
 from octavo.text.tools.scan import ObjectScan, begun
 
 PieceKind = Literal["reasoning", "content", "call"]
-Kinds = Mapping[str, Mapping[str, Kind]]
+Kinds = Mapping[str, Mapping[str, ValueKind]]
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """New text. The first piece of a call has its `name`, and its `id` if the model wrote one; later ones have more of
     its arguments, as JSON."""
 
@@ -66,7 +66,7 @@ class Router:
         self._forced = forced
         self._reasoning = reasoning
         self._text = ""
-        self._pieces: list[Piece] = []
+        self._pieces: list[AnswerPiece] = []
         self._scan: ObjectScan | KeyedReader = ObjectScan()
         self._skip = 0
         self._repeats = RepeatedCalls() if once else None
@@ -79,16 +79,16 @@ class Router:
     def in_reasoning(self) -> bool:
         return self._step in (self._before_reasoning, self._in_reasoning)
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[AnswerPiece]:
         """Add text. Return the pieces that are certain now."""
         self._text += text
         return self._advance(end=False)
 
-    def flush(self) -> list[Piece]:
+    def flush(self) -> list[AnswerPiece]:
         """Return the rest, at the end of the text. Incomplete frame text of a call is dropped."""
         return self._advance(end=True)
 
-    def _advance(self, *, end: bool) -> list[Piece]:
+    def _advance(self, *, end: bool) -> list[AnswerPiece]:
         while self._step(end):
             pass
         if end and self._repeats is not None and not self.repeated:
@@ -183,7 +183,7 @@ class Router:
         name, mark, _ = written.rpartition(form.numbered) if form.numbered else (written, "", "")
         own = form.id_prefix + written if mark else None
         self._text = self._text[place + len(form.name_close) :]
-        self._add_call(Piece("call", "", self.calls, name if mark else written, own))
+        self._add_call(AnswerPiece("call", "", self.calls, name if mark else written, own))
         kinds = self._kinds.get(name, {})
         self._scan = KeyedReader(form.keyed, form.call_close, kinds) if form.keyed else ObjectScan()
         self._step = self._arguments
@@ -197,7 +197,7 @@ class Router:
             length = self._scan.take(self._text)
             said = self._text[:length]
         if said:
-            self._add_call(Piece("call", said, self.calls))
+            self._add_call(AnswerPiece("call", said, self.calls))
         self._text = self._text[length:]
         if not self._scan.complete:
             return False
@@ -209,7 +209,7 @@ class Router:
         self._expect(self._tools.call_close + self._tools.separator + self._tools.call_open)
         return True
 
-    def _add_call(self, piece: Piece) -> None:
+    def _add_call(self, piece: AnswerPiece) -> None:
         self._pieces += [piece] if self._repeats is None else self._repeats.add(piece)
 
     def _ignore(self, end: bool) -> bool:
@@ -231,7 +231,7 @@ class Router:
 
     def _emit(self, kind: PieceKind, text: str) -> None:
         if text:
-            self._pieces.append(Piece(kind, text))
+            self._pieces.append(AnswerPiece(kind, text))
 
 
 def _held(text: str, mark: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from octavo.core.output import Logprob, RequestOutput, RequestTimes, TokenDelta
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
-from octavo.text.detokenize.choice import Choice, Ender, no_text, readable
+from octavo.text.detokenize.choice import ChoiceText, Ender, no_text, readable
 from octavo.text.hooks import TextHook
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ class RequestAssembler:
         finished: all choices have ended; there will be no further output.
 
     Args:
-        ender: creates a detector of additional ends for each choice; see `Choice`.
+        ender: creates a detector of additional ends for each choice; see `ChoiceText`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RequestAssembler:
         after_text = any(token not in skipped for token in request.tokens)
         self._open = params.n
         self._choices = [
-            Choice(index, params, tokenizer, after_text=after_text, ends=ender() if ender else None, hooks=hooks)
+            ChoiceText(index, params, tokenizer, after_text=after_text, ends=ender() if ender else None, hooks=hooks)
             for index in range(params.n)
         ]
         self._num_cached = 0
@@ -81,7 +81,7 @@ class RequestAssembler:
             return self._output(self._choices) if self.finished else None
         return self._output([choice]) if choice.has_news else None
 
-    def _output(self, choices: list[Choice]) -> RequestOutput:
+    def _output(self, choices: list[ChoiceText]) -> RequestOutput:
         finished = self.finished
         return RequestOutput(
             request_id=self.request.id,

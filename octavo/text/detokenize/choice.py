@@ -14,7 +14,7 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 Ender = Callable[[str], bool]
 
 
-class Choice:
+class ChoiceText:
     """Text, tokens and end of one choice.
 
     Attributes:

@@ -20,7 +20,7 @@ M = TypeVar("M")
 @cache
 def part_types() -> frozenset[str]:
     """Return the types of parts that features read; each is also the key of a prompt object with such parts."""
-    return frozenset(kind for _, module in parts("text") for kind in module.Text.prompt_fields)
+    return frozenset(kind for _, module in parts("text") for kind in module.TEXT.prompt_fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,32 +90,20 @@ class Preparer:
         if "generate" not in self.info.tasks:
             raise not_generating(self.info)
         params = self._limited(params)
-        keys: list[int | bytes] = []
-        options: dict[str, msgspec.Raw] = {}
-        if isinstance(prompt, Mapping) and (reader := self.reader_of(prompt)) is not None:
-            self.check_chars(prompt.get("prompt") or "", param)
-            read = reader.read_prompt(prompt, params, truncated=truncate is not None)
-            prompt, keys, options[reader.name] = read.prompt, read.keys, read.option
+        prompt, keys, options = self._read(prompt, params, param, truncated=truncate is not None)
         text, tokens, salt = parts_of(prompt, param)
         if not self.tokenizer.present:
             params = without_text(params, *(name for hook in self.hooks for name in hook.text_params))
         room = min(params.max_tokens or 1, self.info.max_model_len - 1)
         limit = truncation(truncate, self.info.max_model_len, keep=self.info.max_model_len - room)
-        if tokens is None:
-            assert text is not None
-            tokens = self._tokenized(text, limit, side, param, add_special_tokens=add_special_tokens)
-        else:
+        if tokens is not None:
             self.check_ids(tokens, param, placeholders=bool(keys))
             tokens = cut(tokens, limit, side)
+        else:
+            tokens = self._tokenized(text or "", limit, side, param, add_special_tokens=add_special_tokens)
         if not tokens:
-            raise InvalidRequestError(
-                f"The {param} cannot be empty; it needs at least one token.",
-                param=param,
-                value=[] if text is None else text,
-            )
+            raise _empty(param, [] if text is None else text)
         self._check_vocabulary(params)
-        if self.info.stream_interval > (params.stream_interval or 1):
-            params = params.replace(stream_interval=self.info.stream_interval)
         params = self._split_options(self._with_bad_tokens(params), text, tokens, options)
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
@@ -129,6 +117,16 @@ class Preparer:
             reads_cache=not params.skip_reading_prefix_cache,
         )
         return Prepared(request, None if text is None else str(text))
+
+    def _read(
+        self, prompt: Prompt, params: SamplingParams, param: str, *, truncated: bool
+    ) -> tuple[Prompt, list[int | bytes], dict[str, msgspec.Raw]]:
+        """The prompt as text or token ids, its keys, and the option of the feature in whose form it was."""
+        if not isinstance(prompt, Mapping) or (reader := self.reader_of(prompt)) is None:
+            return prompt, [], {}
+        self.check_chars(prompt.get("prompt") or "", param)
+        read = reader.read_prompt(prompt, params, truncated=truncated)
+        return read.prompt, read.keys, {reader.name: read.option}
 
     def _tokenized(
         self, text: str, limit: int | None, side: Side, param: str, *, add_special_tokens: bool
@@ -178,6 +176,9 @@ class Preparer:
         return InvalidRequestError(context_error(self.info.max_model_len, count, field=_field(param)), param=param)
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
+        """Apply the server's limits, regardless of the request."""
+        if self.info.stream_interval > (params.stream_interval or 1):
+            params = params.replace(stream_interval=self.info.stream_interval)
         most = self.max_tokens
         if most is None or (params.max_tokens is not None and params.max_tokens <= most):
             return params
@@ -282,6 +283,10 @@ def not_generating(info: ModelInfo) -> UnsupportedError:
         f"This server's model {info.name} makes embeddings and does not generate text. Use POST /v1/embeddings, "
         "/v1/score or /v1/rerank, or serve a model that generates (without --runner pooling)."
     )
+
+
+def _empty(param: str, value: Any) -> InvalidRequestError:
+    return InvalidRequestError(f"The {param} cannot be empty; it needs at least one token.", param=param, value=value)
 
 
 def _field(param: str) -> str:

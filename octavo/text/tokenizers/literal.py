@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 from tokenizers.models import WordLevel
 
-Span = tuple[int, int]
+CharSpan = tuple[int, int]
 
 
 class LiteralText(str):
@@ -30,14 +30,14 @@ class LiteralText(str):
     """
 
     __slots__ = ("literal",)
-    literal: tuple[Span, ...]
+    literal: tuple[CharSpan, ...]
 
-    def __new__(cls, text: str, literal: Sequence[Span]) -> LiteralText:
+    def __new__(cls, text: str, literal: Sequence[CharSpan]) -> LiteralText:
         made = super().__new__(cls, text)
         made.literal = tuple(literal)
         return made
 
-    def __getnewargs__(self) -> tuple[str, tuple[Span, ...]]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[str, tuple[CharSpan, ...]]:  # type: ignore[override]
         return str(self), self.literal
 
 
@@ -70,7 +70,7 @@ class SpecialTokens:
         """Return whether the text can contain a special token; a fast check before `find`."""
         return any(beginning in text for beginning in self._beginnings)
 
-    def find(self, text: str) -> list[Span]:
+    def find(self, text: str) -> list[CharSpan]:
         """Return (begin, end) in characters of each special token's text, in order."""
         if not self.may_occur(text):
             return []

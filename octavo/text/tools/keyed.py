@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from octavo.text.tools.scan import ValueScan, begun
 
-Kind = Literal["text", "nullable", "json"]
+ValueKind = Literal["text", "nullable", "json"]
 """How a value is written: as plain text, as plain text or `null`, or as JSON."""
 
 # Keywords allowed in the schema of a string that is written without quotes.
@@ -61,7 +61,7 @@ class Keyed:
             return str(value)
         return json.dumps(value, ensure_ascii=False)
 
-    def kind(self, schema: Any) -> Kind:
+    def kind(self, schema: Any) -> ValueKind:
         """Return how a value of this JSON schema is written."""
         if not self.raw or not isinstance(schema, Mapping):
             return "json"
@@ -108,14 +108,14 @@ class KeyedReader:
         kinds: how the values of known arguments are written; others are text, or JSON if the form has no text.
     """
 
-    def __init__(self, form: Keyed, call_close: str, kinds: Mapping[str, Kind]) -> None:
+    def __init__(self, form: Keyed, call_close: str, kinds: Mapping[str, ValueKind]) -> None:
         self.complete = False
         self._form = form
         self._close = call_close
         self._kinds = kinds
         self._count = 0
         self._in_value = False
-        self._kind: Kind = "json"
+        self._kind: ValueKind = "json"
         self._opened = False
         self._scan = ValueScan()
         self._scalar = ""

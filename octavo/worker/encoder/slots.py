@@ -10,7 +10,7 @@ import torch
 
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import upload
-from octavo.nn.attention.whole import Group, groups_of
+from octavo.nn.attention.whole import LengthGroup, groups_of
 from octavo.nn.step import StepInput
 from octavo.worker.drafts import Drafting, Drafts
 from octavo.worker.parts import Layout
@@ -68,7 +68,7 @@ class PromptSlots:
 class WholePrompts:
     """The per-step part of an encoder's attention."""
 
-    def prepare(self, step: StepInput, block_size: int) -> list[Group]:
+    def prepare(self, step: StepInput, block_size: int) -> list[LengthGroup]:
         """Return groups of sequences of equal length, which are computed together."""
         assert step.query_lens is not None
         return groups_of(step.query_lens, step.device)

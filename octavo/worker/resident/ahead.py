@@ -21,7 +21,7 @@ from octavo.nn.ops import few_rows, gating, triton_activation, triton_norm
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.sampling import resident_allowed
 from octavo.sampling.allowed import num_words
-from octavo.sampling.resident import ResidentSampler, Row
+from octavo.sampling.resident import ResidentRow, ResidentSampler
 from octavo.sampling.state import PreparedParams
 from octavo.worker.resident.slots import DeviceSlots
 
@@ -149,6 +149,6 @@ def _sample(spec: DecoderSpec, slots: DeviceSlots) -> None:
     held = torch.from_numpy(np.arange(2, dtype=np.int32)).to(slots.device)
     slots.append(held, sampler.draw(logits, held))
     params = PreparedParams.make(_PENALIZED, 0, [], spec.vocab_size)
-    sampler.sample(logits, held, [Row(0, params, 1, 2), Row(1, params, 1, 2)])
+    sampler.sample(logits, held, [ResidentRow(0, params, 1, 2), ResidentRow(1, params, 1, 2)])
     words = torch.empty(2, num_words(slots.vocab_size), dtype=torch.int32, device=slots.device)
     resident_allowed.forbid(logits, held, words)

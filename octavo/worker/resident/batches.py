@@ -21,7 +21,7 @@ from octavo.device.transfer import upload
 from octavo.nn.attention.base import FusedBackend
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.worker.resident.sharing import Groups, shared_room
-from octavo.worker.resident.slots import Batch, DeviceSlots, empty_step, first_of
+from octavo.worker.resident.slots import DeviceBatch, DeviceSlots, empty_step, first_of
 
 MAX_ROWS = 1024
 MAX_TOKENS = 1024
@@ -75,8 +75,8 @@ class Singles:
         room = shared_room(self.sharing[-1], self._most) if self.sharing else 0
         self._shared = torch.zeros(room, dtype=torch.int32, device=device)
 
-    def batch(self, size: int) -> Batch:
-        return Batch(self.rows[:size], self._starts[: size + 1], self._starts[:size])
+    def batch(self, size: int) -> DeviceBatch:
+        return DeviceBatch(self.rows[:size], self._starts[: size + 1], self._starts[:size])
 
     def step(self, size: int, *, shares: bool) -> StepInput:
         """Return the input of a recorded step, for `batch(size)`."""
@@ -114,7 +114,7 @@ A = TypeVar("A", Tensor, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts(Generic[A]):
+class _LayoutArrays(Generic[A]):
     """The layout of a batch of up to T tokens: parts of one int32 array, on the host or the device.
 
     The batch's rows are followed by one row that holds all padding tokens, and by empty rows.
@@ -138,7 +138,7 @@ class _Parts(Generic[A]):
     tiles: A
 
     @classmethod
-    def of(cls, packed: A, tokens: int, tiles: int) -> _Parts[A]:
+    def of(cls, packed: A, tokens: int, tiles: int) -> _LayoutArrays[A]:
         """Return views of the beginning of `packed`; each part starts at a multiple of 16 bytes."""
         ends = _ends(tokens, tiles)
         return cls(*(packed[begin:end] for begin, end in ends))
@@ -174,9 +174,9 @@ class Ragged:
             return
         device, largest = slots.device, self.counts[-1]
         self._tiles = {count: attention.most_tiles(count, _MAX_PROMPTS, device) for count in self.counts}
-        room = _Parts.room(largest, self._tiles[largest])
+        room = _LayoutArrays.room(largest, self._tiles[largest])
         self._packed = torch.empty(room, dtype=torch.int32, device=device)
-        self._parts = {count: _Parts.of(self._packed, count, self._tiles[count]) for count in self.counts}
+        self._parts = {count: _LayoutArrays.of(self._packed, count, self._tiles[count]) for count in self.counts}
         self._buffers = empty_step(largest + 2, largest, device)
         self._cells = slots.cells(largest)
 
@@ -185,9 +185,9 @@ class Ragged:
         prompts = sum(count > 1 for count in plan.num_tokens)
         return least(self.counts, plan.total_tokens) if prompts <= _MAX_PROMPTS else 0
 
-    def batch(self, size: int) -> Batch:
+    def batch(self, size: int) -> DeviceBatch:
         parts = self._parts[size]
-        return Batch(parts.slots, parts.query_start, parts.row_of_token)
+        return DeviceBatch(parts.slots, parts.query_start, parts.row_of_token)
 
     def sample_slots(self, size: int) -> Tensor:
         """Return the slots of the tokens that get logits, padded: [size] int32."""
@@ -216,8 +216,8 @@ class Ragged:
 
     def send(self, plan: StepPlan | None, size: int) -> None:
         """Send the plan's layout; None sends a batch of padding only."""
-        host = np.zeros(_Parts.room(size, self._tiles[size]), dtype=np.int32)
-        into = _Parts.of(host, size, self._tiles[size])
+        host = np.zeros(_LayoutArrays.room(size, self._tiles[size]), dtype=np.int32)
+        into = _LayoutArrays.of(host, size, self._tiles[size])
         into.slots.fill(self._slots.num_slots)
         into.query_start[1:].fill(size)
         into.sample_slots.fill(self._slots.num_slots)
@@ -227,7 +227,7 @@ class Ragged:
             self._fill(into, plan)
         self._packed[: len(host)].copy_(upload(host, self._slots.device))
 
-    def _fill(self, into: _Parts[np.ndarray], plan: StepPlan) -> None:
+    def _fill(self, into: _LayoutArrays[np.ndarray], plan: StepPlan) -> None:
         counts = np.asarray(plan.num_tokens, dtype=np.int32)
         rows, tokens = len(counts), plan.total_tokens
         into.slots[:rows] = plan.slots

@@ -24,18 +24,18 @@ from torch import Tensor
 
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans, Watched
-from octavo.device.transfer import Graph, Link, Recorder, download
+from octavo.device.transfer import Graph, GraphRecorder, Link, download
 from octavo.models.model import Model
 from octavo.nn.attention.base import FusedBackend
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.drawn import Drawn
-from octavo.sampling.resident import ResidentSampler, Sampled
+from octavo.sampling.resident import PendingTokens, ResidentSampler
 from octavo.worker.compute import compute
 from octavo.worker.hooks import ORDINARY, Hooks, Variant
 from octavo.worker.resident.batches import Ragged, Singles, least
 from octavo.worker.resident.sharing import Groups
-from octavo.worker.resident.slots import Batch, DeviceSlots
+from octavo.worker.resident.slots import DeviceBatch, DeviceSlots
 from octavo.worker.step import Step
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ _WORTH_OF_PADDING = 2 << 20
 """Additional bytes for each row of padding, measured with a model of 8 billion parameters."""
 
 
-class Key(NamedTuple):
+class ReplayKey(NamedTuple):
     """Key of a recorded forward pass.
 
     Attributes:
@@ -64,13 +64,13 @@ class Key(NamedTuple):
     variant: Variant = ORDINARY
 
 
-class _Loaded(NamedTuple):
+class _UploadedBatch(NamedTuple):
     """The batch of single tokens that was sent last, and the key of its graph."""
 
     version: int
     slots: Sequence[int]
     variant: Variant
-    key: Key
+    key: ReplayKey
 
     def is_for(self, version: int, plan: StepPlan, variant: Variant) -> bool:
         same = self.slots is plan.slots or self.slots == plan.slots
@@ -106,15 +106,15 @@ class GraphReplay:
         self._sampler = sampler
         self._link = link
         self._hooks = hooks
-        self._forwards: dict[Key, Graph] = {}
+        self._forwards: dict[ReplayKey, Graph] = {}
         self._samples: dict[tuple[int, Variant], Graph] = {}
-        self._loaded: _Loaded | None = None
+        self._loaded: _UploadedBatch | None = None
         self._taken = _Taken(0, ORDINARY, decodes=False)
 
     @torch.inference_mode()
     def capture(
         self,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         max_rows: int,
         max_tokens: int,
         loaded: Collection[int] = (),
@@ -169,7 +169,7 @@ class GraphReplay:
             self._ragged.send(None, largest)
             self._ragged_hidden = self._mixed(largest).clone()
 
-    def _capture_singles(self, recorder: Recorder, variant: Variant, loaded: Collection[int]) -> None:
+    def _capture_singles(self, recorder: GraphRecorder, variant: Variant, loaded: Collection[int]) -> None:
         every = self._singles.sizes
         for size in reversed(every):
             shares = size in self._singles.sharing
@@ -179,20 +179,21 @@ class GraphReplay:
                 if shares:
                     self._forward(size, shares=True)
             self._link.synchronize()
-            self._forwards[Key(size, 1, size, False, variant)] = recorder.record(partial(self._forward, size))
+            self._forwards[ReplayKey(size, 1, size, False, variant)] = recorder.record(partial(self._forward, size))
             self._samples[size, variant] = recorder.record(partial(self._sample, size))
             if shares:
                 graph = recorder.record(partial(self._forward, size, shares=True))
-                self._forwards[Key(size, 1, size, True, variant)] = graph
+                self._forwards[ReplayKey(size, 1, size, True, variant)] = graph
 
-    def _capture_ragged(self, recorder: Recorder, variant: Variant, loaded: Collection[int]) -> None:
+    def _capture_ragged(self, recorder: GraphRecorder, variant: Variant, loaded: Collection[int]) -> None:
         every = self._ragged.counts
         for size in reversed(every):
             if not _is_loaded(size, every, loaded):
                 self._ragged.send(None, size)
                 self._forward_mixed(size)
             self._link.synchronize()
-            self._forwards[Key(size + 2, 0, size, False, variant)] = recorder.record(partial(self._forward_mixed, size))
+            graph = recorder.record(partial(self._forward_mixed, size))
+            self._forwards[ReplayKey(size + 2, 0, size, False, variant)] = graph
 
     # What is recorded
 
@@ -211,7 +212,7 @@ class GraphReplay:
         """Compute a step with prompts; return hidden states [size, hidden_size] of the tokens that get logits."""
         return self._computed(self._ragged.batch(size), self._ragged.step(size), lambda _: self._ragged.foreseen(size))
 
-    def _computed(self, batch: Batch, step: StepInput, prepare: Callable[[StepInput], object]) -> Tensor:
+    def _computed(self, batch: DeviceBatch, step: StepInput, prepare: Callable[[StepInput], object]) -> Tensor:
         self._slots.write_step(batch, step)
         for one in (step, *step.others):
             one.attn = prepare(one)
@@ -254,23 +255,23 @@ class GraphReplay:
             step.recorded = key.rows, variant
         else:
             self._ragged.send(plan, size)
-            self._forwards[Key(size + 2, 0, size, False, variant)].replay()
+            self._forwards[ReplayKey(size + 2, 0, size, False, variant)].replay()
             self._adopt(step, size, variant)
         self._slots.mirror(plan)
         self.count += 1
 
-    def _load(self, plan: StepPlan, size: int, variant: Variant) -> Key:
+    def _load(self, plan: StepPlan, size: int, variant: Variant) -> ReplayKey:
         """Send the batch, unless the last one had the same rows; return the key of its graph."""
         version = self._slots.tables.version
         if self._loaded is not None and self._loaded.is_for(version, plan, variant):
             return self._loaded.key
-        slots, key = plan.slots, Key(size, 1, size, False, variant)
+        slots, key = plan.slots, ReplayKey(size, 1, size, False, variant)
         larger = next((each for each in self._singles.sharing if each >= size), 0)
         if larger and (groups := self._worth_sharing(slots, larger - size)) is not None:
-            key = Key(larger, 1, larger, True, variant)
+            key = ReplayKey(larger, 1, larger, True, variant)
             self._singles.send_groups(groups, larger)
         self._singles.send(slots, key.rows)
-        self._loaded = _Loaded(version, slots, variant, key)
+        self._loaded = _UploadedBatch(version, slots, variant, key)
         return key
 
     def _worth_sharing(self, slots: Sequence[int], padding: int) -> Groups | None:
@@ -303,7 +304,7 @@ class GraphReplay:
             return None
         with self._sampler.allowing(allowed):
             self._samples[step.recorded].replay()
-        return Sampled(download(self._sampled[: len(step.rows)]), [])
+        return PendingTokens(download(self._sampled[: len(step.rows)]), [])
 
     def retract(self, step: Step) -> Tensor:
         raise AssertionError("the forward pass samples no tokens")

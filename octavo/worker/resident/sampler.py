@@ -13,7 +13,7 @@ from octavo.core.spans import Spans, Watched
 from octavo.device.transfer import download, upload
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.drawn import Drawn
-from octavo.sampling.resident import ResidentSampler, Sampled, Verified
+from octavo.sampling.resident import PendingTokens, ResidentSampler, Verified
 from octavo.sampling.resident_drafts import DraftRow, DraftSampler
 from octavo.sampling.resident_logprobs import Columns, entries_of, prompt_columns
 from octavo.worker.drafts import DraftRows
@@ -36,7 +36,7 @@ class DeviceSampler:
         with self._sampler.allowing(allowed):
             tokens, logprobs = self._sampler.sample(logits, step.rows, self._slots.sample_rows(step.plan))
         self._slots.append(step.rows, tokens)
-        return Sampled(download(tokens), logprobs)
+        return PendingTokens(download(tokens), logprobs)
 
     def _sample_drafted(
         self, sampler: DraftSampler, logits: Tensor, step: Step, allowed: Allowed | None, rows: Sequence[DraftRow]
@@ -48,7 +48,7 @@ class DeviceSampler:
             tokens, logprobs = sampler.sample_drafted(logits, step.rows, ahead, rows)
         if not any(plan.num_drafts) or self._slots.drafts is None:
             self._slots.append(step.rows, tokens)
-            return Sampled(download(tokens), logprobs)
+            return PendingTokens(download(tokens), logprobs)
         kept, settle = self._slots.drafts.accept(plan, tokens)
         return Verified(download(tokens), logprobs, download(kept), settle)
 

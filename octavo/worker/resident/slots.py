@@ -19,7 +19,7 @@ from octavo.core.plan import NewRow, StepPlan
 from octavo.device.transfer import upload, upload_parts
 from octavo.nn.step import StepInput
 from octavo.sampling.parameters import NUM_PARAMS, packed_words
-from octavo.sampling.resident import ParamTable, Row
+from octavo.sampling.resident import ParamTable, ResidentRow
 from octavo.sampling.resident_drafts import DraftRow
 from octavo.sampling.state import PreparedParams
 from octavo.worker.drafts import Drafting, DraftRows, Drafts
@@ -49,7 +49,7 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DeviceBatch:
     """A step's rows on the device.
 
     Attributes:
@@ -113,7 +113,7 @@ class DeviceSlots:
         self._held: list[_Held | None] = [None] * num_slots
         self._reporting: set[int] = set()
         self._plain_from = np.zeros(num_slots, dtype=np.int64)
-        """Per slot: the number of known tokens from which on it is sampled plainly; see `Row.plain`."""
+        """Per slot: the number of known tokens from which on it is sampled plainly; see `ResidentRow.plain`."""
         self.drafts = DeviceDrafts(self) if drafts else None
         self._indices: tuple[Sequence[int], NDArray[np.int64]] = [], np.zeros(0, dtype=np.int64)
 
@@ -138,7 +138,7 @@ class DeviceSlots:
             upload(writes.ravel(), self.device), self.block_tables, count, self.block_tables.stride(1), BLOCK=_BLOCK
         )
 
-    def lay_out(self, plan: StepPlan) -> Layout[Batch]:
+    def lay_out(self, plan: StepPlan) -> Layout[DeviceBatch]:
         batch, logit_rows, sample_slots = make_batch(plan, self.device)
         past = self.past(plan)
         sure = self.drafts is None or not self.drafts.unsure[plan.slots].any()
@@ -198,7 +198,7 @@ class DeviceSlots:
         plain = known >= self._plain_from[rows]
         return bool(plain.all()) or bool(plain[np.asarray(plan.samples)].all())
 
-    def sample_rows(self, plan: StepPlan) -> list[Row]:
+    def sample_rows(self, plan: StepPlan) -> list[ResidentRow]:
         """Return the host's data of the rows that sample. Call after `advance`."""
         rows = []
         for slot, samples in zip(plan.slots, plan.samples, strict=True):
@@ -206,7 +206,7 @@ class DeviceSlots:
                 held = self._held[slot]
                 if held is None:
                     raise AssertionError(f"slot {slot} is sampled but empty")
-                rows.append(Row(slot, held.params, held.num_prompt, int(self._computed[slot])))
+                rows.append(ResidentRow(slot, held.params, held.num_prompt, int(self._computed[slot])))
         return rows
 
     def draft_rows(self, plan: StepPlan) -> list[DraftRow] | None:
@@ -249,7 +249,7 @@ class DeviceSlots:
             start += count
         return found
 
-    def advance(self, plan: StepPlan, layout: Layout[Batch]) -> None:
+    def advance(self, plan: StepPlan, layout: Layout[DeviceBatch]) -> None:
         self.count(layout.batch)
         self.mirror(plan)
 
@@ -263,7 +263,7 @@ class DeviceSlots:
         """Subtract `counts` positions, which held rejected drafts, from the host's mirror."""
         self._computed[slots] -= counts
 
-    def write_step(self, batch: Batch, into: StepInput) -> None:
+    def write_step(self, batch: DeviceBatch, into: StepInput) -> None:
         """Write the tokens, positions, cells and lengths of a batch into `into`'s tensors, on the device."""
         rows, tokens = into.num_rows, into.num_tokens
         layout_kernel[(triton.cdiv(max(rows, tokens), _BLOCK),)](
@@ -300,7 +300,7 @@ class DeviceSlots:
                 BLOCK=_BLOCK,
             )
 
-    def count(self, batch: Batch) -> None:
+    def count(self, batch: DeviceBatch) -> None:
         """Count the batch's tokens as computed, on the device."""
         rows = batch.slots.shape[0]
         advance_kernel[(triton.cdiv(rows, _BLOCK),)](
@@ -371,7 +371,7 @@ class DeviceSlots:
             self._reporting.add(slot)
 
 
-def make_batch(plan: StepPlan, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
+def make_batch(plan: StepPlan, device: torch.device) -> tuple[DeviceBatch, Tensor, Tensor]:
     """Send the plan's layout to the device, in one transfer.
 
     Returns:
@@ -389,7 +389,7 @@ def make_batch(plan: StepPlan, device: torch.device) -> tuple[Batch, Tensor, Ten
     row_of_token = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     parts = [slots, start, row_of_token, logit_rows, sampled]
     sent = upload_parts(parts, device)
-    return Batch(*sent[:3]), sent[3], sent[4]
+    return DeviceBatch(*sent[:3]), sent[3], sent[4]
 
 
 class StepBuffers(TypedDict):

@@ -10,7 +10,7 @@ from octavo.core.params import SamplingParams
 from octavo.text.hooks import TextHook, encoded
 
 
-class Text(TextHook):
+class TallyText(TextHook):
     name = "tally"
     body_fields = ("tally",)
 
@@ -31,3 +31,6 @@ class Text(TextHook):
 
     def answer(self, output: CompletionOutput, data: bytes) -> None:
         output.text += data.decode()
+
+
+TEXT = TallyText

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from octavo.bench.client import Target, Timing
-from octavo.bench.load import Pace, first_model, profile, run_load, wait_ready
+from octavo.bench.load import LoadPattern, first_model, profile, run_load, wait_ready
 from octavo.bench.samples import Sample
 from octavo.core.errors import ConfigError
 
@@ -46,11 +46,11 @@ def target(endpoint: str = "/v1/completions", **body: Any) -> Target:
 def load(
     answer: Callable[[dict[str, Any]], httpx.Response],
     samples: list[Sample],
-    pace: Pace | None = None,
+    pace: LoadPattern | None = None,
     to: Target | None = None,
 ) -> list[Timing]:
     transport = httpx.MockTransport(lambda request: answer(json.loads(request.content)))
-    timings, duration = asyncio.run(run_load(to or target(), samples, pace or Pace(), transport=transport))
+    timings, duration = asyncio.run(run_load(to or target(), samples, pace or LoadPattern(), transport=transport))
     assert duration > 0
     return timings
 
@@ -146,16 +146,16 @@ def test_concurrency_is_held_to_its_limit() -> None:
             return streaming(text("a"), "data: [DONE]")
 
     samples = [Sample("x", 1, 1)] * 10
-    asyncio.run(run_load(target(), samples, Pace(max_concurrency=3), transport=Slow()))
+    asyncio.run(run_load(target(), samples, LoadPattern(max_concurrency=3), transport=Slow()))
     assert most == 3
     most = 0
-    asyncio.run(run_load(target(), samples, Pace(), transport=Slow()))
+    asyncio.run(run_load(target(), samples, LoadPattern(), transport=Slow()))
     assert most == 10
 
 
 @pytest.mark.parametrize(("burstiness", "spread"), [(1.0, 1.0), (100.0, 0.1), (0.25, 2.0)])
 def test_gaps_have_the_asked_rate_and_burstiness(burstiness: float, spread: float) -> None:
-    delays = list(Pace(rate=20, burstiness=burstiness).delays(20_000, random.Random(1)))
+    delays = list(LoadPattern(rate=20, burstiness=burstiness).delays(20_000, random.Random(1)))
     gaps = [b - a for a, b in itertools.pairwise(delays)]
     mean = sum(gaps) / len(gaps)
     deviation = (sum((g - mean) ** 2 for g in gaps) / len(gaps)) ** 0.5
@@ -165,7 +165,7 @@ def test_gaps_have_the_asked_rate_and_burstiness(burstiness: float, spread: floa
 
 
 def test_an_infinite_rate_sends_all_at_once() -> None:
-    assert list(Pace().delays(4, random.Random(0))) == [0, 0, 0, 0]
+    assert list(LoadPattern().delays(4, random.Random(0))) == [0, 0, 0, 0]
 
 
 def test_the_model_is_taken_from_the_server() -> None:

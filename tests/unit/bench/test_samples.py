@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench.samples import Source, custom, prefix_repetition, random_samples, sharegpt
+from octavo.bench.samples import PromptSource, custom, prefix_repetition, random_samples, sharegpt
 from octavo.cli.bench.data import make_samples
 from octavo.core.errors import ConfigError
 
@@ -24,8 +24,8 @@ class Words:
         return " ".join(f"w{i}" for i in ids)
 
 
-def source(*, as_text: bool = False, tokenizer: bool = True) -> Source:
-    return Source(random.Random(0), Words() if tokenizer else None, as_text=as_text)
+def source(*, as_text: bool = False, tokenizer: bool = True) -> PromptSource:
+    return PromptSource(random.Random(0), Words() if tokenizer else None, as_text=as_text)
 
 
 def test_random_lengths_are_exact_without_a_range() -> None:

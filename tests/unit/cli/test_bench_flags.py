@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.cli.bench.serve import Wanted, make_parser, parse_headers, parse_result_flags, request_body
+from octavo.cli.bench.serve import ReportedFigures, make_parser, parse_headers, parse_result_flags, request_body
 from octavo.core.errors import ConfigError
 
 
 def test_what_is_told_by_default() -> None:
-    assert parse_result_flags(make_parser().parse_args([])) == Wanted(["ttft", "tpot", "itl"], [99.0], {})
+    assert parse_result_flags(make_parser().parse_args([])) == ReportedFigures(["ttft", "tpot", "itl"], [99.0], {})
 
 
 def test_percentiles_and_goals() -> None:
     argv = ["--percentile-metrics", "e2el", "--metric-percentiles", "50,90.5", "--goodput", "ttft:200", "tpot:0.5"]
     wanted = parse_result_flags(make_parser().parse_args(argv))
-    assert wanted == Wanted(["e2el"], [50.0, 90.5], {"ttft": 200.0, "tpot": 0.5})
+    assert wanted == ReportedFigures(["e2el"], [50.0, 90.5], {"ttft": 200.0, "tpot": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 
 from octavo.cli import bench, chat, generate, start
-from octavo.cli.talk import Answer, LocalSpeaker, RemoteSpeaker
+from octavo.cli.talk import LocalSpeaker, RemoteSpeaker, StreamedAnswer
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError
 from octavo.core.request import GenerateRequest
@@ -99,7 +99,7 @@ async def connect(client: httpx.AsyncClient, *, model: str | None = None, **fiel
     return await RemoteSpeaker.connect("http://server:1/v1/", fields, model=model, api_key="key", client=client)
 
 
-async def collect(speaker: RemoteSpeaker | LocalSpeaker, answer: Answer) -> list[str]:
+async def collect(speaker: RemoteSpeaker | LocalSpeaker, answer: StreamedAnswer) -> list[str]:
     return [piece async for piece in speaker.answer([{"role": "user", "content": "hello"}], answer)]
 
 
@@ -113,7 +113,7 @@ def test_a_servers_answer_is_streamed_and_counted() -> None:
     async def go() -> None:
         client = served(play)
         speaker = await connect(client, temperature=0)
-        answer = Answer()
+        answer = StreamedAnswer()
         assert await collect(speaker, answer) == ["Par", "is"]
         assert (answer.text, answer.prompt_tokens, answer.output_tokens) == ("Paris", 7, 2)
         assert (answer.cached_tokens, answer.finish_reason) == (4, "stop")
@@ -138,7 +138,7 @@ def test_a_servers_error_is_told(response: httpx.Response, message: str) -> None
     async def go() -> None:
         speaker = await connect(served(lambda body: response))
         with pytest.raises(OctavoError, match=message):
-            await collect(speaker, Answer())
+            await collect(speaker, StreamedAnswer())
         await speaker.close()
 
     asyncio.run(go())
@@ -163,7 +163,7 @@ def test_what_is_no_usable_server_is_refused(models: httpx.Response, message: st
 
 def test_our_own_engine_answers_through_the_chat_template() -> None:
     stage = Stage()
-    answer = Answer()
+    answer = StreamedAnswer()
     pieces = asyncio.run(collect(stage.speaker(max_tokens=50), answer))
     assert "".join(pieces).split() == ["Paris", "it", "is"]
     assert stage.requests[0].tokens == ids("user: hello assistant:")
@@ -174,13 +174,13 @@ def test_our_own_engine_answers_through_the_chat_template() -> None:
 
 def test_without_max_tokens_the_answer_may_fill_the_context() -> None:
     stage = Stage()
-    asyncio.run(collect(stage.speaker(), Answer()))
+    asyncio.run(collect(stage.speaker(), StreamedAnswer()))
     assert stage.requests[0].params.max_tokens == stage.engine.info.max_model_len - 3
 
 
 def test_a_bad_sampling_field_is_named() -> None:
     with pytest.raises(InvalidRequestError, match="temperature"):
-        asyncio.run(collect(Stage().speaker(temperature=-1.0), Answer()))
+        asyncio.run(collect(Stage().speaker(temperature=-1.0), StreamedAnswer()))
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_interrupting_an_answer_keeps_the_conversation(
     class Interrupted:
         name = "test"
 
-        async def answer(self, messages: list[dict[str, str]], answer: Answer) -> AsyncIterator[str]:
+        async def answer(self, messages: list[dict[str, str]], answer: StreamedAnswer) -> AsyncIterator[str]:
             seen.append([m["content"] for m in messages])
             answer.add("Paris")
             yield "Paris"

@@ -21,7 +21,7 @@ from octavo.core.errors import (
 )
 from octavo.core.info import Received
 from octavo.core.output import FinishReason, TokenDelta
-from octavo.core.pausing import Part, PauseMode
+from octavo.core.pausing import PauseMode, SleepTag
 from octavo.engine import wire
 from octavo.engine.client import CoreClient
 from octavo.engine.frames import frame
@@ -132,7 +132,7 @@ def test_a_reader_that_lags_too_far_behind_loses_its_request(short_path):
             client._send = sent.append
             inbox = client._streams["slow"] = Inbox()
             for token in range(20):
-                client._take(wire.News([TokenDelta("slow", 0, [token])], client.stats()))
+                client._take(wire.StepDeltas([TokenDelta("slow", 0, [token])], client.stats()))
                 await asyncio.sleep(0)
             assert sent == [wire.Abort("slow")]
             assert client.slow_readers == 1
@@ -155,7 +155,7 @@ def test_a_reader_that_waits_is_not_slow_however_much_comes_before_its_turn(shor
             reading = asyncio.create_task(read())
             await asyncio.sleep(0)
             for token in range(30):
-                client._take(wire.News([TokenDelta("quick", 0, [token])], client.stats()))
+                client._take(wire.StepDeltas([TokenDelta("quick", 0, [token])], client.stats()))
             assert await reading == list(range(30))
             assert client.slow_readers == 0
             del client._streams["quick"]
@@ -169,7 +169,7 @@ def test_news_in_one_piece_is_never_too_much(short_path):
     async def main():
         async with client_of(short_path, max_unread_tokens=10) as (client, _):
             client._streams["whole"] = inbox = Inbox()
-            client._take(wire.News([TokenDelta("whole", 0, list(range(50)))], client.stats()))
+            client._take(wire.StepDeltas([TokenDelta("whole", 0, list(range(50)))], client.stats()))
             assert (await inbox.get()).tokens == list(range(50))
             assert client.slow_readers == 0
             del client._streams["whole"]
@@ -230,7 +230,7 @@ def test_a_pause_is_over_all_clients_and_ends_when_it_has_settled(short_path):
             assert owner.stats().sleep_level == 0
             with pytest.raises(EngineStateError, match="sleeps"):
                 await owner.resume()
-            await owner.wake_up([Part.SCHEDULING])
+            await owner.wake_up([SleepTag.SCHEDULING])
             assert await tokens_of(owner, ask("next"))
 
     run(main())

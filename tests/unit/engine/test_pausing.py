@@ -10,7 +10,7 @@ from octavo.cache.cache import KVCache
 from octavo.core.errors import EngineStateError, InvalidRequestError
 from octavo.core.output import FinishReason, TokenDelta
 from octavo.core.params import SamplingParams
-from octavo.core.pausing import AWAKE, Part, PauseMode
+from octavo.core.pausing import AWAKE, PauseMode, SleepTag
 from octavo.core.request import GenerateRequest, answers_to
 from octavo.engine.executor import FixedWorker
 from octavo.engine.loop import EngineLoop
@@ -169,14 +169,14 @@ def test_what_stands_still_in_a_sleep_is_computed_again(level, depth):
             assert loop.settled, "a pause in a sleep wakes nobody"
     with pytest.raises(EngineStateError, match="sleeps"):
         loop.resume()
-    story.take(loop.wake_up([Part.KV_CACHE]))
+    story.take(loop.wake_up([SleepTag.KV_CACHE]))
     assert loop.stats().sleep_level == level
     assert not loop.busy
-    story.take(loop.wake_up(Part))
+    story.take(loop.wake_up(SleepTag))
     assert loop.stats().sleep_level == AWAKE
     story.finish()
     assert story.tokens == {one.id: expected(one) for one in [*requests, late]}
-    assert (sleeper.slept, sleeper.woken) == ([level], [Part.KV_CACHE, Part.WEIGHTS])
+    assert (sleeper.slept, sleeper.woken) == ([level], [SleepTag.KV_CACHE, SleepTag.WEIGHTS])
 
 
 def test_sleep_deepens_and_is_repeated_without_harm():
@@ -186,8 +186,8 @@ def test_sleep_deepens_and_is_repeated_without_harm():
     for level in (0, 0, 1, 0, 2, 1):
         loop.sleep(level)
     assert (sleeper.slept, loop.stats().sleep_level) == ([1, 2], 2)
-    loop.wake_up(Part)
-    loop.wake_up(Part)
+    loop.wake_up(SleepTag)
+    loop.wake_up(SleepTag)
     assert not loop.paused
     story = Story(loop)
     loop.add(ask("a"))
@@ -200,12 +200,12 @@ def test_a_wake_up_that_fails_can_be_tried_again():
     loop = make_loop(sleeper=sleeper)
     loop.pause(PauseMode.ABORT)
     loop.sleep(2)
-    sleeper.broken = {Part.WEIGHTS}
+    sleeper.broken = {SleepTag.WEIGHTS}
     with pytest.raises(OSError, match="gone"):
-        loop.wake_up(Part)
+        loop.wake_up(SleepTag)
     assert loop.stats().sleep_level == 2
     sleeper.broken = set()
-    loop.wake_up(Part)
+    loop.wake_up(SleepTag)
     assert loop.stats().sleep_level == AWAKE
 
 
@@ -216,9 +216,9 @@ def test_memory_is_kept_where_the_engine_was_not_started_for_sleep():
         loop.sleep(1)
     loop.sleep(0)
     assert loop.stats().sleep_level == 0
-    loop.wake_up([Part.WEIGHTS])
+    loop.wake_up([SleepTag.WEIGHTS])
     assert loop.paused
-    loop.wake_up([Part.SCHEDULING])
+    loop.wake_up([SleepTag.SCHEDULING])
     assert not loop.paused
 
 
@@ -238,7 +238,7 @@ def test_whenever_it_pauses_and_however_deep_it_sleeps_the_tokens_are_the_same()
                 case 1 if loop.settled:
                     loop.sleep(dice.randrange(3))
                 case 2:
-                    story.take(loop.wake_up(Part))
+                    story.take(loop.wake_up(SleepTag))
                 case 3 if loop.stats().sleep_level == AWAKE:
                     story.take(loop.resume())
                 case _ if loop.busy:

@@ -7,7 +7,7 @@ import torch
 
 from octavo.core.params import SamplingParams
 from octavo.sampling.bans import forbid
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.sampler import RowSampler
 from octavo.sampling.state import PreparedParams, SampleRow
 
 
@@ -50,4 +50,4 @@ def test_a_greedy_row_minds_them_too() -> None:
         (SamplingParams(temperature=0, allowed_token_ids=[2, 3]), 3),
         (SamplingParams(temperature=0, bad_token_ids=[[9]]), 8),
     ):
-        assert Sampler().sample(logits, [row(params, [])]).tokens.tolist() == [token]
+        assert RowSampler().sample(logits, [row(params, [])]).tokens.tolist() == [token]

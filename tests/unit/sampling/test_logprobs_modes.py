@@ -65,7 +65,7 @@ def on_the_host(pool: Pool | None, mode: LogprobsMode, logits: Tensor) -> tuple[
 
 
 def on_a_device(mode: LogprobsMode, logits: Tensor) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    from octavo.sampling.resident import ResidentSampler, Sampled
+    from octavo.sampling.resident import PendingTokens, ResidentSampler
     from octavo.worker.resident.slots import DeviceSlots
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,7 +76,7 @@ def on_a_device(mode: LogprobsMode, logits: Tensor) -> tuple[list[int], dict[int
     rows = slots.sample_rows(plan())
     places = torch.arange(len(PARAMS), dtype=torch.int32, device=device)
     tokens, logprobs = sampler.sample(logits.to(device), places, rows)
-    return tokens.tolist(), Sampled(tokens, logprobs).logprobs_of()  # type: ignore[arg-type]
+    return tokens.tolist(), PendingTokens(tokens, logprobs).logprobs_of()  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=["torch", "native", "resident"])

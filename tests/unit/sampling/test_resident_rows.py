@@ -7,13 +7,13 @@ import pytest
 pytest.importorskip("triton")
 
 from octavo.core.params import SamplingParams
-from octavo.sampling.resident import Row
+from octavo.sampling.resident import ResidentRow
 from octavo.sampling.state import PreparedParams
 
 
-def row(num_tokens: int, **settings: object) -> Row:
+def row(num_tokens: int, **settings: object) -> ResidentRow:
     params = PreparedParams.make(SamplingParams(max_tokens=50, **settings), 0, [7], 100)  # type: ignore[arg-type]
-    return Row(0, params, 10, num_tokens)
+    return ResidentRow(0, params, 10, num_tokens)
 
 
 def test_a_minimum_of_tokens_stops_mattering_once_it_is_reached():

@@ -15,7 +15,7 @@ from chi_square import chi_square
 from octavo.core.errors import InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.sampling.processors import process
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.sampler import RowSampler
 from octavo.sampling.state import PreparedParams, SampleRow
 
 VOCAB = 3000
@@ -93,7 +93,7 @@ def test_agrees_with_the_plain_sampler(vocab):
     batch = [random_row(rng, vocab) for _ in range(60)]
     logits = torch.stack([x for x, _, _ in batch])
     untouched = logits.clone()
-    result = Sampler().sample(logits, [row for _, row, _ in batch])
+    result = RowSampler().sample(logits, [row for _, row, _ in batch])
     assert torch.equal(logits, untouched)
     for i, (x, _, facts) in enumerate(batch):
         where = f"{label} row {i} {facts}"
@@ -129,10 +129,10 @@ def test_the_place_of_an_embedding_is_no_token_to_penalize():
 def test_a_row_does_not_depend_on_its_neighbours():
     rng, label = fresh_rng()
     batch = [random_row(rng, VOCAB) for _ in range(40)]
-    alone = [Sampler().sample(x[None], [row]) for x, row, _ in batch]
+    alone = [RowSampler().sample(x[None], [row]) for x, row, _ in batch]
     for size in (2, 3, 17, 40):
         order = rng.sample(range(len(batch)), size)
-        result = Sampler().sample(torch.stack([batch[i][0] for i in order]), [batch[i][1] for i in order])
+        result = RowSampler().sample(torch.stack([batch[i][0] for i in order]), [batch[i][1] for i in order])
         for place, i in enumerate(order):
             where = f"{label} row {i} of {size}"
             assert int(result.tokens[place]) == int(alone[i].tokens[0]), where
@@ -148,7 +148,7 @@ def test_the_same_token_after_other_work_on_another_number_of_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            tokens.add(int(Sampler().sample(logits[None], [row]).tokens[0]))
+            tokens.add(int(RowSampler().sample(logits[None], [row]).tokens[0]))
     finally:
         torch.set_num_threads(before)
     assert len(tokens) == 1, label
@@ -171,7 +171,7 @@ def test_frequencies_follow_the_probabilities(params):
     prepared = PreparedParams.make(params, 1234, [], len(logits))
     tokens = np.zeros(count, dtype=np.int32)
     rows = [SampleRow(prepared, tokens[: i + 1], 1) for i in range(count)]
-    drawn = torch.bincount(Sampler().sample(logits.expand(count, -1), rows).tokens, minlength=len(logits))
+    drawn = torch.bincount(RowSampler().sample(logits.expand(count, -1), rows).tokens, minlength=len(logits))
     expected = dict(plain_sampler.kept(logits.tolist(), params))
     assert set(torch.nonzero(drawn).flatten().tolist()) == set(expected)
     # The 99.9 % point of chi-square with 7 degrees of freedom; with fewer it is lower.
@@ -181,7 +181,7 @@ def test_frequencies_follow_the_probabilities(params):
 def test_choices_of_one_request_differ():
     params = SamplingParams(temperature=1.0)
     rows = [make_row(params, seed=7 + i) for i in range(50)]
-    tokens = Sampler().sample(torch.zeros(50, VOCAB), rows).tokens
+    tokens = RowSampler().sample(torch.zeros(50, VOCAB), rows).tokens
     assert len(set(tokens.tolist())) > 40
 
 
@@ -190,9 +190,9 @@ def test_greedy_takes_the_lowest_of_equals():
     logits[1, [5, 900]] = 2.0
     logits[2, VOCAB - 1] = 1.0
     rows = [make_row(SamplingParams(temperature=0)) for _ in range(3)]
-    assert Sampler().sample(logits, rows).tokens.tolist() == [0, 5, VOCAB - 1]
+    assert RowSampler().sample(logits, rows).tokens.tolist() == [0, 5, VOCAB - 1]
     rows = [make_row(SamplingParams(temperature=0, logprobs=2)) for _ in range(3)]
-    result = Sampler().sample(logits, rows)
+    result = RowSampler().sample(logits, rows)
     assert result.tokens.tolist() == [0, 5, VOCAB - 1]
     assert result.logprobs[1].top_ids == [5, 900]
     assert result.logprobs[1].rank == 1
@@ -202,7 +202,7 @@ def test_greedy_takes_the_lowest_of_equals():
 def test_greedy_takes_the_first_of_the_largest(dtype):
     rng, label = fresh_rng()
     logits = torch.randint(-3, 4, (20, 65), generator=torch.Generator().manual_seed(rng.randrange(2**31))).to(dtype)
-    assert torch.equal(Sampler().greedy(logits).tokens, logits.argmax(-1)), label
+    assert torch.equal(RowSampler().greedy(logits).tokens, logits.argmax(-1)), label
 
 
 @pytest.mark.parametrize("others", ["plain", "mixed"])
@@ -212,13 +212,13 @@ def test_rows_that_cannot_be_sampled_are_named_and_harm_no_other(others):
     drawn = greedy if others == "plain" else SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
     rows = [make_row(drawn if i % 2 else greedy, seed=i) for i in range(6)]
-    clean = Sampler().sample(logits, rows)
+    clean = RowSampler().sample(logits, rows)
     broken = logits.clone()
     broken[1, 17] = math.nan
     broken[2] = -math.inf
     broken[3, 5] = math.inf
     broken[4, 100:] = -math.inf
-    result = Sampler().sample(broken, rows)
+    result = RowSampler().sample(broken, rows)
     assert result.bad_rows == [1, 2, 3], label
     assert result.tokens[[1, 2, 3]].tolist() == [0, 0, 0]
     for i in (0, 5):
@@ -230,7 +230,7 @@ def test_rows_that_cannot_be_sampled_are_named_and_harm_no_other(others):
 
 def test_a_ban_on_every_token_is_a_bad_row():
     row = make_row(SamplingParams(temperature=1.0, min_tokens=2), stops=range(5), vocab=5)
-    assert Sampler().sample(torch.zeros(1, 5), [row]).bad_rows == [0]
+    assert RowSampler().sample(torch.zeros(1, 5), [row]).bad_rows == [0]
 
 
 def test_stop_tokens_are_free_once_there_are_enough():
@@ -239,14 +239,14 @@ def test_stop_tokens_are_free_once_there_are_enough():
     params = SamplingParams(temperature=0, min_tokens=3)
     for count, expected in ((0, 0), (2, 0), (3, 9)):
         row = make_row(params, stops=[9, VOCAB + 5], output=[4] * count)
-        assert int(Sampler().sample(logits, [row]).tokens[0]) == expected
+        assert int(RowSampler().sample(logits, [row]).tokens[0]) == expected
 
 
 def test_bias_is_clamped_and_checked():
     logits = torch.zeros(1, VOCAB)
     logits[0, 3] = 150.0
     row = make_row(SamplingParams(temperature=0, logit_bias={3: -1000.0}))
-    assert int(Sampler().sample(logits, [row]).tokens[0]) == 3
+    assert int(RowSampler().sample(logits, [row]).tokens[0]) == 3
     with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
         make_row(SamplingParams(logit_bias={VOCAB: 1.0}))
 
@@ -256,7 +256,7 @@ def test_logprobs_are_of_the_raw_logits():
     logits = random_logits(rng, VOCAB).bfloat16()[None]
     logits[0, 11] = -1.0
     row = make_row(SamplingParams(temperature=1.7, top_k=30, logit_bias={11: 100.0}, logprobs=20), seed=3)
-    result = Sampler().sample(logits, [row])
+    result = RowSampler().sample(logits, [row])
     got, token = result.logprobs[0], int(result.tokens[0])
     expected = logits[0].double().log_softmax(-1)
     ranked = sorted(range(VOCAB), key=lambda i: (-float(logits[0, i]), i))
@@ -271,7 +271,7 @@ def test_logprobs_of_named_tokens_beside_others():
     logits = random_logits(random.Random(5), VOCAB).repeat(4, 1)
     named = ([3, 2900, 7], [8, 9, 10], [11])
     rows = [make_row(SamplingParams(temperature=0, logprob_token_ids=one)) for one in named]
-    result = Sampler().sample(logits, [*rows, make_row(SamplingParams(temperature=0, logprobs=3))])
+    result = RowSampler().sample(logits, [*rows, make_row(SamplingParams(temperature=0, logprobs=3))])
     expected = logits[0].double().log_softmax(-1)
     for row, one in enumerate(named):
         assert result.logprobs[row].top_ids == one

@@ -22,10 +22,10 @@ from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.metrics.engine import ENGINE_METRICS
-from octavo.server.metrics.histogram import Histogram
+from octavo.server.metrics.histogram import BucketCounts
 from octavo.server.metrics.log_line import StatsLine
 from octavo.server.metrics.metrics import PREFIXES, Metrics
-from octavo.server.metrics.requests import HISTOGRAMS, RequestMetrics
+from octavo.server.metrics.requests import HISTOGRAMS, RequestHistograms
 
 CHAT = "/v1/chat/completions"
 
@@ -172,7 +172,7 @@ def test_a_line_for_each_request_if_asked_for(caplog: pytest.LogCaptureFixture) 
 @given(st.lists(st.floats(0, 10), max_size=30), st.lists(st.floats(0, 10), min_size=1, max_size=6, unique=True))
 def test_a_histogram_counts_what_is_at_or_below_each_bound(values: list[float], bounds: list[float]) -> None:
     bounds = sorted(bounds)
-    histogram = Histogram(bounds)
+    histogram = BucketCounts(bounds)
     for value in values:
         histogram.observe(value)
     assert [count for _, count in histogram.buckets()] == [
@@ -227,7 +227,7 @@ def test_the_log_line_of_a_request_says_that_it_was_preempted(caplog: pytest.Log
     caplog.set_level(logging.INFO)
     request = GenerateRequest(id="r", tokens=[1, 2], params=SamplingParams(max_tokens=4))
     for preemptions in (0, 2):
-        record = RequestMetrics(log_requests=True).begin(request)
+        record = RequestHistograms(log_requests=True).begin(request)
         record.observe_whole(None, cached=0, preemptions=preemptions)
         record.end()
     assert [", preempted 2 times" in line for line in caplog.messages] == [False, True]

@@ -22,7 +22,7 @@ from octavo.server.metrics import merge
 from octavo.server.process.lifecycle import Lifecycle
 from octavo.server.siblings.link import ask as siblings_ask
 from octavo.server.siblings.link import listening
-from octavo.server.siblings.siblings import Siblings
+from octavo.server.siblings.siblings import SiblingProcesses
 
 WORK = {"prompt": "x" * 20, "max_tokens": 4}
 Pace = Callable[[], Awaitable[None]]
@@ -39,7 +39,7 @@ async def family(
     apps = []
     async with AsyncExitStack() as stack:
         for index in range(count):
-            siblings = Siblings(index, count, folder)
+            siblings = SiblingProcesses(index, count, folder)
             app = create_app(make_frontend(engine), settings, lifecycle=Lifecycle(siblings.board), siblings=siblings)
             await stack.enter_async_context(listening(app.state.private, siblings.path(index)))
             stack.push_async_callback(app.state.batches.stop)
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_ends_what_was_relayed(short_path: Path) -> None:
                 pass
             left.set()
 
-        siblings = Siblings(1, 2, short_path)
+        siblings = SiblingProcesses(1, 2, short_path)
         async with listening(slow, siblings.path(0)), family(short_path / "x") as (_, second):
             second.router.add_route("/slow", siblings.relayed, methods=["GET"])
             visitor = Visitor(second, "/slow", method="GET")
@@ -168,7 +168,7 @@ def test_a_refusal_is_relayed_before_the_upload_ends(short_path: Path) -> None:
             await send({"type": "http.response.start", "status": 413, "headers": []})
             await send({"type": "http.response.body", "body": b"too large"})
 
-        siblings = Siblings(1, 2, short_path)
+        siblings = SiblingProcesses(1, 2, short_path)
         async with listening(refusing, siblings.path(0)), family(short_path / "x") as (_, second):
             second.router.add_route("/up", siblings.relayed, methods=["POST"])
             endless = Uploading(second, "/up")
@@ -208,7 +208,7 @@ def test_a_response_that_fails_midway_is_cut_off(short_path: Path, caplog: pytes
             await send({"type": "http.response.body", "body": b"first", "more_body": True})
             raise RuntimeError
 
-        siblings = Siblings(1, 2, short_path)
+        siblings = SiblingProcesses(1, 2, short_path)
         async with listening(failing, siblings.path(0)), family(short_path / "x") as (_, second):
             second.router.add_route("/down", siblings.relayed, methods=["GET"])
             visitor = Visitor(second, "/down", method="GET")

@@ -12,7 +12,7 @@ import pytest
 from server_kit import HELLO, TEMPLATE, TOKENIZER, VOCAB_SIZE, House, ask_now, get_now, ids, make_house, saying
 
 from octavo.config import ServerConfig
-from octavo.core.pausing import Part, PauseMode
+from octavo.core.pausing import PauseMode, SleepTag
 
 GENERATE = "/inference/v1/generate"
 ASKED: dict[str, Any] = {"token_ids": ids("abc")}
@@ -320,8 +320,8 @@ def test_the_engine_is_paused_and_put_to_sleep_by_routes() -> None:
         ("pause", PauseMode.WAIT, True),
         ("sleep", 1, PauseMode.ABORT),
         ("sleep", 2, PauseMode.WAIT),
-        ("wake_up", Part.WEIGHTS, Part.KV_CACHE),
-        ("wake_up", *Part),
+        ("wake_up", SleepTag.WEIGHTS, SleepTag.KV_CACHE),
+        ("wake_up", *SleepTag),
     ]
     assert tell("/abort_requests") == {"status": "aborted", "aborted": 0}
     assert ask_now(dev.app, "/abort_requests", {"request_ids": ["a"]}).json()["aborted"] == 0

@@ -112,8 +112,8 @@ def definitions() -> dict[str, Definition]:
                 for alias in aliases:
                     if alias[:1].isupper():
                         found[alias].bases |= {named(node.value)} - {"", alias}
-    for name in ("LLM", "AsyncLLM"):  # they get the methods that features bring
-        found[name].bases.add("Methods")
+    found["LLM"].bases |= {"BeamSearchMethods", "PoolingMethods"}  # the methods that features bring
+    found["AsyncLLM"].bases.add("AsyncPoolingMethods")
     return dict(found)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from octavo.server.score import ScoreItem
-
 
 class VectorUsage(msgspec.Struct, frozen=True):
     """Tokens read for one HTTP request."""
@@ -23,36 +21,12 @@ class EmbeddingItem(msgspec.Struct, frozen=True, kw_only=True):
     embedding: list[float] | str
 
 
-class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/embeddings`."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[EmbeddingItem]
-    usage: VectorUsage
-    warnings: list[str] | UnsetType = UNSET
-
-
 class PoolingItem(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one input: one vector, or one for each token; or base64 of the numbers, row by row."""
 
     object: str = "pooling"
     index: int
     data: list[float] | list[list[float]] | str
-
-
-class PoolingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /pooling`."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[PoolingItem]
-    usage: VectorUsage
-    warnings: list[str] | UnsetType = UNSET
 
 
 class ClassItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,30 +36,6 @@ class ClassItem(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     probs: list[float]
     num_classes: int
-
-
-class Classification(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /classify`."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[ClassItem]
-    usage: VectorUsage
-    warnings: list[str] | UnsetType = UNSET
-
-
-class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /score`."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[ScoreItem]
-    usage: VectorUsage
-    warnings: list[str] | UnsetType = UNSET
 
 
 class RerankDocument(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from octavo.core.errors import UnsupportedError
 from octavo.features.pooling.http.encode import encode, signs
 from octavo.features.pooling.http.protocol import InputBody, VectorBody
-from octavo.features.pooling.http.work import Reply, compute, prepare_inputs, preparer_of, usage_of
+from octavo.features.pooling.http.work import PoolingReply, compute, prepare_inputs, preparer_of, usage_of
 from octavo.features.pooling.params import Pooled
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
@@ -37,7 +37,7 @@ class EmbedBody(VectorBody):
 async def embed(ctx: ServerContext, request: Request) -> Response:
     """Return a vector for each text, in each requested format."""
     body = await parse_body(request, EmbedBody, ctx.config.max_body_bytes)
-    reply = Reply.of(ctx, request, body, "embd-")
+    reply = PoolingReply.of(ctx, request, body, "embd-")
     if body.input_type not in (None, *_TYPES):
         raise UnsupportedError(
             f"Unsupported input_type: {body.input_type!r}. Leave it out, or choose one of {', '.join(_TYPES)}.",

@@ -12,17 +12,10 @@ from starlette.responses import Response
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.request import GenerateRequest
-from octavo.features.pooling.http.answers import (
-    Classification,
-    ClassItem,
-    EmbeddingItem,
-    Embeddings,
-    PoolingItem,
-    PoolingResult,
-)
+from octavo.features.pooling.http.answers import ClassItem, EmbeddingItem, PoolingItem
 from octavo.features.pooling.http.encode import encode
 from octavo.features.pooling.http.protocol import ClassifyBody, EmbeddingBody, PoolingBody
-from octavo.features.pooling.http.work import Reply, compute, prepare_inputs, preparer_of, usage_of
+from octavo.features.pooling.http.work import PoolingReply, compute, prepare_inputs, preparer_of, usage_of
 from octavo.features.pooling.params import Pooled, Task, pooler_info
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
@@ -34,7 +27,7 @@ _BYTES = ("bytes", "bytes_only")
 async def embeddings(ctx: ServerContext, request: Request) -> Response:
     """Return a vector for each input."""
     body = await parse_body(request, EmbeddingBody, ctx.config.max_body_bytes)
-    reply = Reply.of(ctx, request, body, "embd-")
+    reply = PoolingReply.of(ctx, request, body, "embd-")
     params = preparer_of(ctx).params("embed", dimensions=body.dimensions, normalize=_normalize(body))
     jobs = await prepare_inputs(ctx, body, reply, params)
     results = await compute(ctx, request, jobs)
@@ -45,13 +38,13 @@ async def embeddings(ctx: ServerContext, request: Request) -> Response:
         EmbeddingItem(index=place, embedding=_base64(pooled, body) if as_text else pooled.values())
         for place, pooled in enumerate(results)
     ]
-    return json_response(reply.listing(Embeddings, items, jobs))
+    return json_response(reply.listing(items, jobs))
 
 
 async def pooling(ctx: ServerContext, request: Request) -> Response:
     """Return the task's result for each input."""
     body = await parse_body(request, PoolingBody, ctx.config.max_body_bytes)
-    reply = Reply.of(ctx, request, body, "pooling-")
+    reply = PoolingReply.of(ctx, request, body, "pooling-")
     task = _task(ctx, body.task)
     params = preparer_of(ctx).params(task, dimensions=body.dimensions, normalize=_normalize(body))
     jobs = await prepare_inputs(ctx, body, reply, params)
@@ -64,13 +57,13 @@ async def pooling(ctx: ServerContext, request: Request) -> Response:
             items.append(PoolingItem(index=place, data=_base64(pooled, body)))
         else:
             items.append(PoolingItem(index=place, data=pooled.rows() if task == "token_embed" else pooled.values()))
-    return json_response(reply.listing(PoolingResult, items, jobs))
+    return json_response(reply.listing(items, jobs))
 
 
 async def classify(ctx: ServerContext, request: Request) -> Response:
     """Return the label of each input."""
     body = await parse_body(request, ClassifyBody, ctx.config.max_body_bytes)
-    reply = Reply.of(ctx, request, body, "classify-")
+    reply = PoolingReply.of(ctx, request, body, "classify-")
     params = preparer_of(ctx).params("classify", normalize=body.use_activation)
     jobs = await prepare_inputs(ctx, body, reply, params)
     results = await compute(ctx, request, jobs)
@@ -81,7 +74,7 @@ async def classify(ctx: ServerContext, request: Request) -> Response:
         probs = pooled.values()
         best = max(range(len(probs)), key=probs.__getitem__)
         items.append(ClassItem(index=place, label=labels[best], probs=probs, num_classes=len(probs)))
-    return json_response(reply.listing(Classification, items, jobs))
+    return json_response(reply.listing(items, jobs))
 
 
 def _normalize(body: EmbeddingBody) -> bool | None:
@@ -113,7 +106,7 @@ def _base64(pooled: Pooled, body: EmbeddingBody) -> str:
 
 
 def _bytes_response(
-    body: EmbeddingBody, reply: Reply, jobs: Sequence[GenerateRequest], results: Sequence[Pooled]
+    body: EmbeddingBody, reply: PoolingReply, jobs: Sequence[GenerateRequest], results: Sequence[Pooled]
 ) -> Response:
     """Concatenate the vectors; a header gives the range of each, unless only the bytes are requested."""
     parts = [_bytes(pooled, body) for pooled in results]

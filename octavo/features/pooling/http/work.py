@@ -13,16 +13,17 @@ from starlette.requests import Request
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.request import BACKGROUND, GenerateRequest
-from octavo.features.pooling.http.answers import Classification, Embeddings, PoolingResult, Scores, VectorUsage
+from octavo.features.pooling.http.answers import VectorUsage
 from octavo.features.pooling.http.protocol import InputBody, VectorBody
-from octavo.features.pooling.params import Pooled, PooledOutput, PoolingParams
+from octavo.features.pooling.params import Pooled, PooledOutput, PoolingSpec
 from octavo.features.pooling.payload import NAME
 from octavo.features.pooling.requests import Pair, PoolingFailedError, PoolingPreparer, pool
-from octavo.features.pooling.text import Text
+from octavo.features.pooling.text import PoolingText
 from octavo.server.body import check_count, require
 from octavo.server.context import ServerContext, answer_id, engine_id
 from octavo.server.errors import ApiError
 from octavo.server.extras import LEAVE_OUT, Limited, check_undeclared
+from octavo.server.listing import Listing
 from octavo.server.merge import merge
 from octavo.server.openai.messages import render
 from octavo.server.openai.protocol import Message
@@ -31,7 +32,6 @@ from octavo.text.aside import aside
 from octavo.text.prompts.prompt import Prompt
 
 T = TypeVar("T")
-Listing = TypeVar("Listing", Embeddings, PoolingResult, Classification, Scores)
 
 _LIMITED: dict[str, Limited] = {
     "embed_dtype": (LEAVE_OUT, (None, "float32")),
@@ -47,7 +47,7 @@ _LIMITED: dict[str, Limited] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class PoolingReply:
     """Common fields of an answer."""
 
     id: str
@@ -56,7 +56,7 @@ class Reply:
     warnings: list[str] | UnsetType
 
     @classmethod
-    def of(cls, ctx: ServerContext, request: Request, body: VectorBody, prefix: str) -> Reply:
+    def of(cls, ctx: ServerContext, request: Request, body: VectorBody, prefix: str) -> PoolingReply:
         """Check that the model is served and the body has no unsupported field."""
         warnings = check_undeclared(body, strict=ctx.config.strict_params, known=_LIMITED)
         return cls(
@@ -66,9 +66,9 @@ class Reply:
             warnings=warnings or UNSET,
         )
 
-    def listing(self, kind: type[Listing], items: list[Any], jobs: Sequence[GenerateRequest]) -> Listing:
+    def listing(self, items: list[T], jobs: Sequence[GenerateRequest]) -> Listing[T, VectorUsage]:
         """Return an answer with an item for each input."""
-        return kind(
+        return Listing(
             id=self.id,
             created=self.created,
             model=self.model,
@@ -81,14 +81,14 @@ class Reply:
 def preparer_of(ctx: ServerContext) -> PoolingPreparer:
     """Return the preparer of the server's front end."""
     hook = ctx.frontend.preparer.hook(NAME)
-    assert isinstance(hook, Text)
+    assert isinstance(hook, PoolingText)
     return hook.preparer
 
 
-def preparation(ctx: ServerContext, body: VectorBody, reply: Reply) -> Callable[..., GenerateRequest]:
+def preparation(ctx: ServerContext, body: VectorBody, reply: PoolingReply) -> Callable[..., GenerateRequest]:
     """Return `PoolingPreparer.prepare` with the body's options for all inputs."""
 
-    def prepare(prompt: Prompt | Pair, params: PoolingParams, *, param: str = "input") -> GenerateRequest:
+    def prepare(prompt: Prompt | Pair, params: PoolingSpec, *, param: str = "input") -> GenerateRequest:
         return preparer_of(ctx).prepare(
             prompt,
             params,
@@ -105,7 +105,7 @@ def preparation(ctx: ServerContext, body: VectorBody, reply: Reply) -> Callable[
 
 
 async def prepare_inputs(
-    ctx: ServerContext, body: InputBody, reply: Reply, params: PoolingParams
+    ctx: ServerContext, body: InputBody, reply: PoolingReply, params: PoolingSpec
 ) -> list[GenerateRequest]:
     """Return a request for each input, or for the conversation; errors give an input's index if there are several."""
     given = (body.input is None) + (body.messages is None) == 1
@@ -131,7 +131,7 @@ async def prepare_inputs(
 
 
 async def _prepare_messages(
-    ctx: ServerContext, body: InputBody, reply: Reply, messages: Sequence[Message], params: PoolingParams
+    ctx: ServerContext, body: InputBody, reply: PoolingReply, messages: Sequence[Message], params: PoolingSpec
 ) -> GenerateRequest:
     """Return a request for a rendered conversation, which contains its special tokens already."""
     if ctx.frontend.chat is None and body.chat_template is None:

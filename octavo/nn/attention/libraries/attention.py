@@ -18,7 +18,7 @@ from octavo.nn.step import StepInput
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SplitPlan:
     """The parts of one step's attention: Octavo's kernel for rows with few queries, the library for the others."""
 
     few: Few | None
@@ -44,10 +44,10 @@ class LibraryAttention:
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return self.own.cache_shape(spec, num_blocks, block_size)
 
-    def prepare(self, step: StepInput, block_size: int) -> Parts:
+    def prepare(self, step: StepInput, block_size: int) -> SplitPlan:
         """Divide the rows. Reads nothing from the device if `step` has `query_lens` and `past_lens`."""
         if (few := self.own.all_few(step)) is not None:
-            return Parts(few, None)
+            return SplitPlan(few, None)
         counts = np.asarray(step.query_lens or step.query_start.diff().tolist(), dtype=np.int32)
         if step.past_lens is not None:
             lengths = counts + np.asarray(step.past_lens, dtype=np.int32)
@@ -67,7 +67,7 @@ class LibraryAttention:
             begin,
             query_start - begin if begin else query_start,
         )
-        return Parts(Few(upload(single, step.device), len(single), 1) if len(single) else None, prompts)
+        return SplitPlan(Few(upload(single, step.device), len(single), 1) if len(single) else None, prompts)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         self.own.write(k, v, cache, step)
@@ -89,7 +89,7 @@ class LibraryAttention:
         return self.attend(qkv[:, : spec.num_heads], cache, step, spec)
 
     def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
-        parts: Parts = step.attn
+        parts: SplitPlan = step.attn
         if parts.few is None and parts.prompts is not None:
             return self._library.attend(q, cache, parts.prompts, spec)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

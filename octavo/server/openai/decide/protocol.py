@@ -37,18 +37,18 @@ _PARTS = {
     "type": "array",
     "items": {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
 }
-Words = Annotated[str, BeforeValidator(_words), WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS]})]
+Wording = Annotated[str, BeforeValidator(_words), WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS]})]
 
 
-class _Body(BaseModel):
+class _DecisionModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
-class Turn(_Body):
+class Turn(_DecisionModel):
     """One message of the input."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: Words
+    content: Wording
     type: Literal["message"] = "message"
 
 
@@ -64,35 +64,35 @@ Said = Annotated[
 ]
 
 
-class _Question(_Body):
-    instructions: Words
+class _QuestionModel(_DecisionModel):
+    instructions: Wording
     name: str | None = None
 
 
-class PredicateQuestion(_Question):
+class PredicateQuestion(_QuestionModel):
     """Whether a statement is true, as a probability."""
 
     type: Literal["predicate"]
 
 
-class Choice(_Body):
+class Choice(_DecisionModel):
     value: str | bool
     description: str = ""
 
 
-class ChoiceQuestion(_Question):
+class ChoiceQuestion(_QuestionModel):
     """Which of several choices applies."""
 
     type: Literal["choice"]
     choices: Annotated[list[Choice], Field(min_length=2, max_length=255)]
 
 
-class Level(_Body):
+class Level(_DecisionModel):
     label: str
     description: str = ""
 
 
-class ScoreQuestion(_Question):
+class ScoreQuestion(_QuestionModel):
     """A position on a scale; the lowest level counts 0, the next 1."""
 
     type: Literal["score"]
@@ -110,7 +110,7 @@ def _plain(schema: dict[str, Any]) -> None:
 _OneQuestion = Annotated[Question, Field(discriminator="type", json_schema_extra=_plain)]
 
 
-class DecisionBody(_Body):
+class DecisionBody(_DecisionModel):
     """`input` is the text or the messages that all questions are about.
 
     `prompt_cache_*` and `safety_identifier` are for OpenAI's own service and have no effect.

@@ -22,7 +22,7 @@ from octavo.server.openai.decide.protocol import (
     Question,
 )
 from octavo.server.openai.decide.questions import answer_to, conversation, labels_for, options_of
-from octavo.server.openai.generation import Job, collect
+from octavo.server.openai.generation import GenerationJob, collect
 from octavo.server.openai.next_token import asking_for, logprobs_of
 from octavo.server.stream import until_disconnect
 
@@ -48,7 +48,9 @@ async def decisions(ctx: ServerContext, request: Request) -> Response:
     )
 
 
-async def _job(ctx: ServerContext, body: DecisionBody, question: Question, labels: dict[str, int], name: str) -> Job:
+async def _job(
+    ctx: ServerContext, body: DecisionBody, question: Question, labels: dict[str, int], name: str
+) -> GenerationJob:
     params = asking_for(list(labels.values()))
     messages = conversation(body.input, question, list(labels))
     try:
@@ -64,10 +66,10 @@ async def _job(ctx: ServerContext, body: DecisionBody, question: Question, label
         add_special_tokens=False,
         param="input",
     )
-    return Job(made, None, params)
+    return GenerationJob(made, None, params)
 
 
-def _usage(jobs: list[Job], outputs: list[RequestOutput]) -> DecisionUsage:
+def _usage(jobs: list[GenerationJob], outputs: list[RequestOutput]) -> DecisionUsage:
     asked = sum(len(job.prompt_tokens) for job in jobs)
     cached = sum(output.num_cached_tokens for output in outputs)
     return DecisionUsage(asked, InputDetails(cached), len(jobs), OutputDetails(), asked + len(jobs))

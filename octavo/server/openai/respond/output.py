@@ -1,4 +1,4 @@
-"""`Output`: the items of a response while it is generated, and their events."""
+"""`ResponseOutput`: the items of a response while it is generated, and their events."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 from msgspec import UNSET
 
 from octavo.server.openai.responses import ChatLogprobs
-from octavo.server.openai.routing import News
+from octavo.server.openai.routing import ChoiceDelta
 
-Event = dict[str, Any]
+ResponseEvent = dict[str, Any]
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
-class Output:
+class ResponseOutput:
     """Reasoning, a message and calls, in order.
 
     Attributes:
@@ -27,7 +27,7 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
 
-    def take(self, news: News, logprobs: ChatLogprobs | None = None) -> Iterator[Event]:
+    def take(self, news: ChoiceDelta, logprobs: ChatLogprobs | None = None) -> Iterator[ResponseEvent]:
         if news.reasoning:
             yield from self._begin("reasoning", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""})
             yield self._add(news.reasoning, "response.reasoning_text.delta")
@@ -45,14 +45,14 @@ class Output:
                 self._open["arguments"] += call.function.arguments
                 yield self._event("response.function_call_arguments.delta", delta=call.function.arguments)
 
-    def close(self, status: str) -> Iterator[Event]:
+    def close(self, status: str) -> Iterator[ResponseEvent]:
         """End the open item; nothing follows."""
         if not self.items:
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield from self._begin("message", {"role": "assistant", "content": []}, part)
         yield from self._end(status)
 
-    def _begin(self, kind: str, fields: dict[str, Any], part: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, kind: str, fields: dict[str, Any], part: dict[str, Any]) -> Iterator[ResponseEvent]:
         if self._open is not None and self._open["type"] == kind:
             return
         yield from self._end(COMPLETED)
@@ -63,18 +63,18 @@ class Output:
         empty = {name: [] if isinstance(value, list) else value for name, value in part.items()}
         yield self._event("response.content_part.added", content_index=0, part=empty)
 
-    def _call(self, call_id: str, name: str) -> Iterator[Event]:
+    def _call(self, call_id: str, name: str) -> Iterator[ResponseEvent]:
         yield from self._end(COMPLETED)
         item = {"id": _new_id("fc"), "type": "function_call", "status": IN_PROGRESS}
         yield from self._added(item | {"call_id": call_id, "name": name, "arguments": ""})
 
-    def _added(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _added(self, item: dict[str, Any]) -> Iterator[ResponseEvent]:
         self.items.append(item)
         self._open = item
         shown = {name: [] if name == "content" else value for name, value in item.items()}
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
 
-    def _add(self, text: str, kind: str, logprobs: list[Any] | None = None) -> Event:
+    def _add(self, text: str, kind: str, logprobs: list[Any] | None = None) -> ResponseEvent:
         assert self._open is not None
         (part,) = self._open["content"]
         part["text"] += text
@@ -84,7 +84,7 @@ class Output:
             event["logprobs"] = logprobs
         return event
 
-    def _end(self, status: str) -> Iterator[Event]:
+    def _end(self, status: str) -> Iterator[ResponseEvent]:
         item = self._open
         if item is None:
             return
@@ -99,7 +99,7 @@ class Output:
         self._open = None
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         assert self._open is not None
         return {"type": kind, "item_id": self._open["id"], "output_index": len(self.items) - 1, **fields}
 

@@ -13,7 +13,7 @@ from octavo.server.openai.protocol import ChatBody
 from octavo.server.openai.respond.items import messages_of
 from octavo.server.validation import explain
 
-Items = list[dict[str, Any]]
+InputItems = list[dict[str, Any]]
 
 _LOGPROBS = "message.output_text.logprobs"
 _IGNORED = frozenset(
@@ -34,7 +34,7 @@ _CALLED = {"messages": "input", "max_tokens": "max_output_tokens", "max_completi
 """Fields of chats -> their names in the Responses API."""
 
 
-def _input(value: Any) -> str | Items:
+def _input(value: Any) -> str | InputItems:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -43,7 +43,7 @@ def _input(value: Any) -> str | Items:
 
 
 _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
-Input = Annotated[
+ResponseInput = Annotated[
     str | list[dict[str, Any]],
     BeforeValidator(_input),
     WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _ITEMS]}),
@@ -55,7 +55,7 @@ class ResponseBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-    input: Input
+    input: ResponseInput
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -78,14 +78,14 @@ class ResponseBody(BaseModel):
     enable_response_messages: bool | None = None
 
     @property
-    def items(self) -> Items:
+    def items(self) -> InputItems:
         """The input as items."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
 
 
-def as_chat(body: ResponseBody, earlier: Items) -> ChatBody:
+def as_chat(body: ResponseBody, earlier: InputItems) -> ChatBody:
     """Convert the request to a chat completion.
 
     Args:

@@ -21,8 +21,8 @@ from octavo.server.errors import ApiError, as_api_error, json_response
 from octavo.server.openai.chat import Chat, prepare_chat
 from octavo.server.openai.generation import run
 from octavo.server.openai.logprobs import LogprobWriter
-from octavo.server.openai.respond.output import COMPLETED, IN_PROGRESS, INCOMPLETE, Event, Output
-from octavo.server.openai.respond.protocol import Items, ResponseBody, as_chat
+from octavo.server.openai.respond.output import COMPLETED, IN_PROGRESS, INCOMPLETE, ResponseEvent, ResponseOutput
+from octavo.server.openai.respond.protocol import InputItems, ResponseBody, as_chat
 from octavo.server.openai.respond.store import ResponseStore, Stored
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, named_event, until_disconnect
@@ -41,10 +41,10 @@ class _Making:
 
     chat: Chat
     response: dict[str, Any]
-    input: Items
+    input: InputItems
     writer: LogprobWriter
     tells_messages: bool
-    output: Output = field(default_factory=Output)
+    output: ResponseOutput = field(default_factory=ResponseOutput)
     cached: int = 0
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Responses:
         writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=False)
         return _Making(chat, response, earlier + body.items, writer, bool(body.enable_response_messages))
 
-    async def _earlier(self, request: Request, previous: str | None) -> Items:
+    async def _earlier(self, request: Request, previous: str | None) -> InputItems:
         """Return the conversation that a response continues."""
         if previous is None:
             return []
@@ -150,7 +150,7 @@ class Responses:
         before = await self._recall(previous, request)
         busy = before.response["status"] in ("queued", IN_PROGRESS)
         require(not busy, "previous_response_id", previous, "That response is not finished yet.")
-        items: Items = before.input + before.response["output"]
+        items: InputItems = before.input + before.response["output"]
         return items
 
     async def _recall(self, name: str, request: Request) -> Stored:
@@ -167,7 +167,7 @@ class Responses:
                 return Stored(response, answered)
         return self._store.get(name, "previous_response_id")
 
-    async def _events(self, making: _Making) -> AsyncIterator[list[Event]]:
+    async def _events(self, making: _Making) -> AsyncIterator[list[ResponseEvent]]:
         """Yield the events of the output in groups as they arrive. The response is complete at the end."""
         (routed,) = making.chat.choices()
         async with aclosing(run(self._ctx, [making.chat.job])) as outputs:
@@ -191,7 +191,7 @@ class Responses:
     async def _stream(self, making: _Making, keep: bool) -> AsyncGenerator[bytes, None]:
         number = 0
 
-        def told(event: Event) -> bytes:
+        def told(event: ResponseEvent) -> bytes:
             nonlocal number
             number += 1
             return named_event(event["type"], event | {"sequence_number": number - 1})

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
-from octavo.features.pooling.params import PoolingParams
+from octavo.features.pooling.params import PoolingSpec
 from octavo.features.pooling.payload import NAME as OPTION
 from octavo.features.pooling.requests import pooled_output
 
@@ -43,7 +43,7 @@ def asked(*, generating: bool = True) -> list[GenerateRequest]:
     made = []
     kinds = [("mean", "embed"), ("last", "embed"), ("cls", "embed"), ("mean", "token_embed"), ("last", "embed")]
     for i, (pooling, task) in enumerate(kinds):
-        params = PoolingParams(pooling=pooling, task=task, activation="none")
+        params = PoolingSpec(pooling=pooling, task=task, activation="none")
         made.append(
             GenerateRequest(
                 id=f"p{i}",

@@ -12,6 +12,7 @@ from server_kit import HELLO, ask, ask_now, make_house, saying
 from octavo.config import ServerConfig
 from octavo.core.output import BAD_LOGITS, FinishReason, TokenDelta
 from octavo.core.structured import UNFOLLOWED, StructuredOutputsParams
+from octavo.server.openai.feature_fields import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 PATHS = {"/v1/chat/completions": HELLO, "/v1/completions": {"prompt": "Hello"}}
@@ -165,3 +166,8 @@ def test_what_ends_by_what_it_asked_for_is_no_fault_of_the_server(
     told = answer.events()[-1] if stream else answer.json()
     assert (told["error"]["code"], told["error"]["param"]) == (status, param)
     assert "secret" not in answer.body.decode()
+
+
+def test_bodies_have_every_field_of_the_parameter() -> None:
+    fields = {field.alias or name for name, field in StructuredOutputs.model_fields.items()}
+    assert fields | {"param"} == set(StructuredOutputsParams.__struct_fields__)

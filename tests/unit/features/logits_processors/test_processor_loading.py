@@ -14,9 +14,9 @@ from octavo.core.params import SamplingParams
 from octavo.features import FeatureContext, build_engine_halves, build_worker_halves
 from octavo.features.logits_processors import LogitsProcessor, ProcessorContext
 from octavo.features.logits_processors.interface import AdapterLogitsProcessor, Row
-from octavo.features.logits_processors.load import Loaded, load
+from octavo.features.logits_processors.load import LoadedProcessor, load
 from octavo.features.logits_processors.persistent import PersistentBatch
-from octavo.features.logits_processors.settings import Settings
+from octavo.features.logits_processors.settings import LogitsProcessorsSettings
 
 MODULE = """
 from octavo.features.logits_processors import LogitsProcessor
@@ -82,7 +82,7 @@ def context(*given: Any, **more: Any) -> FeatureContext:
     def no_tokenizer() -> Any:
         raise AssertionError("nobody asked for it")
 
-    settings = {"logits_processors": Settings(logits_processors=given)}
+    settings = {"logits_processors": LogitsProcessorsSettings(logits_processors=given)}
     return FeatureContext(
         vocab_size=5, eos_token_ids=(), load_tokenizer=no_tokenizer, model="m", settings=settings, **more
     )
@@ -178,6 +178,6 @@ def test_errors_name_the_flag_and_the_value(place: Path, name: str, says: str) -
 
 def test_without_processors_there_is_no_feature() -> None:
     assert load(context()) == []
-    assert Loaded("x", by_name(lambda output, logits: logits).popitem()[1]).validate is None
+    assert LoadedProcessor("x", by_name(lambda output, logits: logits).popitem()[1]).validate is None
     with pytest.raises(TypeError):
         ProcessorContext(vocab_size=1)  # type: ignore[call-arg]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.core.params import SamplingParams
 from octavo.features.logits_processors import LogitsProcessor, MoveDirectionality, Row
-from octavo.features.logits_processors.load import Loaded
+from octavo.features.logits_processors.load import LoadedProcessor
 from octavo.features.logits_processors.payload import Share, Shares
 from octavo.features.logits_processors.persistent import PersistentBatch
 from octavo.features.logits_processors.worker import ProcessorsWorker, run
@@ -41,7 +41,7 @@ class Picky(LogitsProcessor):
 def test_a_batch_is_taken_at_once_and_changed_in_place() -> None:
     logits = torch.zeros(4, 3)
     picky = Picky()
-    assert run(Loaded("p", picky), logits, [3, 0, 2], rows(3)) == {}
+    assert run(LoadedProcessor("p", picky), logits, [3, 0, 2], rows(3)) == {}
     assert picky.calls == [[0, 1, 2]]
     assert logits[:, 0].tolist() == [10, 0, 20, 0]
 
@@ -49,7 +49,7 @@ def test_a_batch_is_taken_at_once_and_changed_in_place() -> None:
 def test_only_those_who_fail_by_themselves_fail() -> None:
     logits = torch.zeros(4, 3)
     picky = Picky(bad=[1])
-    failed = run(Loaded("p", picky), logits, [3, 0, 2], rows(3))
+    failed = run(LoadedProcessor("p", picky), logits, [3, 0, 2], rows(3))
     assert failed == {0: "The logits processor p failed: ValueError: [1] hold a bad one"}
     assert picky.calls == [[0, 1, 2], [0], [1], [2]]
     assert logits[:, 0].tolist() == [0, 0, 20, 0]
@@ -59,14 +59,14 @@ def test_only_those_who_fail_by_themselves_fail() -> None:
     ("gives", "says"), [(torch.zeros(3), r"of shape \[1, 3\], not \[3\]"), ([1], "not list"), (7, "not int")]
 )
 def test_a_wrong_result_is_an_error(gives: Any, says: str) -> None:
-    (error,) = run(Loaded("p", Picky(gives=gives)), torch.zeros(1, 3), [0], rows(1)).values()
+    (error,) = run(LoadedProcessor("p", Picky(gives=gives)), torch.zeros(1, 3), [0], rows(1)).values()
     assert error.startswith("The logits processor p failed: TypeError: it must return logits")
     assert re.search(says, error)
 
 
 def test_who_failed_in_one_processor_is_spared_the_next() -> None:
     later = Picky()
-    worker = ProcessorsWorker("x", [Loaded("a", Picky(bad=[5])), Loaded("b", later)])
+    worker = ProcessorsWorker("x", [LoadedProcessor("a", Picky(bad=[5])), LoadedProcessor("b", later)])
     params = SamplingParams()
     shares = [
         Share(slot=slot, processors=[0, 1], start=0, output=[], params=params, prompt=[number])
@@ -83,7 +83,7 @@ def test_a_slot_that_is_filled_anew_forgets() -> None:
         def apply(self, logits: Tensor, rows: Sequence[Row]) -> None:
             seen.extend(row.prompt_ids + row.output_ids for row in rows)
 
-    worker = ProcessorsWorker("x", [Loaded("w", Watch())])
+    worker = ProcessorsWorker("x", [LoadedProcessor("w", Watch())])
     full = {"slot": 1, "processors": [0], "params": SamplingParams()}
     worker.apply(torch.zeros(1, 3), [1], Shares([Share(start=0, output=[], prompt=[7], **full)]))
     worker.apply(torch.zeros(1, 3), [1], Shares([Share(slot=1, processors=[0], start=0, output=[8])]))
@@ -145,7 +145,7 @@ def test_a_remembered_batch_follows_whoever_comes_goes_and_skips() -> None:
 
 def test_a_remembered_batch_begins_anew_after_an_error() -> None:
     ledger, everyone = Ledger(), rows(4)
-    loaded = Loaded("l", PersistentBatch(ledger))
+    loaded = LoadedProcessor("l", PersistentBatch(ledger))
     logits = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
     ledger.bad = 2
     assert list(run(loaded, logits, [0, 1, 2, 3], everyone)) == [2]

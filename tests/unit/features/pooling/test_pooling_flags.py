@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.cli.flags.args import add_engine_settings, engine_from, values
 from octavo.cli.flags.parser import OctavoParser
 from octavo.config import EngineConfig
-from octavo.features.pooling.settings import Settings
+from octavo.features.pooling.settings import PoolingSettings
 
 
 def parse(*argv: str) -> EngineConfig:
@@ -19,7 +19,7 @@ def parse(*argv: str) -> EngineConfig:
 
 def pooler_config(engine: EngineConfig) -> object:
     settings = engine.features["pooling"]
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, PoolingSettings)
     return settings.pooler_config
 
 

@@ -11,7 +11,7 @@ from pooler_kit import told
 
 from octavo.core.errors import InvalidRequestError
 from octavo.engine.fake import fake_info
-from octavo.features.pooling.params import PoolerInfo, PoolingParams
+from octavo.features.pooling.params import PoolerInfo, PoolingSpec
 from octavo.features.pooling.payload import NAME as OPTION
 from octavo.features.pooling.requests import PoolingPreparer, cosine
 from octavo.features.pooling.scoring import paired, plan_scores
@@ -26,8 +26,8 @@ def preparer(pooler: PoolerInfo | None = POOLER, **info: Any) -> PoolingPreparer
     return PoolingPreparer(TOKENIZER, fake_info(feature_info=told(pooler), **settings))
 
 
-def asked(request: Any) -> PoolingParams:
-    return msgspec.msgpack.decode(request.options[OPTION], type=PoolingParams)
+def asked(request: Any) -> PoolingSpec:
+    return msgspec.msgpack.decode(request.options[OPTION], type=PoolingSpec)
 
 
 def test_a_text_ends_with_its_prompt() -> None:
@@ -35,7 +35,7 @@ def test_a_text_ends_with_its_prompt() -> None:
     request = one.prepare("ab", one.params())
     assert request.tokens == TOKENIZER.encode("ab")
     assert request.prompt_only
-    assert asked(request) == PoolingParams(task="embed", pooling="mean", activation="normalize")
+    assert asked(request) == PoolingSpec(task="embed", pooling="mean", activation="normalize")
 
 
 def test_only_the_last_token_may_come_by_way_of_the_cache() -> None:

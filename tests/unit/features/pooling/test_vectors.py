@@ -17,7 +17,7 @@ from server_kit import TEMPLATE, TOKENIZER, VOCAB_SIZE, Answer, Visitor, ask_now
 from octavo.config import ServerConfig
 from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.engine.fake import FakeEngine, fake_info
-from octavo.features.pooling.params import Pooled, PoolerInfo, PoolingParams
+from octavo.features.pooling.params import Pooled, PoolerInfo, PoolingSpec
 from octavo.features.pooling.payload import NAME as OPTION
 from octavo.server.app import background_executor, create_app, make_context
 from octavo.server.batch.lines import Line
@@ -29,7 +29,7 @@ POOLER = PoolerInfo(pooling="mean", normalize=True, size=3, matryoshka=[2])
 
 def play(request: GenerateRequest) -> dict[str, bytes]:
     """How many "a", "b" and other tokens there are; a vector for each token, or the number of tokens as a label."""
-    params = msgspec.msgpack.decode(request.options[OPTION], type=PoolingParams)
+    params = msgspec.msgpack.decode(request.options[OPTION], type=PoolingSpec)
     letters = [TOKENIZER.token_text(token) for token in request.tokens]
     counts = [float(letters.count("a")), float(letters.count("b")), float(len(letters))]
     if params.task == "classify":
@@ -240,7 +240,7 @@ def test_a_cross_encoders_bare_outputs_can_be_had(path: str, asked: dict[str, An
     pairs = {"query": "a", "queries": "a", "documents": ["b"]}
     assert post(path, pairs | asked, app).status == 200
     (request,) = engine.requests
-    assert msgspec.msgpack.decode(request.options[OPTION], type=PoolingParams).activation == activation
+    assert msgspec.msgpack.decode(request.options[OPTION], type=PoolingSpec).activation == activation
 
 
 @pytest.mark.parametrize(("limit", "read"), [(None, 5), (0, 5), (2, 2), (9, 5)])
