@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from toy_drafter import DrafterEngine, DrafterWorker, with_drafter
 from toy_engine import drive, tiny_config, tokens_of
 from toy_models import LLAMA, VOCAB, model_files
 
@@ -96,9 +97,28 @@ def test_requests_that_displace_each_other_find_what_their_windows_need(
     loop.close()
 
 
-def test_native_programs_compute_the_same_bits_with_several_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["mixed", "mixed-native"])
+def test_drafts_that_are_rejected_leave_the_window_where_it_was(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, backend, groups = LAYOUTS[layout]
+    settings = settings_of(backend, num_blocks=40 * groups, async_scheduling=True)
+    loop, _ = build_core(tiny_config(**settings), model_files(config))
+    expected = tokens_of(drive(loop, requests()))
+    loop.close()
+    prompts = {request.id: request.tokens for request in requests()}
+    drafter = DrafterEngine()
+    texts = [prompts[name] + tokens for (name, _), tokens in expected.items()]
+    with_drafter(monkeypatch, drafter, DrafterWorker(texts, VOCAB))
+    loop, info = build_core(tiny_config(**settings), model_files(config))
+    assert info.kv_groups == groups
+    assert tokens_of(drive(loop, requests())) == expected
+    assert min(drafter.accepted, drafter.rejected) > 10
+    loop.close()
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_native_programs_compute_the_same_bits_with_several_tables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities of prompt and answer, in chunks and batches of both kinds of rows."""
-    settings = settings_of("auto", num_blocks=120)
+    settings = settings_of("auto", num_blocks=120, kv_cache_dtype=kind)
 
     def reported() -> dict[str, list[Any]]:
         asked = [

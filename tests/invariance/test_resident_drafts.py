@@ -66,6 +66,25 @@ def truth(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return _truth
 
 
+def test_drafts_beside_windows_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of layers with windows, whose blocks are released while drafts are in flight."""
+    windows = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    files, small = model_files(QWEN3 | windows), {"memory_bytes": 1 << 21, "max_num_seqs": 2}
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    asked = [GenerateRequest(id=f"r{i}", tokens=list(range(5 + i, 30 + i)), params=params) for i in range(2)]
+    loop, _ = build_core(tiny_config(device="cpu", attention_backend="torch", **small), files)
+    expected = news_of(list(drive(loop, asked)))
+    loop.close()
+    texts = [request.tokens + expected[request.id, 0][0] for request in asked]
+    drafter = DrafterEngine(3)
+    with_drafter(monkeypatch, drafter, DrafterWorker(texts, VOCAB))
+    loop, info = build_core(tiny_config(**small | behind(monkeypatch)), files)
+    assert info.kv_groups == 2
+    check_same(news_of(list(drive(loop, asked))), expected)
+    assert min(drafter.accepted, drafter.rejected) > 0
+    loop.close()
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_drafts_change_nothing_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = truth(monkeypatch)
