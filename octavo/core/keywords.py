@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import difflib
 import types
 import typing
 from collections.abc import Iterable
@@ -14,6 +13,8 @@ import msgspec
 
 def near(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:
     """Return `; did you mean ...?` with up to `most` similar names out of `known`, or "" if none is similar."""
+    import difflib  # only an error needs it
+
     found = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 

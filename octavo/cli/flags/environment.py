@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 
@@ -66,6 +65,8 @@ def notices(environ: Mapping[str, str], read: Collection[str]) -> Iterator[str]:
     others = {name for names in OTHER_WORDS.values() for name in names} | _READ_ELSEWHERE
     for name in sorted(environ):
         if _is_ours(name, environ[name]) and name not in read and name not in others:
+            import difflib  # only an error needs it
+
             near = difflib.get_close_matches(name, [*read, *_READ_ELSEWHERE], n=1, cutoff=0.8)
             hint = f"; did you mean {near[0]}?" if near else "; docs/configuration.md lists those there are"
             yield f"{name} has no effect: there is no such variable{hint}"
