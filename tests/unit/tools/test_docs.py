@@ -138,8 +138,16 @@ def assigned(node: ast.ClassDef) -> Iterator[str]:
 
 def has(name: str, attribute: str) -> bool:
     """Whether a class of the package, or a base of it there, has the attribute. Other classes are not judged."""
-    one = definitions().get(name)
-    return one is None or attribute in one.names or any(has(base, attribute) for base in one.bases if known(base))
+    left, seen = [name], set()
+    while left:
+        one = left.pop()
+        if one in seen or not known(one):
+            continue
+        seen.add(one)
+        if attribute in definitions()[one].names:
+            return True
+        left += definitions()[one].bases
+    return not seen
 
 
 def known(name: str) -> bool:
