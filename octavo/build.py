@@ -163,7 +163,7 @@ def _info(
 
 
 def _kv_facts(config: EngineConfig, loaded: LoadedFacts, limits: Limits) -> dict[str, Any]:
-    """The fields of `ModelInfo` that depend on what the layers keep."""
+    """Return the fields of `ModelInfo` that depend on the layers' caches."""
     groups, size = loaded.groups, loaded.kv_bytes_per_token
     facts = {"kv_bytes_per_token": size * sum(group.grows for group in groups), "kv_groups": len(groups)}
     if all(group.kind is GroupKind.FULL for group in groups):
@@ -182,7 +182,7 @@ def _tasks(files: ModelFiles, hooks: Sequence[EngineHook], *, generates: bool) -
     """Return the tasks that requests may use.
 
     Raises:
-        ConfigError: there is none, since the feature for vectors is missing.
+        ConfigError: the model has no task, because the pooling feature is missing.
     """
     tasks = [*(["generate"] if generates else []), *(task for hook in hooks for task in hook.tasks)]
     if not tasks:

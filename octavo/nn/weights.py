@@ -1,4 +1,4 @@
-"""The interface between layers and the loader, which walks the model and pulls the tensors that each layer wants."""
+"""The interface between layers and the loader, which walks the model and pulls the tensors that each layer needs."""
 
 from __future__ import annotations
 

@@ -120,11 +120,11 @@ class PendingTokens:
 
 @dataclass(slots=True)
 class Verified(PendingTokens):
-    """Tokens of rows of which some had drafts, and how many each row of the plan keeps.
+    """Sampled tokens of rows, some with drafts, and the number of tokens that each row of the plan keeps.
 
     Attributes:
         counts: [R] integers.
-        settle: called with them once they have arrived.
+        settle: called with the counts once they have arrived on the host.
     """
 
     counts: Download

@@ -174,7 +174,7 @@ class _ResponseWatch:
 
 
 def _in_time(receive: Receive, seconds: float) -> Receive:
-    """Return `receive` with a time limit on the body; there is none after its end.
+    """Return `receive` with a time limit on the body; no limit applies after its end.
 
     Received data extends the limit at the rate of `_SLOWEST`: large files may take long, but a body can't be stretched
     indefinitely.

@@ -1,7 +1,7 @@
 """Draft tokens in a worker: a drafter's input and output, and the rows of logits of a batch with drafts.
 
 Drafts are stored in a slot's row of tokens after the known ones, so that layout, penalties and bans read them like
-other tokens; a count per slot says how many there are.
+other tokens; a count per slot gives their number.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class ReportedFigures:
 def parse_result_flags(args: argparse.Namespace) -> ReportedFigures:
     metrics = [m for m in args.percentile_metrics.split(",") if m]
     if unknown := set(metrics) - set(TITLES):
-        raise ConfigError(f"--percentile-metrics knows {', '.join(TITLES)}, not {', '.join(sorted(unknown))}")
+        raise ConfigError(f"--percentile-metrics supports {', '.join(TITLES)}, not {', '.join(sorted(unknown))}")
     try:
         percentiles = [float(p) for p in args.metric_percentiles.split(",") if p]
     except ValueError as error:

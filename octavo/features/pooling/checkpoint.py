@@ -159,7 +159,7 @@ def _pooling_mode(path: Path) -> Pooling:
     modes = [str(mode)] if mode else [name for flag, name in _FLAGS.items() if config.get(flag)]
     if len(modes) != 1 or modes[0] not in _KINDS:
         raise ConfigError(
-            f"{path} pools by {' and '.join(modes) or 'nothing'}; Octavo knows mean, cls and last, one of them at a "
+            f"{path} pools by {' and '.join(modes) or 'nothing'}; Octavo supports mean, cls and last, one of them at a "
             'time. Use another model, or choose one with --pooler-config \'{"pooling_type": "MEAN"}\', which gives '
             "other vectors than the model was trained for."
         )

@@ -1,4 +1,4 @@
-"""The loader: walk the model and load the tensors that each layer wants."""
+"""The loader: walk the model and load the tensors that each layer needs."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _replace(mine: object, its: object, *, in_place: bool) -> None:
 
 
 def wanted_bytes(model: nn.Module) -> int:
-    """Return the bytes of all tensors that the model wants, before any is loaded."""
+    """Return the size in bytes of all tensors that the model needs, before any is loaded."""
     wanted = (want for layer in weight_layers(model) for want in layer.wanted() if not want.optional)
     return sum(math.prod(local_shape(want.spec.shape, want.index)) * want.spec.dtype.itemsize for want in wanted)
 

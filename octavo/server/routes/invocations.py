@@ -52,7 +52,7 @@ def _path(ctx: ServerContext, posts: Mapping[str, Endpoint], body: Mapping[str, 
     """Return the path of the route that the fields belong to.
 
     Raises:
-        InvalidRequestError: there is none that this model can answer.
+        InvalidRequestError: this model supports no operation that fits the body.
     """
     tasks = ctx.frontend.info.tasks
     able = _GENERATES if "generate" in tasks else _LABELS + _POOLS if "classify" in tasks else _POOLS

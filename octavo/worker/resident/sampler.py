@@ -41,7 +41,7 @@ class DeviceSampler:
     def _sample_drafted(
         self, sampler: DraftSampler, logits: Tensor, step: Step, allowed: Allowed | None, rows: Sequence[DraftRow]
     ) -> Drawn:
-        """The same where the host does not know how long the rows are, and where they have drafts to verify."""
+        """Sample rows that have drafts to verify, or whose lengths the host does not know."""
         plan = step.plan
         ahead = upload(DraftRows.of(plan).ahead.astype(np.int32), logits.device)
         with sampler.allowing(allowed):

@@ -69,7 +69,7 @@ def test_the_users_word_comes_last(tmp_path: Path) -> None:
 )
 def test_another_pooling_is_refused_unless_the_user_chooses(tmp_path: Path, mode: dict[str, Any]) -> None:
     files = checkpoint(tmp_path, "Transformer", "Pooling", **mode)
-    with pytest.raises(ConfigError, match=r"Octavo knows mean, cls and last.*--pooler-config"):
+    with pytest.raises(ConfigError, match=r"Octavo supports mean, cls and last.*--pooler-config"):
         pooler(files)
     assert pooler(files, pooling_type="CLS").pooling == "cls"
 
