@@ -26,7 +26,7 @@ _CLASS = re.compile(r"`([A-Z]\w*[a-z]\w*)[`(.]")
 _FLAG = re.compile(r"`[^`\n]*?--(?:no-)?([a-z][a-z0-9-]+)")
 # Pages about the code: every class that they name is one of the package's, or one of these.
 DESIGN = {"CONTRIBUTING.md", "architecture.md", "request-flow.md", "adding-a-feature.md", "adding-a-model.md"}
-BORROWED = {"None", "Methods", "Text"}
+BORROWED = {"None"}
 # Where flags are defined, in quotes, with or without their dashes.
 COMMANDS = ("octavo", "benchmarks", "tools", "conformance")
 _OURS = (".py", ".md", ".toml", ".txt", ".sh")
