@@ -6,7 +6,6 @@ In numpy, whose small operations take a fraction of torch's time, since bookkeep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
 from octavo.sampling.verify import verify
 from octavo.worker.drafts import Drafting, DraftRows, Drafts
+from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
 
@@ -26,12 +26,6 @@ Ints = NDArray[np.int64]
 
 Rows = tuple[Ints, Ints]
 """Slots and token counts of a batch's rows, [R] int64 each."""
-
-
-@dataclass(slots=True)
-class _Sampling:
-    params: PreparedParams
-    num_prompt: int
 
 
 class HostSlots:
@@ -65,7 +59,7 @@ class HostSlots:
         self.sampling = np.zeros(num_slots, dtype=STRUCT)
         self._vocab_size = vocab_size
         self._logprobs_mode: LogprobsMode = logprobs_mode
-        self._sampling: list[_Sampling | None] = [None] * num_slots
+        self._held: list[Held | None] = [None] * num_slots
         self._reporting: set[int] = set()
 
     def apply(self, plan: StepPlan) -> None:
@@ -122,18 +116,9 @@ class HostSlots:
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
         if self._reporting.isdisjoint(plan.slots):
             return []
-        found = []
-        start = 0
-        for row, (slot, count) in enumerate(zip(plan.slots, plan.num_tokens, strict=True)):
-            sampling = self._sampling[slot]
-            if slot in self._reporting and sampling is not None and sampling.params.prompt_logprobs is not None:
-                first = int(self.computed[slot]) + 1
-                known = min(count, sampling.num_prompt - first)
-                if known > 0:
-                    following = torch.from_numpy(self.tokens[slot, first : first + known].copy())
-                    found.append(PromptRow(row, start, sampling.params.prompt_logprobs, following))
-            start += count
-        return found
+        return prompt_rows(
+            plan, self._held, self.computed, lambda slot, a, b: torch.from_numpy(self.tokens[slot, a:b].copy())
+        )
 
     def advance(self, plan: StepPlan, layout: Layout[Rows]) -> None:
         rows, counts = layout.batch
@@ -198,17 +183,17 @@ class HostSlots:
 
     def params(self, slots: Sequence[int]) -> list[PreparedParams | None]:
         """Return the sampling parameters of these slots; None for an empty slot."""
-        return [None if (one := self._sampling[slot]) is None else one.params for slot in slots]
+        return [None if (one := self._held[slot]) is None else one.params for slot in slots]
 
     def sample_rows(self, slots: Sequence[int], ahead: Ints | None = None) -> list[SampleRow]:
         """Return the samplers' input for these slots, with `ahead` [S] drafts as their last tokens; None for none."""
         rows = []
         lengths = self.length[slots] if ahead is None else self.length[slots] + ahead
         for slot, length in zip(slots, lengths.tolist(), strict=True):
-            sampling = self._sampling[slot]
-            if sampling is None:
+            held = self._held[slot]
+            if held is None:
                 raise AssertionError(f"slot {slot} is sampled but empty")
-            rows.append(SampleRow(sampling.params, self.tokens[slot, :length], sampling.num_prompt))
+            rows.append(SampleRow(held.params, self.tokens[slot, :length], held.num_prompt))
         return rows
 
     def _fill(self, row: NewRow) -> None:
@@ -220,7 +205,7 @@ class HostSlots:
         for group, blocks in enumerate(row.blocks):
             self.block_tables[group, slot, : len(blocks)] = np.maximum(blocks, 0)  # NO_BLOCK is never read
         params = PreparedParams.of(row, self._vocab_size, self._logprobs_mode)
-        self._sampling[slot] = _Sampling(params, row.num_prompt)
+        self._held[slot] = Held(params, row.num_prompt)
         self.sampling[slot] = packed(params, row.num_prompt)
         self._reporting.discard(slot)
         if params.prompt_logprobs is not None:

@@ -23,6 +23,7 @@ from octavo.sampling.resident import ParamTable, ResidentRow
 from octavo.sampling.resident_drafts import DraftRow
 from octavo.sampling.state import PreparedParams
 from octavo.worker.drafts import Drafting, DraftRows, Drafts
+from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
 from octavo.worker.resident.drafts import DeviceDrafts
 from octavo.worker.resident.sharing import BlockTables, Groups
@@ -40,12 +41,6 @@ _FILL_BLOCK = 1024
 _BLOCK = 256
 _HEADER = 6 + NUM_PARAMS
 _NEVER = np.iinfo(np.int64).max
-
-
-@dataclass(slots=True)
-class _Held:
-    params: PreparedParams
-    num_prompt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +105,7 @@ class DeviceSlots:
         full = [number for number, group in enumerate(groups) if group.kind is GroupKind.FULL]
         self.tables = BlockTables(num_slots, max_blocks, full[0] if full else 0)
         self._computed = np.zeros(num_slots + 1, dtype=np.int64)
-        self._held: list[_Held | None] = [None] * num_slots
+        self._held: list[Held | None] = [None] * num_slots
         self._reporting: set[int] = set()
         self._plain_from = np.zeros(num_slots, dtype=np.int64)
         """Per slot: the number of known tokens from which on it is sampled plainly; see `ResidentRow.plain`."""
@@ -236,18 +231,7 @@ class DeviceSlots:
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
         if self._reporting.isdisjoint(plan.slots):
             return []
-        found = []
-        start = 0
-        for row, (slot, count) in enumerate(zip(plan.slots, plan.num_tokens, strict=True)):
-            held = self._held[slot]
-            asked = None if held is None else held.params.prompt_logprobs
-            if held is not None and asked is not None:
-                first = int(self._computed[slot]) + 1
-                known = min(count, held.num_prompt - first)
-                if known > 0:
-                    found.append(PromptRow(row, start, asked, self.tokens[slot, first : first + known]))
-            start += count
-        return found
+        return prompt_rows(plan, self._held, self._computed, lambda slot, a, b: self.tokens[slot, a:b])
 
     def advance(self, plan: StepPlan, layout: Layout[DeviceBatch]) -> None:
         self.count(layout.batch)
@@ -321,7 +305,7 @@ class DeviceSlots:
         longest = 1
         for header, row in zip(headers, new, strict=True):
             params = PreparedParams.of(row, self.vocab_size, self._logprobs_mode)
-            self._held[row.slot] = _Held(params, row.num_prompt)
+            self._held[row.slot] = Held(params, row.num_prompt)
             self._computed[row.slot] = row.num_computed
             if self.drafts is not None:
                 self.drafts.unsure[row.slot] = 0
