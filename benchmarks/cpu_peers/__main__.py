@@ -3,6 +3,7 @@
     python benchmarks/cpu_peers --setup-only
     python benchmarks/cpu_peers
     python benchmarks/cpu_peers --engines octavo llama.cpp --workloads A B --rounds 5 --groups http-16bit
+    python benchmarks/cpu_peers --engines octavo --earlier ../octavo-v1 --output before_after.json
 
 The first run puts each peer into an environment of its own under --cache (llama.cpp is compiled there), and writes the
 model in every format. A peer that can't be had is named and left out.
@@ -35,7 +36,7 @@ from comparison import Comparison, large_kv
 from install import Installer, install, versions
 from machine import describe
 from processes import end_all_on_signals
-from variants import ACTIVATIONS, ENGINES, VARIANTS, Setup, Variant
+from variants import ACTIVATIONS, ENGINES, VARIANTS, Setup, Variant, earlier
 from workloads import WORKLOADS
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -82,7 +83,7 @@ def main() -> int:
 
 def _chosen(args: argparse.Namespace, there: set[str]) -> list[Variant]:
     wanted = {"", *args.activations}
-    return [
+    chosen = [
         variant
         for variant in VARIANTS
         if variant.engine in args.engines
@@ -90,6 +91,9 @@ def _chosen(args: argparse.Namespace, there: set[str]) -> list[Variant]:
         and variant.format in args.formats
         and variant.activations in wanted
     ]
+    if args.earlier is not None:
+        chosen += [earlier(variant, args.earlier.resolve()) for variant in chosen if variant.engine == "octavo"]
+    return chosen
 
 
 def _arguments() -> argparse.Namespace:
@@ -107,6 +111,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a GGUF file; default: the one that Octavo serves by default")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/octavo-bench"), help="environments, models, logs")
     parser.add_argument("--octavo-python", type=Path, default=Path(sys.executable), help="an interpreter with Octavo")
+    parser.add_argument(
+        "--earlier", type=Path, help="another checkout of Octavo, such as a git worktree, to compare with"
+    )
     parser.add_argument("--setup-only", action="store_true", help="install and convert, measure nothing")
     parser.add_argument("--trial", action="store_true", help="a sixteenth of the output, to see that everything works")
     parser.add_argument("--skip-alone", action="store_true", help="no start times, no memory")

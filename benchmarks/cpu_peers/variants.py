@@ -214,6 +214,16 @@ def _openvino_process(kind: str) -> Callable[[Setup], Launch]:
     return launch
 
 
+def earlier(variant: Variant, source: Path) -> Variant:
+    """Return the same form of Octavo, run from another checkout; figures treat it as a peer."""
+
+    def launch(setup: Setup) -> Launch:
+        now = variant.launch(setup)
+        return replace(now, environment={**now.environment, "PYTHONPATH": str(source)})
+
+    return replace(variant, name=f"earlier {variant.name}", launch=launch)
+
+
 def _all() -> list[Variant]:
     found = []
     for kind in ("bf16", "q4_1", "q4_0", "q8_0"):

@@ -294,3 +294,14 @@ def test_a_product_that_takes_long_is_measured_once(parts: SimpleNamespace, monk
 )
 def test_peers_compute_in_bfloat16_only_where_the_processor_does(parts: SimpleNamespace, flags: str, has: bool) -> None:
     assert parts.variants.multiplies_bfloat16(f"flags\t\t: fpu {flags} sse2\n") is has
+
+
+def test_an_earlier_checkout_is_compared_as_a_peer_is(parts: SimpleNamespace, tmp_path: Path) -> None:
+    now = next(variant for variant in parts.variants.VARIANTS if variant.name == "octavo q4_1 int8")
+    before = parts.variants.earlier(now, tmp_path)
+    setup = parts.variants.Setup(
+        parts.variants.KVSize(16, 1), {"octavo": Path("python")}, None, {"q4_1": Path("m")}, None, (0,), tmp_path
+    )
+    assert before.launch(setup).environment == {"PYTHONPATH": str(tmp_path)}
+    assert before.launch(setup).command == now.launch(setup).command
+    assert parts.report.ratios({"A": {now.name: 3.0, before.name: 2.0}})["A"][now.name]["best peer"] == 1.5
