@@ -156,32 +156,36 @@ class Witness(Reader):
 
 
 class Drafter(EngineHook):
-    """Drafts for everybody, but only from a number of tokens of output on."""
+    """Drafts for everybody, but only while the output has between so many tokens."""
 
     name = "drafter"
     opt_in = True
     max_drafts = 3
 
-    def __init__(self, begin: int) -> None:
-        self.begin = begin
-        self.accepted = 0
+    def __init__(self, begin: int, end: int) -> None:
+        self.range = range(begin, end)
+        self.accepted = self.rejected = 0
 
     def drafts(self, request):
-        return None if request.num_output >= self.begin else 0
+        return None if request.num_output in self.range else 0
 
     def on_verify(self, request, num_drafts, num_accepted):
         self.accepted += num_accepted
+        self.rejected += num_drafts - num_accepted
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_steps_are_repeated_until_a_feature_drafts(depth):
+def test_steps_are_repeated_until_a_feature_drafts_and_after_it(depth):
+    """After the last drafts not before it is known how many were accepted: blocks are counted on from there."""
+
     def run(hooks):
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60, max_ahead=depth + 1)
         scheduler = Scheduler(KVCache(60, BLOCK), limits, make_policy("fcfs"), eos_token_ids=[EOS], hooks=hooks)
+        scheduler.recover = None  # else it would hide what is wrong
         device = Planned(60)
         loop = EngineLoop(scheduler, device, depth)
         for i in range(3):
-            params = SamplingParams(max_tokens=30, ignore_eos=True, seed=i)
+            params = SamplingParams(max_tokens=50, ignore_eos=True, seed=i)
             loop.add(GenerateRequest(id=f"r{i}", tokens=[5, 6, i], params=params))
         tokens: dict[str, list[int]] = {}
         while loop.busy:
@@ -194,15 +198,18 @@ def test_steps_are_repeated_until_a_feature_drafts(depth):
         return sum(plan.repeats for plan in plans)
 
     tokens, plans = run([])
-    idle_tokens, idle_plans = run([Drafter(begin=99)])
+    idle_tokens, idle_plans = run([Drafter(99, 99)])
     assert (idle_tokens, idle_plans) == (tokens, plans)
     assert repeats(plans) > 20
-    drafter = Drafter(begin=10)
-    drafted_tokens, drafted_plans = run([drafter])
-    first = next(i for i, plan in enumerate(drafted_plans) if plan.proposals)
-    assert drafted_tokens == tokens
-    assert repeats(drafted_plans[:first]) > 5
-    assert drafter.accepted > 5
+    for end in range(14, 20):
+        drafter = Drafter(10, end)
+        drafted_tokens, drafted_plans = run([drafter])
+        drafting = [i for i, plan in enumerate(drafted_plans) if plan.proposals]
+        assert drafted_tokens == tokens
+        assert repeats(drafted_plans[: drafting[0]]) > 5
+        assert repeats(drafted_plans[drafting[-1] :]) > 10
+        assert drafter.accepted
+        assert drafter.rejected
 
 
 def test_who_admits_for_good_is_asked_once_and_told_of_each_token():
