@@ -7,6 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.profiling import ProfileSettings, from_environment, profile_settings
 from octavo.core.request import GenerateRequest
 from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
-from octavo.engine.executor import WorkerBuild
+from octavo.engine.executor import WorkerBuild, WorkerPort
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase, PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
@@ -103,7 +104,10 @@ def _with_worker(
         seed=config.model.seed,
     )
     profiler = Profiler(profile, port.tracer(profile)) if profile else None
-    loop = EngineLoop(scheduler, port.executor(), _depth(config, worker.facts), worker=port, profiler=profiler)
+    executor = port.executor()
+    content = _content(config, files, worker.facts, loaded, port) if any(hook.tier for hook in hooks) else ""
+    depth = _depth(config, worker.facts)
+    loop = EngineLoop(scheduler, executor, depth, worker=port, profiler=profiler, content=content)
     _warm_up(loop, timer, prompt_only="generate" not in tasks)
     if config.device.record_steps is not None:
         loop.record(_recorder(config, config.device.record_steps, worker.facts, sizes))
@@ -126,6 +130,17 @@ def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: L
         return KVCache(0, 1, groups=())
     in_flight = limits.max_ahead * limits.max_num_batched_tokens
     return KVCache(num_blocks, config.cache.block_size, loaded.groups, in_flight)
+
+
+def _content(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts, port: WorkerPort) -> str:
+    """Return a digest of what KV pages depend on besides tokens: the model's files, and the form of its cache."""
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files.weights]
+    seed = config.model.seed if config.model.load_format == "dummy" else None
+    form = [facts.dtype, port.kv_form, loaded.weight_form, loaded.kernels, loaded.kv_bytes_per_token, loaded.groups]
+    data = msgspec.json.encode(
+        [files.config, stats, config.model.load_format, seed, facts.device, form], order="sorted"
+    )
+    return blake2b(data, digest_size=32).hexdigest()
 
 
 def _info(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,14 +12,16 @@ import msgspec
 from octavo.build_worker import build_local
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.core.output import StepOutput
-from octavo.core.plan import StepPlan
+from octavo.core.output import StepOutput, TransferState
+from octavo.core.plan import PlanDraft, StepPlan, Transfers
 from octavo.engine.executor import Executor, LaunchedStep
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.record import Gave, Header, Planned, Sampled, read_records
 from octavo.features import payload_types
 from octavo.text.sources import model_files
+
+_POLL_S = 0.001
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class _Player:
         self._codec = codec
         self._names: dict[int, str] = {}
         self._launched: dict[int, tuple[LaunchedStep, list[str]]] = {}
+        self._failures: dict[int, list[int]] = {}
+        """Ticket of a transfer that has ended -> which of its pages failed; one if it never began."""
 
     def take(self, record: Planned | Sampled | Gave) -> Difference | None:
         """Return the first difference, if this is an output that has one."""
@@ -116,8 +121,36 @@ class _Player:
             case Gave(number, output):
                 step, names = self._launched.pop(number)
                 if output is not None:  # else it failed, which is not compared
-                    return self._compare(number, names, output, step.result())
+                    found = step.result()
+                    self._await_transfers(number, output, found)
+                    return self._compare(number, names, output, found)
         return None
+
+    def _await_transfers(self, number: int, recorded: StepOutput, found: StepOutput) -> None:
+        """Let every transfer end that had ended in the recorded run, since the next steps may rely on it.
+
+        Raises:
+            ConfigError: one fails that did not.
+        """
+        self._take_moved(found)
+        for news in recorded.moved:
+            if news.state is not TransferState.ENDED:
+                continue
+            while news.ticket not in self._failures:
+                time.sleep(_POLL_S)
+                self._take_moved(self._executor.forward(_asking(number, news.ticket)).result())
+            if self._failures[news.ticket] and not news.failed:
+                raise ConfigError(
+                    f"step {number} goes on from KV blocks that a tier held in the recorded run, and it does not hold "
+                    "them here. Record a run that begins with an empty tier, or give the replay the same one."
+                )
+
+    def _take_moved(self, output: StepOutput) -> None:
+        for one in output.moved:
+            if one.state is TransferState.ENDED:
+                self._failures[one.ticket] = one.failed
+            elif one.state is TransferState.UNKNOWN:
+                self._failures.setdefault(one.ticket, [0])
 
     def _names_of(self, plan: StepPlan) -> list[str]:
         return [self._names.get(slot, f"slot {slot}") for slot in plan.slots]
@@ -130,6 +163,11 @@ class _Player:
                 return Difference(number, row, name, before, now)
             self.tokens += len(recorded.tokens[row])
         return None
+
+
+def _asking(number: int, ticket: int) -> StepPlan:
+    """A plan without rows, which asks how far a transfer is."""
+    return PlanDraft(transfers=Transfers(doubted=[ticket])).freeze(number, [])
 
 
 def _of(output: StepOutput, row: int) -> list[int] | str:

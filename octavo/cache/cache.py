@@ -5,11 +5,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from octavo.cache.block_pool import BlockPool
+from octavo.cache.lease import Lease
 from octavo.cache.prefix_tree import Key, Node, PrefixTree
+from octavo.cache.prefixes import Extension, extension, longest, tail
 from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind, blocks_held
 
 
@@ -54,7 +56,7 @@ class Growth:
 
 
 class KVCache:
-    """Block pool and prefix tree behind a few methods: match, fork, grow, register, release, reset.
+    """Block pool and prefix tree behind a few methods: match, fork, grow, register, release, lease, reset.
 
     Blocks are registered when the step that fills them is launched, not when it has run: steps run in order, so a
     request that finds a block reads it after it was written, even in the same step (each layer writes all KV before
@@ -88,6 +90,8 @@ class KVCache:
         self._unwritten: set[int] = set()
         """Registered states that can't be copied before the step that writes them is launched."""
         self._only_full = all(group.kind is GroupKind.FULL for group in groups)
+        self.leases: dict[Lease, None] = {}
+        """Leases that are not released, oldest first."""
 
     @property
     def num_blocks(self) -> int:
@@ -207,7 +211,13 @@ class KVCache:
         return growth
 
     def register(
-        self, table: BlockTable, namespace: str, keys: Sequence[Key], end: int, num_computed: int | None = None
+        self,
+        table: BlockTable,
+        namespace: str,
+        keys: Sequence[Key],
+        end: int,
+        num_computed: int | None = None,
+        registered: list[tuple[int, list[int]]] | None = None,
     ) -> None:
         """Register the full blocks below position `end`, so that other requests find them.
 
@@ -216,6 +226,7 @@ class KVCache:
             end: positions whose keys are known and that launched steps have computed.
             num_computed: position up to which launched steps compute the sequence, by default `end`; a STATE is the
                 state at this position.
+            registered: gets (index in the sequence, block by group) of each block that is registered now.
         """
         size = self.block_size
         full = end // size
@@ -230,11 +241,46 @@ class KVCache:
             rows = zip(self.groups, table.groups, strict=True)
             blocks = [_registered(group, row, index, position, leaves_state) for group, row in rows]
             node = self.tree.insert(node, keys[index * size : (index + 1) * size], blocks)
+            if registered is not None:
+                registered.append((index, blocks))
             if not self._only_full:
                 self._unwritten.update(
                     block for group, block in zip(self.groups, blocks, strict=True) if not group.grows
                 )
         table.num_registered, table.node = full, node
+
+    def extension(self, namespace: str, keys: Sequence[Key], loadable: Callable[[int, int], bool]) -> Extension | None:
+        """Return the longest prefix of `keys` that can be had by loading blocks; None if `match` finds as much.
+
+        Args:
+            loadable: whether the block of (group, index in the sequence) can be loaded.
+        """
+        most = (len(keys) - 1) // self.block_size
+        path = self.tree.match(namespace, keys, most)
+        nodes = [(node, self._findable(node)) for node in path]
+        found = extension(self.groups, self.block_size, nodes, most, loadable)
+        return found if found is not None and found.num_tokens > self._usable(path) * self.block_size else None
+
+    def reserve(self, extension: Extension, owner: str) -> Lease | None:
+        """Lease an extension's blocks, new ones for those that are missing; None if too few blocks are free.
+
+        Nothing else may be done with the cache between `extension` and this call.
+        """
+        table = BlockTable([list(row) for row in extension.rows])
+        self._hold(table)
+        if len(extension.missing) > self.pool.num_free:
+            self.release(table)
+            return None
+        for group, entry, _ in extension.missing:
+            table.groups[group][entry] = self._allocate()
+        lease = self.lease(table, owner, extension.num_tokens)
+        self.release(table)
+        return lease
+
+    def adopt(self, lease: Lease, namespace: str, keys: Sequence[Key]) -> None:
+        """Let others find a reserved prefix, whose missing blocks were loaded."""
+        self.register(BlockTable([list(row) for row in lease.groups]), namespace, keys, lease.num_tokens)
+        self._unwritten.difference_update(lease.held)
 
     def launched(self, step: int) -> None:
         """Record that the step of the last `grow` calls was launched."""
@@ -261,6 +307,40 @@ class KVCache:
                     self._drop(block)
         table.groups, table.num_registered, table.node = [], 0, None
 
+    def lease(self, table: BlockTable, owner: str, num_tokens: int, num_computed: int | None = None) -> Lease:
+        """Hold a table's blocks for `owner` until the lease is released, whatever becomes of the table.
+
+        Args:
+            num_tokens: positions that they hold, and whose tokens are known.
+            num_computed: where the sequence stands, by default there; a STATE beyond `num_tokens` is not leased.
+        """
+        ahead = num_computed is not None and num_computed > num_tokens
+        kept = zip(self.groups, table.groups, strict=True)
+        rows = tuple(() if ahead and not group.grows else tuple(row) for group, row in kept)
+        return self._leased(Lease(owner, rows, num_tokens, self._end_lease))
+
+    def lease_blocks(self, blocks: Sequence[int], owner: str) -> Lease:
+        """Hold single blocks likewise."""
+        return self._leased(Lease(owner, (tuple(blocks),), 0, self._end_lease))
+
+    def _leased(self, lease: Lease) -> Lease:
+        for block in lease.held:
+            self.pool.hold(block)
+        self.leases[lease] = None
+        return lease
+
+    @property
+    def num_leased(self) -> int:
+        """Blocks that only leases hold."""
+        held = Counter(block for lease in self.leases for block in lease.held)
+        return sum(self.pool.refs(block) == count for block, count in held.items())
+
+    def _end_lease(self, lease: Lease) -> None:
+        if lease in self.leases:
+            del self.leases[lease]
+            for block in lease.held:
+                self._drop(block)
+
     def num_freed_by(self, tables: Sequence[BlockTable]) -> int:
         """Return how many blocks would become free if these tables were released."""
         held = Counter(block for table in tables for block in table.held)
@@ -272,35 +352,27 @@ class KVCache:
             self.pool.forget(block)
 
     def recount(self, tables: Sequence[BlockTable]) -> None:
-        """Drop all cached contents and recompute reference counts from these tables and the launched steps."""
+        """Drop all cached contents and recompute reference counts from these tables, leases and the launched steps."""
         self.tree.clear()
         leaving = itertools.chain(self._leaving, *self._left.values())
-        self.pool.recount(itertools.chain((block for table in tables for block in table.held), leaving))
+        leased = (block for lease in self.leases for block in lease.held)
+        self.pool.recount(itertools.chain((block for table in tables for block in table.held), leased, leaving))
 
     # Parts of `match`
 
     def _usable(self, path: Sequence[Node]) -> int:
         """Return the longest prefix of a path, in blocks, that every group can continue from."""
-        runs = [0] * len(self.groups)  # successive nodes, up to the current one, that have the group's block
-        usable = 0
-        for length, node in enumerate(path, start=1):
-            found = [block != NO_BLOCK and block not in self._unwritten for block in node.blocks]
-            runs = [run + 1 if there else 0 for run, there in zip(runs, found, strict=True)]
-            if all(run >= self._tail(group, length) for run, group in zip(runs, self.groups, strict=True)):
-                usable = length
-        return usable
+        return longest(self.groups, self.block_size, (self._findable(node) for node in path))
 
-    def _tail(self, group: CacheGroup, length: int) -> int:
-        """Return how many of the last of `length` leading blocks the next token reads."""
-        if not group.grows:
-            return 1
-        return length - group.first_read(length * self.block_size) // self.block_size
+    def _findable(self, node: Node) -> list[bool]:
+        """Return for each group whether the node has a block of it that can be read now."""
+        return [block != NO_BLOCK and block not in self._unwritten for block in node.blocks]
 
     def _shared_row(self, group: CacheGroup, path: Sequence[Node], i: int) -> list[int]:
         """Return a group's row of a table that begins with a path."""
         if not group.grows:
             return [path[-1].blocks[i]] if path else []
-        first = len(path) - self._tail(group, len(path))
+        first = len(path) - tail(group, len(path), self.block_size)
         return [NO_BLOCK] * first + [node.blocks[i] for node in path[first:]]
 
     def _hold(self, table: BlockTable) -> None:
@@ -368,14 +440,16 @@ class KVCache:
                 raise AssertionError(f"block {block} is in the prefix tree but blank")
         for block in cached - findable:
             raise AssertionError(f"block {block} is cached but not in the prefix tree")
+        for lease in self.leases:
+            if any(self.pool.refs(block) == 0 for block in lease.held):
+                raise AssertionError(f"a block leased by {lease.owner} counts as free")
 
     def check_empty(self, num_requests: int) -> None:
-        """Raise AssertionError if blocks are held or `num_requests` is not 0. Call while nothing runs."""
+        """Raise AssertionError if unleased blocks are held or `num_requests` is not 0. Call while nothing runs."""
         self.check()
-        if num_requests or self.num_free != self.num_blocks:
-            raise AssertionError(
-                f"{self.pool.num_used} blocks and {num_requests} requests are left although nothing runs"
-            )
+        left = self.pool.num_used - self.num_leased
+        if num_requests or left:
+            raise AssertionError(f"{left} blocks and {num_requests} requests are left although nothing runs")
 
 
 def _registered(group: CacheGroup, row: Sequence[int], index: int, position: int, leaves_state: bool) -> int:

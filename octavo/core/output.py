@@ -39,6 +39,31 @@ BAD_LOGITS = "The model produced no usable logits (NaN or infinite) for this req
 """Entry of `StepOutput.errors` for a row that can't be sampled with any parameters."""
 
 
+class TransferState(enum.StrEnum):
+    """What a worker reports of a transfer.
+
+    READ: the blocks of a store were read and may be written again; the tier does not hold the pages yet.
+    ENDED: nothing is left to do, and nothing writes to the blocks any more.
+    UNKNOWN: the worker never began it, or has reported its end before.
+    """
+
+    READ = "read"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+
+class Moved(msgspec.Struct, frozen=True, array_like=True):
+    """News of a transfer.
+
+    Attributes:
+        failed: indices of its pages that could not be moved.
+    """
+
+    ticket: int
+    state: TransferState
+    failed: list[int] = []
+
+
 class StepOutput(msgspec.Struct, frozen=True):
     """Output of one step; rows are in the plan's order.
 
@@ -51,6 +76,7 @@ class StepOutput(msgspec.Struct, frozen=True):
         drafts: row -> number of drafts proposed after its tokens, for rows of `StepPlan.proposals`; a row without an
             entry may have as many as planned.
         idle_s: seconds for which the device was idle between the previous step, if it was still running, and this one.
+        moved: reports of transfers, begun with this step or before it.
     """
 
     tokens: list[list[int]]
@@ -60,6 +86,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     found: dict[int, dict[str, bytes]] = msgspec.field(default_factory=dict)
     idle_s: float = 0.0
     drafts: dict[int, int] = msgspec.field(default_factory=dict)
+    moved: list[Moved] = []
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -39,6 +39,37 @@ class NewRow(msgspec.Struct, frozen=True):
     raw_logprobs: bool = False
 
 
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """Pages to move between KV blocks and a tier, under one ticket. A page is the content of one block.
+
+    Attributes:
+        ticket: its number, never used again by this engine.
+        tier: name of the feature that keeps the pages.
+        pages: their names; see `cache/tier.py`.
+        blocks: the block of each page.
+    """
+
+    ticket: int
+    tier: str
+    pages: list[bytes]
+    blocks: list[int]
+
+
+class Transfers(msgspec.Struct, frozen=True):
+    """Transfers to begin before a step. The step does not wait for them: it uses no block that is being loaded, and
+    writes to none that is being stored.
+
+    Attributes:
+        loads: from a tier into blocks.
+        stores: from blocks to a tier. The steps that filled the blocks have run.
+        doubted: tickets of earlier plans that the worker may never have seen; it reports those that it does not know.
+    """
+
+    loads: list[Transfer] = []
+    stores: list[Transfer] = []
+    doubted: list[int] = []
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One planned step. The order and counts of its rows *are* the layout: scheduler and worker both read them.
 
@@ -58,6 +89,8 @@ class StepPlan(msgspec.Struct, frozen=True):
         repeats: the rows equal those of the previous plan, which was launched, and `new` is empty; a worker may reuse
             its layout. Never set on the first plan after a failed step.
         proposals: row -> the most drafts to propose after its tokens, for sampling rows that get drafts.
+        transfers: blocks to load and to store; None for none. A plan without rows has nothing else: it begins
+            transfers, or asks for their reports, while nothing is computed.
     """
 
     id: int
@@ -73,6 +106,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     needs_feedback: bool = False
     repeats: bool = False
     proposals: dict[int, int] = msgspec.field(default_factory=dict)
+    transfers: Transfers | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -102,6 +136,7 @@ class PlanDraft:
     needs_feedback: bool = False
     repeats: bool = False
     proposals: dict[int, int] = field(default_factory=dict)
+    transfers: Transfers | None = None
 
     def freeze(self, step_id: int, freed: list[int]) -> StepPlan:
         return StepPlan(
@@ -118,4 +153,5 @@ class PlanDraft:
             needs_feedback=self.needs_feedback,
             repeats=self.repeats,
             proposals=self.proposals,
+            transfers=self.transfers,
         )

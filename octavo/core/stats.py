@@ -19,6 +19,11 @@ class EngineStats(msgspec.Struct, array_like=True):
 
     Attributes:
         waits_for: the resource (of `LIMITS`) that the first waiting request lacked in the last step; "" if none.
+        num_blocks_used: held by running requests or leases.
+        num_blocks_leased: held by leases alone.
+        blocks_loaded, blocks_stored: moved from and to tiers.
+        blocks_not_stored: left out because too many were on their way, or failed to be stored.
+        loads_failed, loads_late: loads that were given up; their prompts were computed instead.
         kv_slots_allocated, kv_slots_filled: token slots in blocks held by running requests, shared blocks counted
             once; their difference is the paging waste, sampled at every step.
         prompt_tokens: tokens of admitted prompts.
@@ -38,6 +43,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_blocks: int = 0
     num_blocks_used: int = 0
     num_blocks_cached: int = 0
+    num_blocks_leased: int = 0
     block_size: int = 0
     kv_slots_allocated: int = 0
     kv_slots_filled: int = 0
@@ -57,6 +63,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
     blocks_copied: int = 0
     blocks_evicted: int = 0
+    blocks_loaded: int = 0
+    blocks_stored: int = 0
+    blocks_not_stored: int = 0
+    loads_failed: int = 0
+    loads_late: int = 0
     step_tokens: int = 0
     step_prompt_tokens: int = 0
     step_sampled: int = 0
@@ -71,7 +82,7 @@ class EngineStats(msgspec.Struct, array_like=True):
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of blocks in use by running requests, 0 to 1."""
+        """Fraction of blocks in use by running requests or leased, 0 to 1."""
         return self.num_blocks_used / self.num_blocks if self.num_blocks else 0.0
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.device.transfer import Download, Event, Graph, GraphRecorder, Lane
+from octavo.device.transfer import Copier, Copy, Download, Event, Graph, GraphRecorder, Lane
 
 
 class CudaDownload:
@@ -67,6 +67,52 @@ class CudaLane:
         self._read = torch.cuda.current_stream(self._stream.device).record_event()
 
 
+class CudaCopy:
+    """Work on a stream, and the event that follows it."""
+
+    def __init__(self, values: Tensor, stream: torch.cuda.Stream) -> None:
+        """
+        Args:
+            values: in pinned memory; kept until the stream has copied them.
+        """
+        self._values = values
+        self._event = stream.record_event()
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> Tensor:
+        self._event.synchronize()
+        return self._values
+
+
+class CudaCopier:
+    """A stream of its own, which waits for the computing stream, but is not waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def room(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+    def out(self, read: Callable[[], Tensor]) -> Copy:
+        self._await_steps()
+        with torch.cuda.stream(self._stream):
+            found = read()
+            values = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            values.copy_(found, non_blocking=True)
+        return CudaCopy(values, self._stream)
+
+    def into(self, values: Tensor, write: Callable[[Tensor], None]) -> Copy:
+        self._await_steps()
+        with torch.cuda.stream(self._stream):
+            write(values.to(self._stream.device, non_blocking=True))
+        return CudaCopy(values, self._stream)
+
+    def _await_steps(self) -> None:
+        self._stream.wait_event(torch.cuda.current_stream(self._stream.device).record_event())
+
+
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool."""
 
@@ -104,6 +150,9 @@ class CudaLink:
 
     def stream(self) -> Lane:
         return CudaLane(self.torch_device)
+
+    def copier(self) -> Copier:
+        return CudaCopier(self.torch_device)
 
     def event(self) -> Event | None:
         event = torch.cuda.Event(enable_timing=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, Self
 
@@ -47,6 +48,35 @@ class Lane(Protocol):
         ...
 
 
+class Copy(Protocol):
+    """A copy between device and host, under way."""
+
+    def done(self) -> bool:
+        """Whether it has ended. Does not wait."""
+        ...
+
+    def wait(self) -> Tensor:
+        """Return what was copied, in the host's memory."""
+        ...
+
+
+class Copier(Protocol):
+    """A stream for copies between device and host beside what the device computes. Nothing launched later waits for
+    them: their memory may be used once `Copy.done` says so."""
+
+    def room(self, *shape: int) -> Tensor:
+        """Allocate bytes in the host's memory, uninitialized, from which copies are fast."""
+        ...
+
+    def out(self, read: Callable[[], Tensor]) -> Copy:
+        """Copy what `read` returns to the host. It reads after all work that is launched by now."""
+        ...
+
+    def into(self, values: Tensor, write: Callable[[Tensor], None]) -> Copy:
+        """Copy values from the host, and have `write` put them where they belong, after all work launched by now."""
+        ...
+
+
 class Graph(Protocol):
     """Recorded work."""
 
@@ -88,6 +118,10 @@ class Link(Protocol):
         """Return a new stream for transfers to fixed addresses."""
         ...
 
+    def copier(self) -> Copier:
+        """A new stream for copies that no step waits for."""
+        ...
+
     def event(self) -> Event | None:
         """Record an event after all work launched so far; None on the host."""
         ...
@@ -123,6 +157,33 @@ class HostLane:
         """Do nothing: copies are synchronous."""
 
 
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A copy that ended when it began."""
+
+    values: Tensor
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        return self.values
+
+
+class HostCopier:
+    """Copies at once."""
+
+    def room(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8)
+
+    def out(self, read: Callable[[], Tensor]) -> Copy:
+        return HostCopy(read())
+
+    def into(self, values: Tensor, write: Callable[[Tensor], None]) -> Copy:
+        write(values)
+        return HostCopy(values)
+
+
 class HostLink:
     """Host memory as a device: everything is synchronous."""
 
@@ -137,6 +198,9 @@ class HostLink:
 
     def stream(self) -> Lane:
         return HostLane()
+
+    def copier(self) -> Copier:
+        return HostCopier()
 
     def event(self) -> Event | None:
         return None

@@ -18,6 +18,7 @@ from octavo.core.stats import EngineStats
 from octavo.engine.executor import Executor, FixedWorker, LaunchedStep, Staged, WorkerPort
 from octavo.engine.pause import NoExecutor, PauseState, SleepState
 from octavo.engine.profile import Profiler
+from octavo.engine.realms import Realms
 from octavo.engine.record import PlanRecorder
 from octavo.schedule.scheduler import Scheduler
 
@@ -35,18 +36,21 @@ class EngineLoop:
         *,
         worker: WorkerPort | None = None,
         profiler: Profiler | None = None,
+        content: str = "",
     ) -> None:
         """
         Args:
             depth: steps launched ahead of the oldest one whose tokens are not known.
             worker: the executor's worker; None for an executor that is never replaced.
             profiler: makes profiles; None if the engine was not started for them.
+            content: what KV pages depend on besides tokens and updates of the weights; see `Realms`.
         """
         self._scheduler = scheduler
         self._executor = executor
         self._worker = worker or FixedWorker()
         self._pause = PauseState(scheduler)
         self._sleep = SleepState(self._worker)
+        self._realms = Realms(content, self._worker, scheduler)
         self._profiler = profiler
         self._recorder: PlanRecorder | None = None
         self._lost: DeviceLostError | None = None
@@ -90,7 +94,8 @@ class EngineLoop:
     def busy(self) -> bool:
         if self._lost is not None:
             return False
-        return self._in_flight or (self._scheduler.has_work and not self._pause.frozen)
+        scheduler = self._scheduler
+        return self._in_flight or (scheduler.has_work and not self._pause.frozen) or scheduler.transferring
 
     @property
     def paused(self) -> bool:
@@ -108,7 +113,7 @@ class EngineLoop:
 
     @property
     def starved(self) -> bool:
-        """Whether the last step could launch nothing. The caller should wait a moment before the next one."""
+        """Whether the last step computed nothing. The caller should wait a moment before the next one."""
         return not self._launched and not self._flight
 
     def add(self, request: GenerateRequest) -> None:
@@ -147,9 +152,12 @@ class EngineLoop:
     def sleep(self, level: int) -> None:
         """Free the memory of this sleep level (`core/pausing.py`). The pause must have settled.
 
-        Paused requests are recomputed after the wake-up. Raises as `check_sleep`.
+        Paused requests are recomputed after the wake-up. Raises as `check_sleep`, and EngineStateError while blocks are
+        leased, whose contents would be lost.
         """
         self._sleep.check(level)
+        if level:
+            self._check_unleased()
         self._end_profile()  # it holds the executor
         self._pause.close(PauseMode.KEEP)
         with self._guarded():
@@ -157,6 +165,14 @@ class EngineLoop:
                 self._scheduler.park()
                 self._executor = NoExecutor()  # the old one's memory is freed once nothing holds it
             self._sleep.sleep(level)
+
+    def _check_unleased(self) -> None:
+        owners = self._scheduler.lessees()
+        if owners:
+            raise EngineStateError(
+                f"KV blocks are leased by {', '.join(owners)} and would be lost in a sleep; try again when they are "
+                "released."
+            )
 
     def wake_up(self, parts: Iterable[SleepTag]) -> list[TokenDelta]:
         """Allocate the memory of these parts again. The pause ends once no part sleeps."""
@@ -167,6 +183,7 @@ class EngineLoop:
             executor = self._sleep.wake_up(parts)
         if executor is not None:
             self._executor = self._recorded(executor)
+            self._realms.refresh()
         return self._pause.open() if self._sleep.level == AWAKE else []
 
     def check_weights(self) -> WorkerPort:
@@ -205,6 +222,7 @@ class EngineLoop:
             self._scheduler.park()
         with self._guarded():
             staged.put_in_place(version, rescale=flush_cache)
+        self._realms.replaced(version, flushed=flush_cache)
 
     def start_profile(self, prefix: str = "") -> None:
         """Profile each step until `stop_profile`, or until the profile reaches its limits.
@@ -247,6 +265,8 @@ class EngineLoop:
         """Check workers and profile; call periodically while the engine is idle. Raises DeviceLostError."""
         with self._guarded():
             self._worker.check()
+        if self._scheduler.storing and self._sleep.level == AWAKE:
+            self.step()
         if self._profiler is not None:
             self._profiler.end_if_due()
 
@@ -335,6 +355,8 @@ class EngineLoop:
                 news += self._retire()
             self._executor.sample(step, self._scheduler.payload(plan))
             self._flight.append(step)
+            if not plan.slots:
+                self._await_reports(news)
             if plan.needs_feedback and self._depth:
                 self._ahead = self._begin(news)
         launched = time.perf_counter()
@@ -344,10 +366,16 @@ class EngineLoop:
             plan=self._plan_s, launch=launched - began - self._plan_s, retire=time.perf_counter() - launched
         )
 
+    def _await_reports(self, news: list[TokenDelta]) -> None:
+        """Retire a step without rows at once, and all before it: it was launched because nothing else can be."""
+        self._launched = False
+        while self._flight:
+            news += self._retire()
+
     def _begin(self, news: list[TokenDelta]) -> tuple[StepPlan, LaunchedStep] | None:
         """Plan a step, if there is something to compute, and launch it up to its logits."""
         began = time.perf_counter()
-        plan = None if self._pause.frozen else self._scheduler.plan()
+        plan = self._scheduler.plan_transfers() if self._pause.frozen else self._scheduler.plan()
         self._plan_s += time.perf_counter() - began
         news += self._scheduler.take_refused()
         step = None if plan is None else self._executor.forward(plan)

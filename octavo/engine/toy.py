@@ -10,12 +10,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from octavo.core.cache_groups import FULL, CacheGroup
 from octavo.core.errors import DeviceLostError
-from octavo.core.output import StepOutput
-from octavo.core.plan import StepPlan
+from octavo.core.output import Moved, StepOutput
+from octavo.core.plan import StepPlan, Transfers
 from octavo.core.spans import Spans
 
 VOCAB = 50
@@ -46,6 +46,18 @@ def toy_generate(
 
 def _rows(plan: StepPlan) -> tuple[list[int], list[int], list[int], list[bool]]:
     return plan.slots, plan.num_tokens, plan.num_drafts, plan.samples
+
+
+class ToyMover(Protocol):
+    """Moves the cells of blocks, as tests want it."""
+
+    def begin(self, transfers: Transfers, cells: list[list[Cell | None]]) -> None:
+        """Begin transfers; `cells` are those of all blocks."""
+        ...
+
+    def take(self) -> list[Moved]:
+        """Return what has happened since the last call."""
+        ...
 
 
 @dataclass(slots=True)
@@ -82,6 +94,7 @@ class ToyDevice:
         poison: a token that no step can compute.
         groups: cache groups of its layers, one layer each.
         lost_at: id of the plan whose result, like everything after it, raises DeviceLostError.
+        mover: moves blocks from and to tiers.
     """
 
     def __init__(
@@ -95,6 +108,7 @@ class ToyDevice:
         poison: int | None = None,
         groups: Sequence[CacheGroup] = FULL,
         lost_at: int | None = None,
+        mover: ToyMover | None = None,
     ) -> None:
         self._cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
@@ -104,6 +118,7 @@ class ToyDevice:
         self._fail_at = frozenset(fail_at)
         self._poison = poison
         self._lost_at = lost_at
+        self._mover = mover
         self._lost = False
         self._queue: deque[Callable[[], None]] = deque()
         self._slots: dict[int, _Slot] = {}
@@ -152,6 +167,9 @@ class ToyDevice:
         if plan.id == self._lost_at:
             self._lost = True
             raise DeviceLostError("toy device", "it was told to break")
+        if plan.transfers is not None:
+            assert self._mover is not None
+            self._mover.begin(plan.transfers, self._cells)
         self._apply(plan)
         spans = []
         for slot, count, drafts in zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True):
@@ -225,7 +243,8 @@ class ToyDevice:
                 state.computed += len(inputs)
             tokens.append(accepted)
         told = plan.proposals if plan.proposals and self._random.random() < 0.5 else {}
-        step.output = StepOutput(tokens, drafts={row: len(self._slots[plan.slots[row]].drafts) for row in told})
+        proposed = {row: len(self._slots[plan.slots[row]].drafts) for row in told}
+        step.output = StepOutput(tokens, drafts=proposed, moved=self._mover.take() if self._mover else [])
 
     def _verify(self, state: _Slot, drafts: list[int]) -> list[int]:
         """Return the model's tokens as far as the drafts agree with them, and one more."""

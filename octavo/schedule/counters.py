@@ -28,9 +28,10 @@ class Counters:
             stats.waits_for = ""
         stats.num_blocks_used = cache.pool.num_used
         stats.num_blocks_cached = cache.pool.num_cached
+        stats.num_blocks_leased = cache.num_leased
         stats.blocks_copied = cache.num_copied
         stats.blocks_evicted = cache.num_evicted
-        stats.kv_slots_allocated = cache.pool.num_used * cache.block_size
+        stats.kv_slots_allocated = (cache.pool.num_used - stats.num_blocks_leased) * cache.block_size
         stats.kv_slots_filled = stats.kv_slots_allocated - unfilled
         return stats
 
@@ -59,7 +60,8 @@ class Counters:
         stats.step_sampled += sampled
         stats.steps_by_tokens[bisect_left(STEP_TOKENS, prompt_tokens + sampled)] += 1
         stats.step_rows += rows
-        allocated = cache.pool.num_used * cache.block_size
+        used = cache.pool.num_used - cache.num_leased if cache.leases else cache.pool.num_used
+        allocated = used * cache.block_size
         if allocated:
             stats.waste_samples += 1
             stats.waste_sum += unfilled / allocated

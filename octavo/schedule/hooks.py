@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from octavo.cache.cache import KVCache
+from octavo.cache.lease import Lease
+from octavo.cache.tier import Tier
 from octavo.core.errors import InvalidRequestError, internal_error
 from octavo.core.output import FinishReason, TokenLogprobs
 from octavo.core.params import SamplingParams
@@ -71,6 +75,8 @@ class EngineHook:
     """Tasks that it adds; see `ModelInfo.tasks`."""
     info: msgspec.Raw | None = None
     """Facts about the model for the feature's other parts; see `ModelInfo.feature_info`."""
+    tier: Tier | None = None
+    """Where it keeps KV blocks besides the device; the worker half moves them (`WorkerHook.load` and `store`)."""
     admits_for_good: bool = False
     """`admit` never delays a request that computes single tokens, so it is not called for each of them."""
     max_drafts: int = 0
@@ -128,6 +134,16 @@ class EngineHook:
         Called only if the request has options for this feature.
         """
         return None
+
+    def on_finish(self, request: Request, lease: Callable[[], Lease]) -> None:
+        """The request has ended, and its KV blocks are about to be given back.
+
+        Called for each choice that has blocks, before `on_release`, when all its steps have run; not after an error.
+
+        Args:
+            lease: call it to keep the blocks beyond the request, until the hook releases what it returns. While they
+                are held, requests lack them: bound how many leases are held at once.
+        """
 
     def on_release(self, request: Request) -> None:
         """Drop the state of a request that has ended. After a failure this may be called twice."""
@@ -196,6 +212,29 @@ def results(hooks: Sequence[EngineHook], request: Request) -> dict[str, bytes]:
         except Exception:
             log.exception("feature %r failed to return the result of request %s", hook.name, request.id)
     return found
+
+
+def finishing(hooks: Sequence[EngineHook]) -> tuple[EngineHook, ...]:
+    """Return the hooks that override `on_finish`."""
+    return tuple(hook for hook in hooks if type(hook).on_finish is not EngineHook.on_finish)
+
+
+def finished(hooks: Sequence[EngineHook], request: Request, cache: KVCache) -> None:
+    """`on_finish` of those it concerns. A failure is logged, and leases that the hook took are released."""
+    for hook in hooks_of(request, hooks):
+        taken: list[Lease] = []
+        try:
+            hook.on_finish(request, partial(_lease, hook.name, request, cache, taken))
+        except Exception:
+            log.exception("the feature %r failed at the end of request %s", hook.name, request.id)
+            for lease in taken:
+                lease.release()
+
+
+def _lease(owner: str, request: Request, cache: KVCache, taken: list[Lease]) -> Lease:
+    known = min(request.num_computed, len(request.tokens))
+    taken.append(cache.lease(request.table, owner, known, request.num_computed))
+    return taken[-1]
 
 
 def released(hooks: Sequence[EngineHook], request: Request) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from octavo.cache.cache import KVCache
 from octavo.schedule.request import Request
+from octavo.schedule.tiers import Tiers
 
 
 class KvPlanner:
@@ -14,10 +15,14 @@ class KvPlanner:
     Args:
         share_prefixes: let requests reuse each other's KV.
         watermark: fraction of the cache (0 to 1) kept free for the growth of running requests when one is admitted.
+        tiers: transfers from and to tiers; None for none. They need shared prefixes.
     """
 
-    def __init__(self, cache: KVCache, *, share_prefixes: bool, watermark: float = 0.0) -> None:
+    def __init__(
+        self, cache: KVCache, *, share_prefixes: bool, watermark: float = 0.0, tiers: Tiers | None = None
+    ) -> None:
         self._cache = cache
+        self._tiers = tiers
         self._share_prefixes = share_prefixes
         self._reserve = int(watermark * cache.num_blocks)
 
@@ -28,10 +33,10 @@ class KvPlanner:
             prompts: requests whose prompt the step being built computes or finds; see `StepBuilder`.
 
         Returns:
-            False if the request must wait for the sibling that computes their common prompt.
+            False if the request must wait: for the sibling that computes their common prompt, or for a load.
         """
         siblings = request.siblings
-        if siblings.holds(request):
+        if siblings.holds(request) or (self._tiers is not None and self._tiers.waits(request)):
             return False
         leader = siblings.leader_of(request)
         if leader is not None and leader.finish is None and not request.num_preemptions:
@@ -49,6 +54,34 @@ class KvPlanner:
         self._cache.release(request.table)
         request.num_computed = 0
 
+    def load(self, request: Request) -> bool:
+        """Begin to load what tiers have of a request's prefix beyond what it shares; False if that is nothing.
+
+        If it is something, the request must wait: take back what it shares.
+        """
+        if self._tiers is None or not request.reads_cache:
+            return False
+        return self._tiers.load(request, self._namespace(request))
+
+    def admitted(self, request: Request) -> None:
+        """The request was given a slot."""
+        if self._tiers is not None:
+            self._tiers.admitted(request)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        if self._tiers is not None:
+            self._tiers.forget(request)
+
+    def rebuild(self) -> None:
+        """Derive what transfers hold from the transfers themselves, after a failure."""
+        if self._tiers is not None:
+            self._tiers.rebuild()
+
+    def let_go(self) -> bool:
+        """Hold blocks that were loaded for a waiting request no longer; False if there are none."""
+        return self._tiers is not None and self._tiers.let_go()
+
     def shortage(self, request: Request, num_running: int) -> int:
         """Return the blocks missing to admit the request, with some growth of the running ones; <= 0 means it fits."""
         cache = self._cache
@@ -61,8 +94,11 @@ class KvPlanner:
 
     def register(self, request: Request) -> None:
         """Register the computed blocks of its known tokens, so that other requests find them."""
-        known = min(request.num_computed, len(request.tokens))
-        self._cache.register(request.table, self._namespace(request), request.keys, known, request.num_computed)
+        known, namespace = min(request.num_computed, len(request.tokens)), self._namespace(request)
+        registered: list[tuple[int, list[int]]] | None = None if self._tiers is None else []
+        self._cache.register(request.table, namespace, request.keys, known, request.num_computed, registered)
+        if registered and self._tiers is not None:
+            self._tiers.store(request, namespace, registered)
 
     def _namespace(self, request: Request) -> str:
         return request.spec.namespace if self._share_prefixes else request.id

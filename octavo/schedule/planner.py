@@ -134,6 +134,8 @@ class Planner:
             if num_tokens > certain:  # drafts are not worth another request's blocks
                 num_tokens = certain
                 continue
+            if self._kv.let_go():
+                continue
             victim = victim_of(request, self._requests.running, set(step.rows), self._policy)
             if victim is None:
                 step.starved = self._policy.rank(request)
@@ -167,6 +169,9 @@ class Planner:
             self._kv.unshare(request)
             waits = num_tokens <= 0 and not self._limits.whole_prompts
             return AdmitResult.WAIT if waits else AdmitResult.FULL
+        if self._kv.load(request):
+            self._kv.unshare(request)
+            return AdmitResult.WAIT
         self._requests.start(request)
         if not self._add_row(step, request, num_tokens):
             raise AssertionError(f"no KV block for request {request.id}, although its shortage was 0")
@@ -239,15 +244,29 @@ class Planner:
         requests = self._requests
         others = sorted((r for r in requests.running if r is not suspect), key=self._policy.victim_rank)
         if suspect.slot < 0:
-            while (found := self._admit_if_slot(step, suspect)) is AdmitResult.FULL:
-                self.preempt(others.pop())
+            while (found := self._admit_if_slot(step, suspect)) is AdmitResult.FULL and self._take_room(others):
+                pass
             if found is AdmitResult.DONE:
                 requests.waiting.remove(suspect)
             return found is AdmitResult.DONE
         num_tokens = self._allowed(step, suspect)
         while num_tokens > 0 and not self._add_row(step, suspect, num_tokens):
-            self.preempt(others.pop())
+            if not self._take_room(others):
+                return False
         return num_tokens > 0
+
+    def _take_room(self, others: list[Request]) -> bool:
+        """Free loaded blocks that no request uses yet, or else preempt the last of `others`, which is removed.
+
+        Returns:
+            False if there was nothing to free.
+        """
+        if self._kv.let_go():
+            return True
+        if others:
+            self.preempt(others.pop())
+            return True
+        return False
 
     # Preemption
 
@@ -275,11 +294,14 @@ class Planner:
                 self.preempt(victim)
 
     def _yield_one(self, step: StepBuilder) -> bool:
-        """Preempt one sequence when all hold slots and blocks while they wait for a sibling in lockstep.
+        """Free blocks when nothing runs because loaded prefixes, or sequences that wait for a sibling in lockstep, hold
+        them.
 
         Returns:
-            Whether one was preempted.
+            Whether any were freed.
         """
+        if self._kv.let_go():
+            return True
         head = self._requests.waiting.peek()
         needy = (step.starved, self._policy.rank(head) if head else None)
         ranks = [rank for rank in needy if rank is not None]

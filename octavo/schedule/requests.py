@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from octavo.cache.cache import BlockTable, KVCache
 from octavo.core.output import FinishReason
-from octavo.schedule.hooks import EngineHook, released
+from octavo.schedule.hooks import EngineHook, finished, finishing, released
 from octavo.schedule.kv_planner import KvPlanner
 from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Policy, Rank
 from octavo.schedule.request import Request
+from octavo.schedule.tiers import Tiers
 
 
 class Requests:
@@ -24,13 +25,16 @@ class Requests:
         kv: finds, reserves and registers their KV blocks.
     """
 
-    def __init__(self, cache: KVCache, policy: Policy, limits: Limits, hooks: Sequence[EngineHook]) -> None:
+    def __init__(
+        self, cache: KVCache, policy: Policy, limits: Limits, hooks: Sequence[EngineHook], tiers: Tiers | None = None
+    ) -> None:
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
-        self.kv = KvPlanner(cache, share_prefixes=limits.share_prefixes, watermark=limits.watermark)
+        self.kv = KvPlanner(cache, share_prefixes=limits.share_prefixes, watermark=limits.watermark, tiers=tiers)
         self._cache = cache
         self._policy = policy
         self._hooks = hooks
+        self._finishing = finishing(hooks)
         self._alive: dict[str, list[Request]] = {}
         self._num_slots = limits.max_num_seqs
         self._free_slots = list(range(self._num_slots - 1, -1, -1))
@@ -62,6 +66,7 @@ class Requests:
         """Give a slot to a request that was taken from the queue."""
         request.slot = self._free_slots.pop()
         bisect.insort(self.running, request, key=self._policy.rank)
+        self.kv.admitted(request)
 
     def preempt(self, request: Request) -> None:
         """Release slot and blocks and queue the request again. Its full blocks stay cached for the resume."""
@@ -79,6 +84,8 @@ class Requests:
 
     def release(self, request: Request) -> None:
         """Release slot and blocks of a request that has ended, and forget it."""
+        if self._finishing and request.finish is not FinishReason.ERROR:
+            finished(self._finishing, request, self._cache)
         self._give_back(request)
         self._forget(request)
 
@@ -109,6 +116,7 @@ class Requests:
         self._freed += [slot for slot in self._free_slots if slot not in were_free]
         for request in ended:
             self._forget(request)
+        self.kv.rebuild()
 
     def take_freed(self) -> list[int]:
         """Return the slots released since the last call."""
@@ -128,6 +136,7 @@ class Requests:
         request.slot = -1
 
     def _forget(self, request: Request) -> None:
+        self.kv.forget(request)
         released(self._hooks, request)
         if all(r.finish is not None and r.slot < 0 for r in self._alive.get(request.id, ())):
             self._alive.pop(request.id, None)

@@ -31,6 +31,7 @@ from octavo.schedule.request import Request
 from octavo.schedule.requests import Requests
 from octavo.schedule.siblings import make_siblings
 from octavo.schedule.steady import Steady
+from octavo.schedule.tiers import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class Scheduler:
         self._seeds = random.Random(seed)
         self._num_arrivals = self._num_plans = 0
         self._quarantine = Quarantine()
-        self._requests = Requests(cache, policy, limits, hooks)
+        tiers = [hook.tier for hook in hooks if hook.tier is not None]
+        self._tiers = Tiers(tiers, cache, self.counters) if tiers and limits.share_prefixes else None
+        self._requests = Requests(cache, policy, limits, hooks, self._tiers)
         self._drafts = DraftBounds(hooks, limits, cache)
         self._planner = Planner(
             self._requests, cache, limits, policy, hooks, self._quarantine, self.counters, self._drafts
@@ -107,6 +110,8 @@ class Scheduler:
         self._planning = False
         self.counters.stats.num_preemptions += sum(r.finish is None for r in lost)
         self._requests.rebuild(lost)
+        if self._tiers is not None:
+            self._tiers.lost()
         for request in guilty:
             self._end(request, FinishReason.ERROR, error=error)
         return self._take_news()
@@ -128,7 +133,20 @@ class Scheduler:
         for request in list(self._requests.running):
             self._planner.preempt(request)
         self._steady = None
+        if self._tiers is not None:
+            self._tiers.clear()
         self.cache.reset()
+
+    def lessees(self) -> list[str]:
+        """Return who holds leases; prefixes that were loaded for waiting requests are given up."""
+        while self._requests.kv.let_go():
+            pass
+        return sorted({lease.owner for lease in self.cache.leases})
+
+    def enter(self, realm: str) -> None:
+        """Exchange pages with tiers under this name of the model and its weights; see `BlockNames`."""
+        if self._tiers is not None:
+            self._tiers.enter(realm)
 
     def fail_head(self, error: str) -> list[TokenDelta]:
         """End the first waiting request with an error."""
@@ -151,9 +169,20 @@ class Scheduler:
         return bool(self._requests.running) or bool(self._requests.waiting)
 
     @property
+    def transferring(self) -> bool:
+        """Whether transfers hold blocks, so that steps go on even if nothing is computed."""
+        return self._tiers is not None and self._tiers.active
+
+    @property
+    def storing(self) -> bool:
+        """Whether pages are on their way to a tier, which needs no blocks any more; see `EngineLoop.idle`."""
+        return self._tiers is not None and self._tiers.storing
+
+    @property
     def is_stuck(self) -> bool:
-        """Whether a request waits although nothing runs and no feature delays it. Never true, by design."""
-        waits = bool(self._requests.waiting) and not self._planner.num_deferred
+        """Whether a request waits although nothing runs, no block is leased and no feature delays it. Never true, by
+        design."""
+        waits = bool(self._requests.waiting) and not self._planner.num_deferred and not self.cache.leases
         return waits and not self._requests.running and not self._quarantine
 
     # Plan
@@ -162,19 +191,35 @@ class Scheduler:
         """Plan the next step; None if nothing can be computed."""
         self._planning = True
         rows, draft = self._repeat() or self._decide()
-        plan = self._freeze(rows, draft) if rows else None
+        plan = self._freeze(rows, draft)
         self._planning = False
         return plan
 
-    def _freeze(self, rows: list[Request], draft: PlanDraft) -> StepPlan:
+    def plan_transfers(self) -> StepPlan | None:
+        """A step that computes nothing; None if no transfer needs one."""
+        return self._freeze([], PlanDraft())
+
+    def _freeze(self, rows: list[Request], draft: PlanDraft) -> StepPlan | None:
+        if self._tiers is not None:
+            draft.transfers = self._tiers.take(ask=not rows and not self._computing)
+        if not rows and draft.transfers is None:
+            return None
         steady = self._steady if draft.repeats else None
-        for hook in self._hooks if steady is None else steady.hooks:
-            hook.on_plan(draft, rows)
-        plan = draft.freeze(self._num_plans, self._requests.take_freed())
+        if rows:
+            for hook in self._hooks if steady is None else steady.hooks:
+                hook.on_plan(draft, rows)
+        plan = draft.freeze(self._num_plans, self._requests.take_freed() if rows else [])
         self._num_plans += 1
         self._launched[plan.id] = rows, steady
         self.cache.launched(plan.id)
+        if self._tiers is not None:
+            self._tiers.launched(plan.id)
         return plan
+
+    @property
+    def _computing(self) -> bool:
+        """Whether a launched step has rows."""
+        return any(rows for rows, _ in self._launched.values())
 
     def _repeat(self) -> tuple[list[Request], PlanDraft] | None:
         """Repeat the last step, if nothing else can follow it; else None."""
@@ -191,7 +236,7 @@ class Scheduler:
     def _decide(self) -> tuple[list[Request], PlanDraft]:
         """Plan a step from scratch."""
         self._steady = None
-        step = self._planner.decide(in_flight=bool(self._launched))
+        step = self._planner.decide(in_flight=self._computing)
         if step.rows:
             running, ahead = self._requests.running, self.limits.max_ahead
             unfilled, draft = self.counters.unfilled(running), step.draft
@@ -206,6 +251,8 @@ class Scheduler:
         """Return the features' payloads for sampling the plan; called after its forward pass was launched."""
         rows, steady = self._launched[plan.id]
         hooks = self._hooks if steady is None else steady.hooks
+        if not rows:
+            return {}
         asked = ((hook.name, hook.before_sample(plan, rows)) for hook in hooks)
         return {name: value for name, value in asked if value is not None}
 
@@ -224,6 +271,8 @@ class Scheduler:
         self.counters.idle(output.idle_s)
         rows, steady = self._launched.pop(plan.id)
         self.cache.finished(plan.id)
+        if self._tiers is not None:
+            self._tiers.committed(plan.id, output.moved)
         if steady is not None and steady is self._steady and not (output.errors or output.logprobs):
             self.counters.stats.generation_tokens += len(rows)
             steady.take(output.tokens, self._news, self._append, self._fail)

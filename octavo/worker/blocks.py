@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from octavo.core.cache_groups import CacheGroup
 from octavo.device.transfer import Link
@@ -57,6 +58,28 @@ class Blocks:
         pairs = self._link.upload(np.array([list(origin.values()), list(origin)], dtype=np.int64))
         cells = self._cache.view(torch.uint8) if self._cache.dtype.itemsize == 1 else self._cache
         cells.index_copy_(1, pairs[1], cells.index_select(1, pairs[0]))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block in all layers of a group."""
+        return self._bytes().shape[0] * self._bytes().shape[2]
+
+    def gather(self, blocks: Sequence[int]) -> Tensor:
+        """Return the contents of blocks in all layers, [n, page bytes] uint8 on the device."""
+        return self._bytes().index_select(1, self._indices(blocks)).transpose(0, 1).flatten(1)
+
+    def scatter(self, blocks: Sequence[int], pages: Tensor) -> None:
+        """Overwrite blocks with pages, [n, page bytes] uint8 on the device."""
+        cells = self._bytes()
+        layers, _, width = cells.shape
+        cells.index_copy_(1, self._indices(blocks), pages.view(len(blocks), layers, width).transpose(0, 1))
+
+    def _bytes(self) -> Tensor:
+        """The cache as [layers of a group, blocks, bytes] uint8."""
+        return self._cache.flatten(2).view(torch.uint8)
+
+    def _indices(self, blocks: Sequence[int]) -> Tensor:
+        return self._link.upload(np.array(blocks, dtype=np.int64))
 
     def close(self) -> None:
         """Free the memory."""

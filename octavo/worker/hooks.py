@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -138,6 +139,26 @@ class WorkerHook:
     def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
         """Update state after the step's tokens have arrived."""
 
+    def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
+        """Keep pages of the KV cache. Called between steps for a feature with a `Tier`; must not wait for I/O.
+
+        Args:
+            names: one a page, each of the same length; see `cache/tier.py`.
+            pages: [n, page bytes] uint8 in the host's memory, the hook's own from now on.
+
+        Returns:
+            The indices of pages that could not be kept, when all others can be loaded.
+        """
+        raise NotImplementedError
+
+    def load(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
+        """Fill `pages` [n, page bytes] with what `store` was given under these names; likewise.
+
+        Returns:
+            The indices of pages that could not be loaded, when nothing writes to `pages` any more.
+        """
+        raise NotImplementedError
+
 
 class Hooks:
     """The worker halves of all features, called in order as one hook."""
@@ -152,6 +173,8 @@ class Hooks:
         self._changing = _with_own(hooks, "apply")
         self._proposing = _with_own(hooks, "propose")
         self._following = _with_own(hooks, "after_sample")
+        self.tiers = {hook.name: hook for hook in _with_own(hooks, "load")}
+        """The hooks that keep pages, by name."""
         self._inputs: dict[str, Tensor] = {}
 
     def attach(self, model: Model | EncoderModel, site: Site, max_rows: int, max_tokens: int) -> None:

@@ -19,6 +19,7 @@ from octavo.sampling.allowed import Allowed
 from octavo.worker.blocks import Blocks
 from octavo.worker.compute import compute
 from octavo.worker.hooks import Hooks
+from octavo.worker.mover import Mover
 from octavo.worker.parts import NoReplay, Replay, Sampler, Slots
 from octavo.worker.step import Step
 
@@ -60,18 +61,24 @@ class Runner:
         self._slots = slots
         self._sampler = sampler
         self._hooks = hooks
+        self._mover = Mover(blocks, link, hooks.tiers) if hooks.tiers else None
         self._last: Step | None = None
         self.replay = replay
 
     def forward(self, plan: StepPlan) -> Step:
         hooks = self._hooks
+        if plan.transfers is not None:
+            assert self._mover is not None, "a feature has the engine half of a tier only"
+            self._mover.begin(plan.transfers)
+        if not plan.slots:
+            return Step(plan, hooks, mover=self._mover)
         self._slots.apply(plan)
         if plan.new:
             hooks.add(plan.new)
         if plan.copies:
             self._blocks.copy(plan.copies)
         hooks.lay_out(plan)
-        step = Step(plan, hooks, began=self._link.event())
+        step = Step(plan, hooks, began=self._link.event(), mover=self._mover)
         variant = hooks.variant(plan.payload)
         hooks.select(variant)
         step.prompts = self._slots.prompt_rows(plan)

@@ -13,6 +13,7 @@ from octavo.core.plan import StepPlan
 from octavo.device.transfer import Event
 from octavo.sampling.drawn import Drawn
 from octavo.worker.hooks import Findings, Hooks, gather
+from octavo.worker.mover import Mover
 
 _RowResults = tuple[list[list[int]], dict[int, str], dict[int, list[TokenLogprobs]]]
 """Tokens by row of the plan; row -> error; row -> log-probabilities of its tokens."""
@@ -54,6 +55,7 @@ class Step:
         began: event of the step's start on the device; None on devices without events.
         before: the step that was running when this one was launched.
         retired: whether the result was read.
+        mover: moves pages of the KV cache; None if no feature keeps any.
     """
 
     plan: StepPlan
@@ -70,6 +72,7 @@ class Step:
     began: Event | None = None
     before: Step | None = None
     retired: bool = False
+    mover: Mover | None = None
 
     def result(self) -> StepOutput:
         """Wait for the step's tokens and return them in the plan's order."""
@@ -78,7 +81,8 @@ class Step:
         prompted = {row: wait() for row, wait in self.prompted.items()} if self.prompted else {}
         found, unfound = gather(self.findings) if self.findings else ({}, {})
         drafts = {} if self.drafts is None else self.drafts()
-        output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle(), drafts)
+        moved = [] if self.mover is None else self.mover.take()
+        output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle(), drafts, moved)
         self.hooks.after_sample(plan, output)
         self.retired = True
         return output

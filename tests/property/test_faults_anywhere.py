@@ -30,13 +30,14 @@ from octavo.engine.toy import ToyDevice, ToyStep
 from octavo.schedule.counters import Counters
 from octavo.schedule.requests import Requests
 from octavo.schedule.scheduler import Scheduler
+from octavo.schedule.tiers import Tiers
 
 Point = tuple[Any, str]
 """A class or module, and the name of a function that is looked up there."""
 
 HANDOVERS = {"commit", "plan", "_take_news"}
 """Methods of the scheduler after whose work its result belongs to the caller: nothing inside is left to fail."""
-RECOVERY = [(Requests, "rebuild")]
+RECOVERY = [(Requests, "rebuild"), (Tiers, "lost")]
 """Calls that repair the books after a failure; a second failure meanwhile is not survived."""
 
 
@@ -53,7 +54,7 @@ def methods(owner: type) -> Iterator[Point]:
 def functions(module: ModuleType) -> Iterator[Point]:
     """Functions at the place from which the module calls them, and the methods of its own classes."""
     for name, value in vars(module).items():
-        if not getattr(value, "__module__", "").startswith(("octavo.schedule", "octavo.cache")):
+        if not (getattr(value, "__module__", None) or "").startswith(("octavo.schedule", "octavo.cache")):
             continue
         if isinstance(value, FunctionType) and not inspect.isgeneratorfunction(value):
             yield module, name

@@ -70,7 +70,10 @@ class Drafter(EngineHook):
 
 @dataclass
 class World:
-    """One engine and everything that was ever asked of it. Where it is `faulty`, requests may end with an error."""
+    """One engine and everything that was ever asked of it. Where it is `faulty`, requests may end with an error.
+
+    `extra` are further features; their method `turn`, if they have one, is called between steps.
+    """
 
     rng: random.Random
     depth: int
@@ -83,6 +86,7 @@ class World:
     watermark: float = 0.0
     faulty: bool = False
     groups: tuple[CacheGroup, ...] = FULL
+    extra: tuple[EngineHook, ...] = ()
     asked: dict[str, GenerateRequest] = field(default_factory=dict)
     outputs: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: Counter = field(default_factory=Counter)
@@ -102,7 +106,8 @@ class World:
             watermark=self.watermark,
             paced_tokens=self.rng.choice([0, 1, 4, 12]),
         )
-        hooks = [self.hook, Drafter(self.rng, self.num_drafts)] if self.num_drafts else [self.hook]
+        drafters = [Drafter(self.rng, self.num_drafts)] if self.num_drafts else []
+        hooks = [self.hook, *drafters, *self.extra]
         self.scheduler = Scheduler(self.cache, limits, make_policy(self.policy), eos_token_ids=[EOS], hooks=hooks)
         self.device = ToyDevice(
             self.num_blocks,
@@ -148,6 +153,8 @@ class World:
                 choice = self.rng.choice([None, *range(self.asked[victim].params.n)])
                 self.take(self.loop.abort(victim, choice))
             before = self.scheduler.stats().num_steps
+            for hook in self.extra:
+                getattr(hook, "turn", lambda: None)()
             self.take(self.loop.step())
             idle = idle + 1 if self.scheduler.stats().num_steps == before else 0
             assert idle < 200, "nothing happens any more"

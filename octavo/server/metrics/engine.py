@@ -66,10 +66,19 @@ ENGINE_METRICS = (
         lambda s: {one: s.num_waiting - s.num_waiting_deferred if one == s.waits_for else 0 for one in LIMITS},
         "limit",
     ),
-    _gauge("kv_cache_usage_perc", "Fraction of KV blocks in use by running sequences, 0 to 1.", lambda s: s.kv_usage),
+    _gauge(
+        "kv_cache_usage_perc",
+        "Fraction of KV blocks in use by running sequences or leased, 0 to 1.",
+        lambda s: s.kv_usage,
+    ),
     _gauge("kv_blocks", "KV blocks there are.", lambda s: s.num_blocks),
-    _gauge("kv_blocks_used", "KV blocks in use by running sequences.", lambda s: s.num_blocks_used),
+    _gauge("kv_blocks_used", "KV blocks in use by running sequences or leased.", lambda s: s.num_blocks_used),
     _gauge("kv_blocks_cached", "Free KV blocks that still hold a reusable prefix.", lambda s: s.num_blocks_cached),
+    _gauge(
+        "kv_blocks_leased",
+        "KV blocks held for features after the end of their requests.",
+        lambda s: s.num_blocks_leased,
+    ),
     _gauge("kv_slots_allocated", "Token slots in the blocks of running sequences.", lambda s: s.kv_slots_allocated),
     _gauge("kv_slots_filled", "Token slots of running sequences that hold a token.", lambda s: s.kv_slots_filled),
     _gauge(
@@ -108,6 +117,19 @@ ENGINE_METRICS = (
     ),
     _counter("kv_blocks_copied", "KV blocks copied on write.", lambda s: s.blocks_copied),
     _counter("kv_blocks_evicted", "KV blocks whose cached prefix was evicted.", lambda s: s.blocks_evicted),
+    _counter("kv_blocks_loaded", "KV blocks loaded from tiers.", lambda s: s.blocks_loaded),
+    _counter("kv_blocks_stored", "KV blocks stored in tiers.", lambda s: s.blocks_stored),
+    _counter(
+        "kv_blocks_not_stored",
+        "KV blocks that were not stored in a tier, because too many were on their way or because it failed.",
+        lambda s: s.blocks_not_stored,
+    ),
+    _counter(
+        "kv_loads_given_up",
+        "Loads from tiers after which the prompt was computed instead, by reason.",
+        lambda s: {"failed": s.loads_failed, "late": s.loads_late},
+        "reason",
+    ),
     _counter(
         "kv_waste_sum",
         "Sum over steps of the waste; divide its rate by that of kv_waste_samples.",

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from steps_kit import BLOCK, Engine
+from tier_kit import Shelf, ShelfMover
 
 from octavo.cache.cache import KVCache
+from octavo.core.cache_groups import FULL
 from octavo.core.output import FinishReason, TokenLogprobs
 from octavo.engine.toy import VOCAB, ToyDevice, toy_generate
 from octavo.features.beams.engine import Beams, BeamsEngine
@@ -46,8 +48,8 @@ def search(engine: Engine, name: str, prompt: Sequence[int]) -> None:
 PROMPTS = {"search": [1, 2, 3, 4, 5, 6], "other": [7] * 9}
 
 
-def searched(device, depth):
-    engine = Engine(device, depth, [BeamsEngine()])
+def searched(device, depth, *hooks):
+    engine = Engine(device, depth, [BeamsEngine(), *hooks])
     search(engine, "search", PROMPTS["search"])
     engine.ask("other", PROMPTS["other"])
     return engine.run()
@@ -129,3 +131,13 @@ def test_no_reserve_is_held_against_a_search() -> None:
     engine = Engine(Reporting(64, BLOCK), 0, [BeamsEngine()], watermark=1.0)
     search(engine, "search", PROMPTS["search"])
     assert engine.run().outputs("search") == undisturbed.outputs("search")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_sequences_that_exchange_their_tokens_compute_is_kept_under_its_own_name(depth):
+    """The mover compares the name of every page with what its cells stand for."""
+    mover = ShelfMover(random.Random(0), FULL, latency=1.0)
+    plain = searched(Reporting(64, BLOCK), depth)
+    engine = searched(Reporting(64, BLOCK, mover=mover), depth, Shelf())
+    assert engine.outputs("search") == plain.outputs("search")
+    assert engine.loop.stats().blocks_stored > 2

@@ -1,0 +1,369 @@
+"""`Tiers`: loads of prefixes that waiting requests lack, and stores of blocks that were computed.
+
+Blocks are stored when the step that filled them has been taken in, not when they are evicted: eviction costs nothing
+more, and what a failed step wrote is never stored. A store holds its blocks until they are read.
+
+A load belongs to no request. It leases the whole prefix, registers it when all of it has arrived, and holds it until
+the requests that wait for it are admitted. So a request can end while its prefix is being loaded, and several can wait
+for one load.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from octavo.cache.cache import KVCache
+from octavo.cache.lease import Lease
+from octavo.cache.prefix_tree import Key
+from octavo.cache.prefixes import Extension
+from octavo.cache.tier import BlockNames, Tier, page_name
+from octavo.core.cache_groups import NO_BLOCK
+from octavo.core.output import Moved, TransferState
+from octavo.core.plan import Transfer, Transfers
+from octavo.schedule.counters import Counters
+from octavo.schedule.request import Request
+
+log = logging.getLogger(__name__)
+
+_STORED_PART = 8
+"""Blocks that are on their way to a tier are at most this part of the cache."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A prefix that is being loaded.
+
+    Attributes:
+        until: when its requests stop waiting, on the clock of `Tiers`.
+        waiting: requests that wait for it, or are not admitted since it arrived.
+        void: what it loads is of no use any more.
+    """
+
+    transfer: Transfer
+    lease: Lease
+    namespace: str
+    keys: Sequence[Key]
+    until: float
+    waiting: set[Request] = field(default_factory=set)
+    void: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Store:
+    """Blocks that are being stored."""
+
+    transfer: Transfer
+    lease: Lease
+
+
+class Tiers:
+    """All transfers of one engine.
+
+    Args:
+        tiers: where prefixes are looked for, in this order; blocks are stored in all of them.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        cache: KVCache,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._owners = {tier.name: f"transfers of {tier.name}" for tier in tiers}
+        self._cache = cache
+        self._counters = counters
+        self._clock = clock
+        self._realm = ""
+        self._tickets = itertools.count()
+        self._names: dict[Request, tuple[list[int], BlockNames]] = {}
+        """With the list of tokens that the names are of: siblings in lockstep exchange theirs."""
+        self._unsent: dict[int, Load] = {}
+        self._loads: dict[int, Load] = {}
+        self._arriving: dict[bytes, Load] = {}
+        """Page -> the load that brings it."""
+        self._arrived: dict[Load, None] = {}
+        """Loads that have ended and hold their blocks for requests to be admitted."""
+        self._waiting: dict[Request, Load] = {}
+        self._given_up: set[Request] = set()
+        """Requests that compute their prompts because a load failed or was late."""
+        self._filling: list[Store] = []
+        """Stores of blocks that the step in the making fills, then by launched step, then those that can begin."""
+        self._filled: dict[int, list[Store]] = {}
+        self._ready: list[Store] = []
+        self._stores: dict[int, Store] = {}
+        self._unread: set[int] = set()
+        self._storing: dict[str, set[bytes]] = {name: set() for name in self._tiers}
+        self._doubted: list[int] = []
+
+    def enter(self, realm: str) -> None:
+        """From now on pages are of this realm; see `BlockNames`."""
+        self._realm = realm
+        self._names.clear()
+
+    @property
+    def active(self) -> bool:
+        """Whether transfers hold blocks and have not reported yet, so that plans must be made."""
+        return bool(self._loads or self._unsent or self._ready or self._unread)
+
+    @property
+    def storing(self) -> bool:
+        """Whether pages are on their way to a tier."""
+        return bool(self._stores)
+
+    # Loads
+
+    def waits(self, request: Request) -> bool:
+        """Whether a waiting request's prefix is being loaded, in time."""
+        load = self._waiting.get(request)
+        if load is None or load in self._arrived:
+            return False
+        if self._clock() < load.until:
+            return True
+        self._counters.stats.loads_late += 1
+        self._give_up(request)
+        return False
+
+    def load(self, request: Request, namespace: str) -> bool:
+        """Load what a tier has of a request's prefix and the cache has not; False if that is nothing."""
+        if request in self._given_up:
+            return False
+        keys = request.keys
+        names = self._names_of(request, namespace).upto(keys, (len(keys) - 1) // self._cache.block_size)
+        started = (self._begin(tier, request, namespace, keys, names) for tier in self._tiers.values())
+        load = next((one for one in started if one is not None), None)
+        if load is None:
+            return False
+        self._admitted_or_gone(request)
+        self._waiting[request] = load
+        load.waiting.add(request)
+        return True
+
+    def admitted(self, request: Request) -> None:
+        """The request holds what it shares; what was loaded for it need not be held any longer."""
+        self._admitted_or_gone(request)
+        self._given_up.discard(request)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self.admitted(request)
+        self._names.pop(request, None)
+
+    def let_go(self) -> bool:
+        """Hold the blocks of the last arrived load no longer; they stay findable. False if there is none."""
+        if not self._arrived:
+            return False
+        load = next(reversed(self._arrived))
+        for request in load.waiting:
+            del self._waiting[request]
+        load.waiting.clear()
+        self._end(load)
+        return True
+
+    def _begin(
+        self, tier: Tier, request: Request, namespace: str, keys: Sequence[Key], names: Sequence[bytes]
+    ) -> Load | None:
+        """Begin the load from a tier that makes the longest prefix; return it, or the one that brings a part of it."""
+        found = self._cache.extension(
+            namespace, keys, lambda group, index: self._holds(tier, page_name(names[index], group))
+        )
+        if found is None or found.num_tokens <= request.num_computed:
+            return None
+        pages = [page_name(names[index], group) for group, _, index in found.missing]
+        other = next((self._arriving[page] for page in pages if page in self._arriving), None)
+        return other or self._reserve(tier, namespace, keys, found, pages)
+
+    def _reserve(
+        self, tier: Tier, namespace: str, keys: Sequence[Key], found: Extension, pages: list[bytes]
+    ) -> Load | None:
+        lease = self._cache.reserve(found, self._owners[tier.name])
+        if lease is None:
+            return None
+        blocks = [lease.groups[group][entry] for group, entry, _ in found.missing]
+        transfer = Transfer(next(self._tickets), tier.name, pages, blocks)
+        until = self._clock() + tier.deadline_s
+        load = Load(transfer, lease, namespace, tuple(keys[: found.num_tokens]), until)
+        self._unsent[transfer.ticket] = load
+        self._arriving.update(dict.fromkeys(pages, load))
+        return load
+
+    def _loaded(self, load: Load, news: Moved) -> None:
+        pages = load.transfer.pages
+        self._no_longer_arriving(load)
+        if news.failed or news.state is TransferState.UNKNOWN:
+            self._counters.stats.loads_failed += 1
+            self._tell(load.transfer.tier, "lost", [pages[index] for index in news.failed])
+            for request in list(load.waiting):
+                self._give_up(request)
+        else:
+            self._counters.stats.blocks_loaded += len(pages)
+            if not load.void:
+                self._cache.adopt(load.lease, load.namespace, load.keys)
+                self._arrived[load] = None
+        if not load.waiting:
+            self._end(load)
+        del self._loads[news.ticket]
+
+    def _no_longer_arriving(self, load: Load) -> None:
+        for page in load.transfer.pages:
+            if self._arriving.get(page) is load:
+                del self._arriving[page]
+
+    def _give_up(self, request: Request) -> None:
+        self._admitted_or_gone(request)
+        self._given_up.add(request)
+
+    def _admitted_or_gone(self, request: Request) -> None:
+        """Nobody holds a load's blocks for this request any more."""
+        load = self._waiting.pop(request, None)
+        if load is not None:
+            load.waiting.discard(request)
+            if load in self._arrived and not load.waiting:
+                self._end(load)
+
+    def _end(self, load: Load) -> None:
+        load.lease.release()
+        self._arrived.pop(load, None)
+
+    # Stores
+
+    def store(self, request: Request, namespace: str, registered: Sequence[tuple[int, list[int]]]) -> None:
+        """Store blocks that were just registered, (index in the sequence, block by group), when they are computed."""
+        names = self._names_of(request, namespace).upto(request.keys, registered[-1][0] + 1)
+        pages = {
+            page_name(names[index], group): block
+            for index, blocks in registered
+            for group, block in enumerate(blocks)
+            if block != NO_BLOCK
+        }
+        for tier in self._tiers.values():
+            wanted = [page for page in pages if page not in self._storing[tier.name] and not self._holds(tier, page)]
+            room = max(0, self._cache.num_blocks // _STORED_PART - len(self._storing[tier.name]))
+            self._counters.stats.blocks_not_stored += len(wanted[room:])
+            if wanted[:room]:
+                self._store(tier, wanted[:room], pages, computed=not request.inflight)
+
+    def _store(self, tier: Tier, wanted: list[bytes], pages: dict[bytes, int], *, computed: bool) -> None:
+        blocks = [pages[page] for page in wanted]
+        lease = self._cache.lease_blocks(blocks, self._owners[tier.name])
+        store = Store(Transfer(next(self._tickets), tier.name, wanted, blocks), lease)
+        self._storing[tier.name].update(wanted)
+        (self._ready if computed else self._filling).append(store)
+
+    def _stored(self, store: Store, news: Moved) -> None:
+        store.lease.release()
+        self._unread.discard(news.ticket)
+        if news.state is TransferState.READ:
+            return
+        pages = store.transfer.pages
+        self._storing[store.transfer.tier].difference_update(pages)
+        failed = set(range(len(pages)) if news.state is TransferState.UNKNOWN else news.failed)
+        self._counters.stats.blocks_not_stored += len(failed)
+        self._counters.stats.blocks_stored += len(pages) - len(failed)
+        self._tell(store.transfer.tier, "stored", [page for i, page in enumerate(pages) if i not in failed])
+        del self._stores[news.ticket]
+
+    # Plans and their outputs
+
+    def take(self, *, ask: bool) -> Transfers | None:
+        """Return what the next plan is to begin; None for nothing.
+
+        Args:
+            ask: nothing is computed whose output would bring news, so a plan is needed to ask for them.
+        """
+        if not (self._unsent or self._ready or self._doubted or (ask and (self._loads or self._stores))):
+            return None
+        for store in self._ready:
+            self._stores[store.transfer.ticket] = store
+            self._unread.add(store.transfer.ticket)
+        plan = Transfers(
+            [load.transfer for load in self._unsent.values()],
+            [store.transfer for store in self._ready],
+            self._doubted,
+        )
+        self._loads |= self._unsent
+        self._unsent, self._ready, self._doubted = {}, [], []
+        return plan
+
+    def launched(self, step: int) -> None:
+        """A plan was made: with its step, blocks registered for it are filled."""
+        if self._filling:
+            self._filled[step], self._filling = self._filling, []
+
+    def committed(self, step: int, moved: Sequence[Moved]) -> None:
+        """A step's output was taken in, with this news of transfers."""
+        self._ready += self._filled.pop(step, ())
+        for news in moved:
+            if (load := self._loads.get(news.ticket)) is not None:
+                self._loaded(load, news)
+            elif (store := self._stores.get(news.ticket)) is not None:
+                self._stored(store, news)
+
+    def rebuild(self) -> None:
+        """Derive waiting requests and leases from the transfers: a failure may have left them half changed."""
+        for load in (*self._unsent.values(), *self._loads.values(), *self._arrived):
+            load.waiting = {request for request in load.waiting if self._waiting.get(request) is load}
+        for load in list(self._arrived):
+            if not load.waiting:
+                self._end(load)
+        stores = [*self._filling, *itertools.chain(*self._filled.values()), *self._ready, *self._stores.values()]
+        loads = (*self._unsent.values(), *self._loads.values(), *self._arrived)
+        held = {load.lease for load in loads} | {store.lease for store in stores}
+        for lease in list(self._cache.leases):
+            if lease.owner in self._owners.values() and lease not in held:
+                lease.release()
+        for name, pages in self._storing.items():
+            pages.intersection_update(
+                page for store in stores if store.transfer.tier == name for page in store.transfer.pages
+            )
+        self._unread.intersection_update(self._stores)
+
+    def lost(self) -> None:
+        """Launched steps are lost, and the prefix tree is empty; reference counts of blocks are right.
+
+        Prefixes that are being loaded may continue blocks that were not computed. What the worker knows of the
+        transfers that it was sent is asked for with the next plan.
+        """
+        self._unsent, self._filling, self._filled = {}, [], {}
+        self._arrived.clear()
+        self._arriving.clear()
+        self._waiting.clear()
+        for load in self._loads.values():
+            load.void = True
+        self.rebuild()
+        self._doubted = [*self._loads, *self._stores]
+
+    def clear(self) -> None:
+        """The blocks lose their contents; no step is launched and no transfer holds a block."""
+        self._ready = []
+        self.lost()
+
+    # Names and features
+
+    def _names_of(self, request: Request, namespace: str) -> BlockNames:
+        known = self._names.get(request)
+        if known is None or known[0] is not request.tokens:
+            names = BlockNames(self._realm, namespace, self._cache.block_size)
+            known = self._names[request] = request.tokens, names
+        return known[1]
+
+    def _holds(self, tier: Tier, page: bytes) -> bool:
+        try:
+            return tier.holds(page)
+        except Exception:
+            log.exception("the tier %r failed to find a page", tier.name)
+            return False
+
+    def _tell(self, name: str, what: str, pages: list[bytes]) -> None:
+        """Call `Tier.stored` or `Tier.lost`. A failure is the feature's own."""
+        if pages:
+            try:
+                getattr(self._tiers[name], what)(pages)
+            except Exception:
+                log.exception("the tier %r failed to take in that pages were %s", name, what)

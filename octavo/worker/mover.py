@@ -1,0 +1,128 @@
+"""`Mover`: moves pages between the KV cache and the tiers' worker halves, while steps are computed.
+
+A store copies blocks to the host's memory on a stream of its own and hands them to the tier. A load has the tier fill
+the host's memory, and then copies it into blocks on that stream. Everything goes on between steps: whatever has ended
+by then takes its next step, and what has not is looked at again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from octavo.core.output import Moved, TransferState
+from octavo.core.plan import Transfer, Transfers
+from octavo.device.transfer import Copy, Link
+from octavo.worker.blocks import Blocks
+from octavo.worker.hooks import WorkerHook
+
+log = logging.getLogger(__name__)
+
+Failed = Future[Collection[int]]
+"""Indices of pages that a tier could not move."""
+
+
+@dataclass(slots=True)
+class _Store:
+    """First `copy` ends, then `kept`."""
+
+    transfer: Transfer
+    copy: Copy
+    kept: Failed | None = None
+
+
+@dataclass(slots=True)
+class _Load:
+    """First `read` ends, then `copy`."""
+
+    transfer: Transfer
+    pages: Tensor
+    read: Failed
+    copy: Copy | None = None
+
+
+class Mover:
+    """All transfers of one worker.
+
+    Args:
+        link: of the device that has the blocks.
+        tiers: name of a feature -> its worker half.
+    """
+
+    def __init__(self, blocks: Blocks, link: Link, tiers: Mapping[str, WorkerHook]) -> None:
+        self._blocks = blocks
+        self._copier = link.copier()
+        self._tiers = tiers
+        self._stores: dict[int, _Store] = {}
+        self._loads: dict[int, _Load] = {}
+        self._news: list[Moved] = []
+
+    def begin(self, transfers: Transfers) -> None:
+        """Begin transfers. One that can't be begun has failed; nothing is raised."""
+        for ticket in transfers.doubted:
+            if ticket not in self._stores and ticket not in self._loads:
+                self._news.append(Moved(ticket, TransferState.UNKNOWN))
+        for transfer in transfers.stores:
+            self._try(transfer, partial(self._begin_store, transfer))
+        for transfer in transfers.loads:
+            self._try(transfer, partial(self._begin_load, transfer))
+        self._advance()
+
+    def take(self) -> list[Moved]:
+        """Return what has happened since the last call."""
+        self._advance()
+        news, self._news = self._news, []
+        return news
+
+    def _begin_store(self, transfer: Transfer) -> None:
+        copy = self._copier.out(partial(self._blocks.gather, transfer.blocks))
+        self._stores[transfer.ticket] = _Store(transfer, copy)
+
+    def _begin_load(self, transfer: Transfer) -> None:
+        pages = self._copier.room(len(transfer.pages), self._blocks.page_bytes)
+        read = self._tiers[transfer.tier].load(transfer.pages, pages)
+        self._loads[transfer.ticket] = _Load(transfer, pages, read)
+
+    def _advance(self) -> None:
+        for store in list(self._stores.values()):
+            self._try(store.transfer, partial(self._advance_store, store))
+        for load in list(self._loads.values()):
+            self._try(load.transfer, partial(self._advance_load, load))
+
+    def _advance_store(self, store: _Store) -> None:
+        transfer = store.transfer
+        if store.kept is None and store.copy.done():
+            store.kept = self._tiers[transfer.tier].store(transfer.pages, store.copy.wait())
+            if not store.kept.done():
+                self._news.append(Moved(transfer.ticket, TransferState.READ))
+        if store.kept is not None and store.kept.done():
+            self._end(transfer, store.kept.result())
+
+    def _advance_load(self, load: _Load) -> None:
+        transfer = load.transfer
+        if load.copy is None and load.read.done():
+            failed = load.read.result()
+            if failed:
+                self._end(transfer, failed)
+                return
+            load.copy = self._copier.into(load.pages, partial(self._blocks.scatter, transfer.blocks))
+        if load.copy is not None and load.copy.done():
+            self._end(transfer)
+
+    def _end(self, transfer: Transfer, failed: Collection[int] = ()) -> None:
+        self._stores.pop(transfer.ticket, None)
+        self._loads.pop(transfer.ticket, None)
+        self._news.append(Moved(transfer.ticket, TransferState.ENDED, sorted(failed)))
+
+    def _try(self, transfer: Transfer, work: Callable[[], None]) -> None:
+        """A failure is the tier's own, and the end of this transfer."""
+        try:
+            work()
+        except Exception:
+            log.exception("the tier %r failed to move %d pages", transfer.tier, len(transfer.pages))
+            self._end(transfer, range(len(transfer.pages)))

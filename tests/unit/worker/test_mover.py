@@ -1,0 +1,112 @@
+"""Pages between blocks and a tier: bytes as they are, and reports in the order in which things happen."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.core.cache_groups import CacheGroup, GroupKind
+from octavo.core.output import Moved, TransferState
+from octavo.core.plan import Transfer, Transfers
+from octavo.device.transfer import HostLink
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.layer import PagedAttention
+from octavo.worker.blocks import Blocks
+from octavo.worker.hooks import WorkerHook
+from octavo.worker.mover import Mover
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
+GROUPS = (CacheGroup(layers=(0, 2)), CacheGroup(GroupKind.WINDOW, (1,), window=4))
+LINK = HostLink(torch.device("cpu"))
+
+
+def blocks_of(dtype: torch.dtype) -> tuple[Blocks, Tensor]:
+    """Three layers in two groups over eight blocks of random bytes, and the bytes."""
+    layers = [PagedAttention(AttentionSpec(2, 1, 4, 1.0), None) for _ in range(3)]  # type: ignore[arg-type]
+    blocks = Blocks(layers, GROUPS, (8, 2, 4, 1, 4), 4, dtype, LINK)
+    raw = blocks._cache.view(torch.uint8)
+    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
+    return blocks, raw
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages_hold_a_block_of_all_layers(dtype: torch.dtype) -> None:
+    blocks, raw = blocks_of(dtype)
+    pages = blocks.gather([5, 2])
+    assert pages.shape == (2, blocks.page_bytes)
+    assert torch.equal(pages[0], raw[:, 5].flatten())
+    assert torch.equal(pages[1], raw[:, 2].flatten())
+    before = raw.clone()
+    blocks.scatter([1, 7], pages)
+    before[:, 1], before[:, 7] = before[:, 5], before[:, 2]
+    assert torch.equal(raw, before)
+
+
+class Slow(WorkerHook):
+    """Ends what it is asked when the test says so."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, Tensor] = {}
+        self.futures: list[Future[Collection[int]]] = []
+        self.rooms: list[Tensor] = []
+
+    def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
+        self.kept.update(zip(names, pages, strict=True))
+        return self._later()
+
+    def load(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
+        if b"odd" in names:
+            raise KeyError("odd")
+        for i, name in enumerate(names):
+            if name in self.kept:
+                pages[i] = self.kept[name]
+        return self._later()
+
+    def _later(self) -> Future[Collection[int]]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def moved(ticket: int, state: TransferState, *failed: int) -> Moved:
+    return Moved(ticket, state, list(failed))
+
+
+def test_a_store_and_a_load_report_when_blocks_are_free_and_pages_are_there() -> None:
+    blocks, raw = blocks_of(torch.float32)
+    hook = Slow()
+    mover = Mover(blocks, LINK, {"slow": hook})
+    stored = raw[:, 3].clone()
+    mover.begin(Transfers(stores=[Transfer(1, "slow", [b"a", b"b"], [3, 4])]))
+    assert mover.take() == [moved(1, TransferState.READ)]
+    raw[:, 3] = 0
+    assert mover.take() == []
+    hook.futures[0].set_result([1])
+    assert mover.take() == [moved(1, TransferState.ENDED, 1)]
+    mover.begin(Transfers(loads=[Transfer(2, "slow", [b"a"], [6])], doubted=[1, 2]))
+    assert mover.take() == [moved(1, TransferState.UNKNOWN), moved(2, TransferState.UNKNOWN)]
+    assert not torch.equal(raw[:, 6], stored)
+    hook.futures[1].set_result(())
+    assert mover.take() == [moved(2, TransferState.ENDED)]
+    assert torch.equal(raw[:, 6], stored)
+    mover.begin(Transfers(doubted=[2]))
+    assert mover.take() == [moved(2, TransferState.UNKNOWN)]
+
+
+def test_a_load_that_fails_writes_nothing() -> None:
+    blocks, raw = blocks_of(torch.float32)
+    hook = Slow()
+    mover = Mover(blocks, LINK, {"slow": hook})
+    before = raw.clone()
+    loads = [Transfer(1, "slow", [b"a", b"b"], [3, 4]), Transfer(2, "slow", [b"odd"], [5])]
+    mover.begin(Transfers(loads=[*loads, Transfer(3, "strange", [b"c", b"d"], [6, 7])]))
+    assert mover.take() == [moved(2, TransferState.ENDED, 0), moved(3, TransferState.ENDED, 0, 1)]
+    hook.futures[0].set_exception(OSError("a disk"))
+    assert mover.take() == [moved(1, TransferState.ENDED, 0, 1)]
+    assert torch.equal(raw, before)
+    assert mover.take() == []
