@@ -14,7 +14,7 @@ from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.output import StepOutput, TransferState
 from octavo.core.plan import PlanDraft, StepPlan, Transfers
-from octavo.engine.executor import Executor, LaunchedStep
+from octavo.engine.executor import AnyExecutor, LaunchedStep
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.record import Gave, Header, Planned, Sampled, read_records
@@ -100,7 +100,7 @@ class _Player:
         steps, tokens: number of compared steps and tokens so far.
     """
 
-    def __init__(self, executor: Executor, codec: PlanCodec) -> None:
+    def __init__(self, executor: AnyExecutor, codec: PlanCodec) -> None:
         self.steps = self.tokens = 0
         self._executor = executor
         self._codec = codec

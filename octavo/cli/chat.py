@@ -143,7 +143,7 @@ class Conversation:
         return True
 
     async def _print(self, answer: StreamedAnswer) -> None:
-        async with contextlib.aclosing(self._speaker.answer(self._messages, answer)) as pieces:  # type: ignore[type-var]
+        async with contextlib.aclosing(self._speaker.answer(self._messages, answer)) as pieces:
             async for piece in pieces:
                 print(piece, end="", flush=True)
         print(flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,7 +53,7 @@ class Speaker(Protocol):
 
     name: str
 
-    def answer(self, messages: ChatMessages, answer: StreamedAnswer) -> AsyncIterator[str]:
+    def answer(self, messages: ChatMessages, answer: StreamedAnswer) -> AsyncGenerator[str, None]:
         """Yield the answer's pieces as they arrive, and fill in `answer`."""
         ...
 
@@ -90,7 +90,7 @@ class RemoteSpeaker:
             raise ConfigError(f"{url} lists no model; give --model-name")
         return cls(url, model or listed[0], fields, client)
 
-    async def answer(self, messages: ChatMessages, answer: StreamedAnswer) -> AsyncIterator[str]:
+    async def answer(self, messages: ChatMessages, answer: StreamedAnswer) -> AsyncGenerator[str, None]:
         body = {
             "model": self._model,
             "messages": messages,
@@ -122,7 +122,7 @@ class LocalSpeaker:
         self.name = frontend.info.name
         self._frontend, self._fields, self._engine = frontend, fields, engine
 
-    async def answer(self, messages: ChatMessages, answer: StreamedAnswer) -> AsyncIterator[str]:
+    async def answer(self, messages: ChatMessages, answer: StreamedAnswer) -> AsyncGenerator[str, None]:
         prompt = self._frontend.render_chat(messages)
         async for piece in generate(self._frontend, prompt, self._fields, answer, rendered=True):
             yield piece

@@ -54,7 +54,7 @@ def memory_errors() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:
+    except Exception as error:  # libraries report lack of memory by many types
         if not ran_out(error):
             raise
         raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ def measure_ceilings(device: str, dtype: str) -> tuple[float, float]:
     return 2 * source.numel() / copied, 2 * size**3 / multiplied
 
 
-def _seconds(run: Callable[[], Any], wait: Callable[[], Any]) -> float:
+def _seconds(run: Callable[[], object], wait: Callable[[], object]) -> float:
     """Return the median of several runs, after two warm-up runs."""
     taken = []
     for _ in range(9):

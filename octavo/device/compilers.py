@@ -99,7 +99,7 @@ def _told(value: Any) -> Any:
 
 
 def _asking(manager: Any, ask: Any) -> Any:
-    class Asking(manager):  # type: ignore[misc]
+    class Asking(manager):  # type: ignore[misc]  # the base is an argument, since users may set another
         def get_group(self, filename: str) -> dict[str, str] | None:
             found: dict[str, str] | None = super().get_group(filename)
             return super().get_group(filename) if not found and ask() else found

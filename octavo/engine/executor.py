@@ -33,7 +33,7 @@ class LaunchedStep(Protocol):
 S = TypeVar("S", bound=LaunchedStep)
 
 
-class ExecutorOf(Protocol[S]):
+class Executor(Protocol[S]):
     """Runs steps strictly in launch order. `forward` and `sample` only enqueue work, on devices that support it."""
 
     def forward(self, plan: StepPlan) -> S: ...
@@ -45,7 +45,7 @@ class ExecutorOf(Protocol[S]):
         ...
 
 
-Executor = ExecutorOf[Any]
+AnyExecutor = Executor[Any]
 """An executor with steps of its own kind: `sample` takes only steps that its `forward` returned."""
 
 
@@ -94,7 +94,7 @@ class WorkerPort(Protocol):
         """Whether the engine was started in sleep mode, so that it can free memory."""
         ...
 
-    def executor(self) -> Executor:
+    def executor(self) -> AnyExecutor:
         """Return the executor. After a sleep it is a new one with an empty KV cache; drop the old one before.
 
         Raises:
@@ -210,7 +210,7 @@ class FixedWorker:
     kv_form = ""
     can_sleep = False
 
-    def executor(self) -> Executor:
+    def executor(self) -> AnyExecutor:
         raise AssertionError("this engine's executor is never replaced")
 
     def check(self) -> None:

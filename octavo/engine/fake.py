@@ -113,7 +113,7 @@ class FakeEngine:
             live = _Live(request, self._scripts(request))
         except InvalidRequestError:
             raise
-        except Exception as exc:
+        except Exception as exc:  # a script may raise anything
             for index in range(request.params.n):
                 yield TokenDelta(request.id, index, [], finish=FinishReason.ERROR, error=internal_error(exc))
             return

@@ -15,7 +15,7 @@ from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.spans import Watched
 from octavo.core.stats import EngineStats
-from octavo.engine.executor import Executor, FixedWorker, LaunchedStep, Staged, WorkerPort
+from octavo.engine.executor import AnyExecutor, FixedWorker, LaunchedStep, Staged, WorkerPort
 from octavo.engine.pause import NoExecutor, PauseState, SleepState
 from octavo.engine.profile import Profiler
 from octavo.engine.realms import Realms
@@ -31,7 +31,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor,
+        executor: AnyExecutor,
         depth: int = 0,
         *,
         worker: WorkerPort | None = None,
@@ -65,7 +65,7 @@ class EngineLoop:
         self._recorder = recorder
         self._executor = self._recorded(self._executor)
 
-    def _recorded(self, executor: Executor) -> Executor:
+    def _recorded(self, executor: AnyExecutor) -> AnyExecutor:
         return self._recorder.around(executor, self._scheduler.names_of) if self._recorder else executor
 
     @property

@@ -11,7 +11,7 @@ from octavo.core.pausing import AWAKE, PauseMode, SleepTag
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.spans import Spans
-from octavo.engine.executor import Executor, LaunchedStep, WorkerPort
+from octavo.engine.executor import AnyExecutor, LaunchedStep, WorkerPort
 from octavo.schedule.limits import checked_max_tokens
 from octavo.schedule.scheduler import Scheduler
 
@@ -132,7 +132,7 @@ class SleepState:
             self._asleep = {SleepTag.SCHEDULING}
         self.level = level
 
-    def wake_up(self, parts: Iterable[SleepTag]) -> Executor | None:
+    def wake_up(self, parts: Iterable[SleepTag]) -> AnyExecutor | None:
         """Wake these parts. Return a new executor if the old one was freed and no part sleeps any more."""
         for part in parts:
             if part in self._asleep:

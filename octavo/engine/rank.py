@@ -20,7 +20,7 @@ from octavo.core.pausing import SleepTag
 from octavo.core.profiling import ProfileSettings
 from octavo.core.worker_info import CacheSizes
 from octavo.engine import rank_wire as wire
-from octavo.engine.executor import Executor, LaunchedStep, Staged, Tracer, WorkerBuild, WorkerPort
+from octavo.engine.executor import AnyExecutor, LaunchedStep, Staged, Tracer, WorkerBuild, WorkerPort
 from octavo.engine.failure import Failure
 from octavo.engine.frames import Frames, frame
 from octavo.engine.phases import PhaseTimer
@@ -82,7 +82,7 @@ class RankServer:
         """Run part of a step. Errors are reported when the step's output is fetched."""
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # of any kind; the rank goes on
             log.exception("step %d failed", number)
             self._failed[number] = error
 
@@ -142,13 +142,13 @@ class _RankMethods:
         self._make_build = make_build
         self._build: WorkerBuild | None = None
         self._port: WorkerPort | None = None
-        self._executor: Executor | None = None
+        self._executor: AnyExecutor | None = None
         self._tracer: Tracer | None = None
         self._staged: dict[int, Staged] = {}
         self._numbers = itertools.count()
 
     @property
-    def running(self) -> Executor:
+    def running(self) -> AnyExecutor:
         assert self._executor is not None, "a step was sent to a rank without an executor"
         return self._executor
 

@@ -19,7 +19,7 @@ from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans
 from octavo.core.worker_info import CacheSizes, WorkerFacts
-from octavo.engine.executor import Executor, LaunchedStep
+from octavo.engine.executor import AnyExecutor, LaunchedStep
 from octavo.engine.frames import Frames, frame
 from octavo.engine.plan_codec import PlanCodec
 
@@ -101,7 +101,7 @@ class PlanRecorder:
             raise ConfigError(f"--record-steps {path} can't be written ({exc.strerror}); choose another file.") from exc
         self._write(header)
 
-    def around(self, executor: Executor, names_of: Callable[[StepPlan], dict[int, str]]) -> Executor:
+    def around(self, executor: AnyExecutor, names_of: Callable[[StepPlan], dict[int, str]]) -> AnyExecutor:
         """Return an executor that records the calls and outputs of this one.
 
         Args:
@@ -149,7 +149,7 @@ class _Recorded:
     """An `Executor` that records the calls of another."""
 
     def __init__(
-        self, executor: Executor, recorder: PlanRecorder, names_of: Callable[[StepPlan], dict[int, str]]
+        self, executor: AnyExecutor, recorder: PlanRecorder, names_of: Callable[[StepPlan], dict[int, str]]
     ) -> None:
         self._executor = executor
         self._recorder = recorder

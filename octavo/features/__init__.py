@@ -22,7 +22,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     from octavo.hub.files import ModelFiles
@@ -105,7 +105,7 @@ def build_worker_halves(context: FeatureContext) -> list[WorkerHook]:
     return [hook for hook in built if hook is not None]
 
 
-def payload_types() -> dict[str, Any]:
+def payload_types() -> dict[str, type]:
     """Return the payload's type of each feature that sends one, by the feature's name."""
     return {module.NAME: module.PAYLOAD for _, module in parts("payload") if hasattr(module, "PAYLOAD")}
 

@@ -44,8 +44,10 @@ def with_overrides(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFile
     made = dict(files.config)
     for name, value in overrides.items():
         mine = made.get(name)
-        nested = name.endswith("_config") and isinstance(mine, Mapping) and isinstance(value, Mapping)
-        made[name] = {**mine, **value} if nested else value  # type: ignore[dict-item]
+        if name.endswith("_config") and isinstance(mine, Mapping) and isinstance(value, Mapping):
+            made[name] = {**mine, **value}
+        else:
+            made[name] = value
     if any(name in overrides for name in ROPE_SETTINGS):
         made = _with_rope(made, files.config, overrides)
     return replace(files, config=made, own_fields=frozenset(files.config))

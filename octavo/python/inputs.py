@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.params import OutputKind, SamplingParams
@@ -39,13 +39,13 @@ _WRITTEN = (
 def as_list(prompts: Any) -> list[Prompt]:
     """Return one prompt or several as a list."""
     if isinstance(prompts, str | Mapping):
-        return [prompts]  # type: ignore[list-item]
+        return [cast("Prompt", prompts)]  # checked when it is prepared
     if not isinstance(prompts, Sequence):
         raise TypeError(
             "prompts must be a text, token ids, an object with 'prompt' or 'prompt_token_ids', or a list of these; "
             f"got {type(prompts).__name__}"
         )
-    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item]
+    return cast("list[Prompt]", [prompts] if prompts and isinstance(prompts[0], int) else list(prompts))
 
 
 def one_each(value: Any, count: int, name: str) -> list[Any]:
@@ -94,7 +94,7 @@ def tokenization(given: Mapping[str, Any] | None) -> dict[str, Any]:
 def conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     """Return one conversation or several as a list."""
     several = bool(messages) and isinstance(messages, Sequence) and not isinstance(messages[0], Mapping)
-    return list(messages) if several else [messages]  # type: ignore[arg-type,list-item]
+    return cast("list[Messages]", list(messages) if several else [messages])
 
 
 def written_options(given: Mapping[str, Any]) -> dict[str, Any]:

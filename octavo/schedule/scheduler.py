@@ -281,7 +281,7 @@ class Scheduler:
             request.inflight -= 1
             try:
                 self._take_row(request, plan, output, row)
-            except Exception as error:
+            except Exception as error:  # ends this request only
                 self._fail(request, error)
         return self._take_news()
 

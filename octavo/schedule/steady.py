@@ -156,7 +156,7 @@ class Steady:
                 else:
                     request.tokens.append(sampled[0])
                     news.append(TokenDelta(name, index, sampled, None, num_cached))
-            except Exception as error:
+            except Exception as error:  # ends this request only
                 fail(request, error)
 
 

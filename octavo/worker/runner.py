@@ -27,7 +27,7 @@ from octavo.worker.step import Step
 class Prepares(Protocol):
     """The part of an attention backend that runs once per step."""
 
-    def prepare(self, step: StepInput, block_size: int) -> Any:
+    def prepare(self, step: StepInput, block_size: int) -> object:
         """Return the value of `step.attn`."""
         ...
 

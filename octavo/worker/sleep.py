@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ def _storages(model: object) -> list[torch.UntypedStorage]:
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
-def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+def tensors_of(value: object, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield all tensors that `value` refers to through modules, Octavo's objects and collections."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):

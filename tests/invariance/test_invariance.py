@@ -19,7 +19,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
-from octavo.engine.executor import Executor, LaunchedStep
+from octavo.engine.executor import AnyExecutor, LaunchedStep
 
 FEATURES: dict[str, dict[str, Any]] = {
     "overlap": {"async_scheduling": True},
@@ -56,7 +56,7 @@ def requests() -> list[GenerateRequest]:
 class Faulty:
     """An executor whose step raises once, when it has been computed and has left its traces on the worker."""
 
-    def __init__(self, executor: Executor, at: int) -> None:
+    def __init__(self, executor: AnyExecutor, at: int) -> None:
         self.executor, self.at = executor, at
 
     def forward(self, plan: StepPlan) -> LaunchedStep:

@@ -51,6 +51,7 @@ class OctavoParser(argparse.ArgumentParser):
         usage = " ".join(filter(None, [prog, words, "[options]"]))
         super().__init__(prog=prog, usage=usage, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
+    # argparse declares overloads by the namespace's type.
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = [_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         argv = self.screen(gather_dotted(words, self._option_string_actions.keys()))

@@ -108,7 +108,7 @@ def _accepts(loaded: LoadedProcessor, params: SamplingParams) -> bool:
     except ValueError as exc:
         text = exc.message if isinstance(exc, InvalidRequestError) else str(exc)
         raise InvalidRequestError(text, param="extra_args", value=params.extra_args) from exc
-    except Exception as exc:
+    except Exception as exc:  # a user's processor may raise anything
         log.exception("the logits processor %s failed on a request's parameters, which is refused", loaded.name)
         text = f"The logits processor {loaded.name} failed on the request's parameters: {type(exc).__name__}: {exc}"
         raise InvalidRequestError(text, param="extra_args", value=params.extra_args) from exc

@@ -106,6 +106,6 @@ class PersistentBatch(LogitsProcessor):
             changed = self._processor.apply(logits[order])
             return torch.empty_like(logits).index_copy_(0, order, changed)
         except Exception:
-            # The state that it keeps of the batch may be inconsistent.
+            # Whatever the processor raised, its state of the batch may be inconsistent.
             self._processor.update_state(self._places.clear(before))
             raise

@@ -63,7 +63,7 @@ def run(loaded: LoadedProcessor, logits: Tensor, places: Sequence[int], rows: Se
     if not loaded.processor.alone and len(rows) > 1:
         try:
             _apply(loaded, logits, places, rows)
-        except Exception:
+        except Exception:  # a user's processor may raise anything
             log.warning("the logits processor %s failed on a batch; it is tried row by row", loaded.name)
         else:
             return {}
@@ -71,7 +71,7 @@ def run(loaded: LoadedProcessor, logits: Tensor, places: Sequence[int], rows: Se
     for place, row in zip(places, rows, strict=True):
         try:
             _apply(loaded, logits, [place], [row])
-        except Exception as exc:
+        except Exception as exc:  # as above
             log.exception("the logits processor %s failed on a request, which ends here", loaded.name)
             failed[place] = f"The logits processor {loaded.name} failed: {type(exc).__name__}: {exc}"
     return failed

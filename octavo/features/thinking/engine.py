@@ -120,7 +120,7 @@ class ThinkingEngine(EngineHook):
     def _load(self, loaded: Future[Tokenizer]) -> None:
         try:
             loaded.set_result(self._load_tokenizer())
-        except Exception as exc:
+        except Exception as exc:  # on a thread: any error must reach the requests that wait
             loaded.set_exception(
                 InvalidRequestError(f"The engine can't limit reasoning, because it has no tokenizer: {exc}")
             )

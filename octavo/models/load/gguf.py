@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -108,7 +107,7 @@ def _check_kind(tensor: GGUFTensor, path: Path) -> None:
         )
 
 
-def _permuted_heads(metadata: Any, path: Path) -> dict[str, int]:
+def _permuted_heads(metadata: Mapping[str, object], path: Path) -> dict[str, int]:
     """Return projection -> heads, for projections whose rows llama.cpp stores in pairs: Llama's q and k.
 
     Its rope pairs adjacent channels, while Hugging Face's pairs channel i with channel i + half.

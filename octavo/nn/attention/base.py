@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ class AttentionBackend(Protocol):
         """Return the shape of one layer's cache tensor; dimension 0 is the block, so cache[b] is a whole block."""
         ...
 
-    def prepare(self, step: StepInput, block_size: int) -> Any:
+    def prepare(self, step: StepInput, block_size: int) -> object:
         """Do the host work of a step, once for all layers; return the value of `step.attn`."""
         ...
 
@@ -112,7 +112,7 @@ class FusedBackend(AttentionBackend, Protocol):
         """Return the most tiles for `rows` rows with several queries and `tokens` tokens in total."""
         ...
 
-    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Any:
+    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> object:
         """Return the value of `step.attn` for a recorded step. Before each replay, the tensors get the results of
         `cut`.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ class TorchAttention:
         width = spec.head_dim + (SCALE_BYTES if self.int8 else 0)
         return (num_blocks, block_size, 2, spec.num_kv_heads, width)
 
-    def prepare(self, step: StepInput, block_size: int) -> Any:
+    def prepare(self, step: StepInput, block_size: int) -> HostLayout:
         return HostLayout(step.query_start.tolist(), step.seq_lens.tolist(), step.block_tables.numpy(), block_size, {})
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:

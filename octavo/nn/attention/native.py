@@ -5,8 +5,6 @@ A native program (see models/native.py) contains these kernels; here they run on
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,7 @@ class NativeAttention:
         """Return [block, head, key or value, ...]: within a block, both are stored in panels, followed by scales."""
         return (num_blocks, spec.num_kv_heads, 2, block_size, spec.head_dim + (SCALE_BYTES if self.int8 else 0))
 
-    def prepare(self, step: StepInput, block_size: int) -> Any:
+    def prepare(self, step: StepInput, block_size: int) -> StepArgs:
         """Return the step in the kernels' form."""
         return native_step(step, block_size)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,7 @@ class ReferenceAttention:
         width = spec.head_dim + (SCALE_BYTES if self.int8 else 0)
         return (num_blocks, 2, block_size, spec.num_kv_heads, width)
 
-    def prepare(self, step: StepInput, block_size: int) -> Any:
+    def prepare(self, step: StepInput, block_size: int) -> None:
         return None
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import ParamSpec, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from octavo.nn.weights import Stored, TensorSpec
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,9 @@ class Everywhere:
         return self.make()
 
 
-def everywhere(make: Callable[..., Scheme], *args: Any) -> Everywhere:
+def everywhere(make: Callable[P, Scheme], *args: P.args, **kwargs: P.kwargs) -> Everywhere:
     """Return `Schemes` that make every layer's scheme with these arguments."""
-    return Everywhere(partial(make, *args))
+    return Everywhere(partial(make, *args, **kwargs))
 
 
 @runtime_checkable

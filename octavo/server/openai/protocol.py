@@ -173,6 +173,7 @@ class ChatBody(GenerationBody):
 class ChatBatchBody(ChatBody):
     """`POST /v1/chat/completions/batch`: several conversations, each with one choice in one answer."""
 
+    # A list of what the base class takes.
     messages: Annotated[list[Annotated[list[Message], Field(min_length=1)]], Field(min_length=1)]  # type: ignore[assignment]
 
 

@@ -27,7 +27,7 @@ def connection_class(
 
     log = Seldom(logging.getLogger("octavo.server"))
 
-    class WatchedConnection(protocol):  # type: ignore[valid-type, misc]
+    class WatchedConnection(protocol):  # type: ignore[valid-type, misc]  # the base is an argument
         _unread: asyncio.TimerHandle | None = None
 
         def pause_writing(self) -> None:

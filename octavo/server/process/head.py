@@ -53,6 +53,7 @@ class HttpConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
+    # uvicorn narrows asyncio's BaseTransport, too.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer()
@@ -111,7 +112,7 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
-            self.cycle.send = _UntilClosed(self.cycle).send  # type: ignore[method-assign]
+            self.cycle.send = _UntilClosed(self.cycle).send  # type: ignore[method-assign]  # for this response only
 
     def on_message_complete(self) -> None:
         if self._offers_another_protocol():

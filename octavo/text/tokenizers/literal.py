@@ -37,6 +37,7 @@ class LiteralText(str):
         made.literal = tuple(literal)
         return made
 
+    # `str` has one argument; `__new__` here has two.
     def __getnewargs__(self) -> tuple[str, tuple[CharSpan, ...]]:  # type: ignore[override]
         return str(self), self.literal
 

@@ -30,7 +30,7 @@ class NoTokenizer(Tokenizer):
         self.vocab_size = vocab_size
 
     @property
-    def backend(self) -> tokenizers.Tokenizer:  # type: ignore[override]
+    def backend(self) -> tokenizers.Tokenizer:  # type: ignore[override]  # raises instead of holding one
         raise needs_tokenizer()
 
     @property
