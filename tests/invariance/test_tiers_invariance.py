@@ -13,6 +13,7 @@ from shelf_kit import TOYS
 from test_cache_groups_invariance import MIXED, WINDOWED
 from toy_engine import drive, tiny_config, tokens_of
 from toy_models import LLAMA, QWEN3, VOCAB, behind, model_files
+from toy_recurrent import build_hybrid
 
 import octavo.features
 import octavo.replay
@@ -124,6 +125,20 @@ def test_a_second_engine_goes_on_from_what_the_first_has_computed(name: str, ove
     # A choice does not share a window that has moved on; it goes on from the last block that is cached.
     assert 0 <= more <= (choices * 16 if config is not LLAMA else 0)
     assert stats.loads_failed == stats.loads_late == stats.blocks_not_stored == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_states_of_recurrent_layers_come_back(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the keys and values beside them, where a state was kept for others."""
+    monkeypatch.setattr("octavo.worker.worker.build_model", build_hybrid)
+    config, settings = LLAMA | {"num_hidden_layers": 4}, {"attention_backend": "torch", "async_scheduling": overlap}
+    expected = plain(config, **settings)
+    first, _ = run(engine(config, **settings), requests())
+    again, stats = run(engine(config, **settings), requests())
+    assert first == again == expected
+    assert stats.blocks_loaded > 0
+    assert stats.prompt_tokens_cached > 0
+    assert stats.loads_failed == 0
 
 
 def test_tight_memory_brings_pages_back() -> None:
