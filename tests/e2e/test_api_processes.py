@@ -69,7 +69,10 @@ def served_by(server: Server, pid: int) -> int:
             for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
             if (fields := line.split())[1].endswith(local) and fields[3] == established
         }
-        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        links = []
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # a file that was just closed
+                links.append(os.readlink(link))
         return sum(link.removeprefix("socket:[").rstrip("]") in inodes for link in links)
 
 
