@@ -8,9 +8,9 @@ A feature is a folder in `octavo/features/`. Three places know it: the table in 
 itself, and its own tests (`tests/**/features/<name>/`). Its name must not occur anywhere else in the package: not in an
 identifier, not as an attribute or a keyword, and not in a string without spaces. `PUBLIC` lists the exceptions.
 
-The tests run in a copy of the tree from which the folders were deleted. The quick tests are the unit and property tests
-that are not marked slow: some minutes for each feature. Tests outside a feature's own folder that need it are marked
-`@pytest.mark.features("NAME")` and left out.
+The tests run in a copy of the tree from which the folders were deleted, for as many features at once as there are
+cores. The quick tests are the unit and property tests that are not marked slow: some minutes for each feature. Tests
+outside a feature's own folder that need it are marked `@pytest.mark.features("NAME")` and left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 QUICK = ("unit", "property")
@@ -183,8 +185,10 @@ def tests_without(root: Path, *, short: bool) -> list[str]:
     return [*(chosen or ["tests"]), f"--ignore=tests/{OF_THE_WHOLE}", "-m", "not slow and not e2e and not gpu"]
 
 
-def run_without(root: Path, name: str, package: str, pytest_args: list[str], *, short: bool) -> int:
-    """Run the tests in a copy of the tree without the feature's folder and tests; return their exit code."""
+def run_without(
+    root: Path, name: str, package: str, pytest_args: list[str], *, short: bool
+) -> subprocess.CompletedProcess[str]:
+    """Run the tests in a copy of the tree without the feature's folder and tests; return them with their output."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(root, copy, ignore=SKIPPED)
@@ -193,7 +197,9 @@ def run_without(root: Path, name: str, package: str, pytest_args: list[str], *, 
             shutil.rmtree(tests)
         env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OCTAVO_DELETED_FEATURE": name}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests_without(copy, short=short)]
-        return subprocess.run([*command, *pytest_args], cwd=copy, env=env, check=False).returncode
+        command += pytest_args
+        pipe, same = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.run(command, cwd=copy, env=env, stdout=pipe, stderr=same, text=True, check=False)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -214,10 +220,13 @@ def main(argv: list[str] | None = None) -> int:
     elif not complaints:
         print(f"no other file names a feature ({', '.join(found)})")
     failed = []
-    for name in [] if args.static else found:
-        print(f"== without {name}", flush=True)
-        if run_without(args.root, name, args.package, args.pytest_args, short=args.short):
-            failed.append(name)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        run = partial(run_without, args.root, package=args.package, pytest_args=args.pytest_args, short=args.short)
+        tried = [] if args.static else found
+        for name, done in zip(tried, pool.map(run, tried), strict=True):
+            print(f"== without {name}\n{done.stdout}", end="", flush=True)
+            if done.returncode:
+                failed.append(name)
     if failed:
         print(f"the tests fail without: {', '.join(failed)}", file=sys.stderr)
     return 1 if complaints or failed else 0
