@@ -15,8 +15,8 @@ _CACHES = {"octavo": ("OCTAVO_CACHE",), "vllm": ("VLLM_CACHE_ROOT", "TORCHINDUCT
 HERE = Path(__file__).resolve().parent
 SERVED_NAME = "model"
 ACTIVATIONS = ("int8", "int16", "bfloat16")
-_OCTAVO_SOURCE = {"PYTHONPATH": str(HERE.parent.parent)}
-"""The Octavo that this file lies beside, whatever is installed."""
+_OCTAVO_SOURCE = {"PYTHONPATH": str(HERE.parent.parent), "PYTHONSAFEPATH": "1"}
+"""The Octavo that this file lies beside, whatever is installed and wherever this runs."""
 GIB = 1 << 30
 
 

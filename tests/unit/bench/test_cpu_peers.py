@@ -302,6 +302,7 @@ def test_an_earlier_checkout_is_compared_as_a_peer_is(parts: SimpleNamespace, tm
     setup = parts.variants.Setup(
         parts.variants.KVSize(16, 1), {"octavo": Path("python")}, None, {"q4_1": Path("m")}, None, (0,), tmp_path
     )
-    assert before.launch(setup).environment == {"PYTHONPATH": str(tmp_path)}
+    # Without the latter, `python -m` in a checkout runs that one.
+    assert before.launch(setup).environment == {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     assert before.launch(setup).command == now.launch(setup).command
     assert parts.report.ratios({"A": {now.name: 3.0, before.name: 2.0}})["A"][now.name]["best peer"] == 1.5
