@@ -11,7 +11,7 @@ from octavo.core.cache_groups import NO_BLOCK, CacheGroup, GroupKind
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """A prefix of which some blocks are cached and the others can be loaded.
+    """A prefix with some blocks in the cache and the others in a tier.
 
     Attributes:
         num_tokens: its length.

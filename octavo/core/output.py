@@ -53,7 +53,7 @@ class TransferState(enum.StrEnum):
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True):
-    """News of a transfer.
+    """The report of a transfer.
 
     Attributes:
         failed: indices of its pages that could not be moved.

@@ -62,7 +62,7 @@ class NativeDecoder:
 
     Attributes:
         attention_layers: the model's layers; the worker binds each one's `cache`, and may bind another later.
-        adoptions: number of replacements of the weights, each of which invalidates laid-out batches.
+        adoptions: number of times the weights were replaced; each replacement invalidates laid-out batches.
     """
 
     def __init__(self, model: CausalLM, pool: Pool, activation_dtype: str = "int16") -> None:

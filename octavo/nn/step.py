@@ -84,7 +84,7 @@ class StepInput:
         """Give each cache group its tables and cells: the first group this step, each other one a step of its own.
 
         Args:
-            block_tables: [groups, R, B], views of which become the steps' own.
+            block_tables: [groups, R, B]; each step gets a view of it.
             slot_mapping: [groups, T], likewise.
         """
         self.block_tables, self.slot_mapping = block_tables[0], slot_mapping[0]

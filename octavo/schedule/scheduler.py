@@ -264,7 +264,7 @@ class Scheduler:
     # Commit
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
-        """Process a step's output; return the deltas of its requests, some of which end here.
+        """Process a step's output: end requests that are done, and return the deltas of all.
 
         The step has run, so a row that can't be processed fails its own request only.
         """

@@ -103,7 +103,7 @@ class Tiers:
         self._doubted: list[int] = []
 
     def enter(self, realm: str) -> None:
-        """From now on pages are of this realm; see `BlockNames`."""
+        """Name pages after this realm from now on; see `BlockNames`."""
         self._realm = realm
         self._names.clear()
 
@@ -151,7 +151,7 @@ class Tiers:
         self._given_up.discard(request)
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Drop the state of a request that has ended."""
         self.admitted(request)
         self._names.pop(request, None)
 
