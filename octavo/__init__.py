@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from octavo.core.structured import StructuredOutputsParams
     from octavo.features.beams.api import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from octavo.features.pooling.api import PoolingParams
-    from octavo.python.async_llm import AsyncLLM
-    from octavo.python.async_llm import AsyncLLM as AsyncLLMEngine
-    from octavo.python.engine import LLMEngine
-    from octavo.python.engine_args import AsyncEngineArgs, EngineArgs
-    from octavo.python.llm import LLM
+    from octavo.python_api.async_llm import AsyncLLM
+    from octavo.python_api.async_llm import AsyncLLM as AsyncLLMEngine
+    from octavo.python_api.engine import LLMEngine
+    from octavo.python_api.engine_args import AsyncEngineArgs, EngineArgs
+    from octavo.python_api.llm import LLM
     from octavo.text.prompts.prompt import TextPrompt, TokensPrompt
 
 __all__ = [
@@ -45,16 +45,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "octavo.python.llm",
-    "AsyncEngineArgs": "octavo.python.engine_args",
-    "AsyncLLM": "octavo.python.async_llm",
-    "AsyncLLMEngine": "octavo.python.async_llm",
+    "LLM": "octavo.python_api.llm",
+    "AsyncEngineArgs": "octavo.python_api.engine_args",
+    "AsyncLLM": "octavo.python_api.async_llm",
+    "AsyncLLMEngine": "octavo.python_api.async_llm",
     "BeamSearchOutput": "octavo.features.beams.api",
     "BeamSearchParams": "octavo.features.beams.api",
     "BeamSearchSequence": "octavo.features.beams.api",
     "CompletionOutput": "octavo.core.output",
-    "EngineArgs": "octavo.python.engine_args",
-    "LLMEngine": "octavo.python.engine",
+    "EngineArgs": "octavo.python_api.engine_args",
+    "LLMEngine": "octavo.python_api.engine",
     "PoolingParams": "octavo.features.pooling.api",
     "RequestOutput": "octavo.core.output",
     "RequestOutputKind": "octavo.core.params",

@@ -67,14 +67,16 @@ def public(path: str, feature: str, words: str, reason: str) -> Public:
 PUBLIC = (
     public("__init__.py", "beams", "octavo.features.beams.api", "public names of the package, loaded on first use"),
     public("__init__.py", "pooling", "PoolingParams octavo.features.pooling.api", "public names, loaded on first use"),
-    public("python/llm.py", "beams", "octavo.features.beams.offline", "methods of LLM, for type checkers"),
+    public("python_api/llm.py", "beams", "octavo.features.beams.offline", "methods of LLM, for type checkers"),
     public(
-        "python/llm.py",
+        "python_api/llm.py",
         "pooling",
         "PoolingMethods octavo.features.pooling.offline",
         "methods of LLM, for type checkers",
     ),
-    public("python/async_llm.py", "pooling", "AsyncPoolingMethods octavo.features.pooling.online", "for type checkers"),
+    public(
+        "python_api/async_llm.py", "pooling", "AsyncPoolingMethods octavo.features.pooling.online", "for type checkers"
+    ),
     public("core/structured.py", "grammar", "grammar", "a form of SamplingParams.structured_outputs"),
     public("core/params.py", "thinking", "thinking_token_budget", "a field of SamplingParams"),
     public("server/openai/feature_fields.py", "grammar", "grammar guided_grammar", "fields of requests"),

@@ -23,7 +23,7 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
     Args:
         server: the settings of a server, which also gets a table of memory use; None otherwise.
     """
-    from octavo.python.async_llm import AsyncLLM
+    from octavo.python_api.async_llm import AsyncLLM
     from octavo.server.process.log import log_settings
 
     settings = server or ServerConfig(log_level="warning")

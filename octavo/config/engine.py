@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.config.cache import CacheConfig
 from octavo.config.device import DeviceConfig
+from octavo.config.foreign import check_keyword
 from octavo.config.model import ModelConfig
 from octavo.config.scheduler import SchedulerConfig
 from octavo.core import parsing, quantities
@@ -20,7 +21,6 @@ from octavo.core.flag import Flag, declared
 from octavo.core.keywords import near
 from octavo.core.params import SamplingParams
 from octavo.features import FeatureSettings, settings_types
-from octavo.foreign import check_keyword
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class EngineConfig:
     def of(cls, **settings: Any) -> EngineConfig:
         """Build a config from keywords named like the fields, or like the command-line flags where these differ.
 
-        None takes the default. Settings of other engines are refused, or ignored with a warning: see `foreign`.
+        None takes the default. Settings of other engines are refused, or ignored with a warning: see `config.foreign`.
 
         Raises:
             TypeError: an unknown setting; the text suggests similar names.

@@ -23,7 +23,7 @@ from octavo.core.errors import (
     QueueFullError,
     SlowReaderError,
 )
-from octavo.foreign import ROUTES
+from octavo.server.routes.foreign import ROUTES
 
 logger = logging.getLogger("octavo.server")
 

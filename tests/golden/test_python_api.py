@@ -30,7 +30,7 @@ from octavo import (
 )
 from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, UnsupportedError
 from octavo.nn.weights import tensor_bytes
-from octavo.python.metrics import Counter, Gauge, Histogram
+from octavo.python_api.metrics import Counter, Gauge, Histogram
 from octavo.worker.sleep import tensors_of
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mood }}{{ tools | tojson if tools }}"

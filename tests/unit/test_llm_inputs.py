@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.python.inputs import as_list
-from octavo.python.llm import LLM
+from octavo.python_api.inputs import as_list
+from octavo.python_api.llm import LLM
 
 
 @pytest.mark.parametrize("odd", [5, 5.0, None, object(), (text for text in ("a", "b"))])
@@ -51,6 +51,6 @@ def test_longest_answers_go_first_unless_told_otherwise(given: dict[str, Any], p
         assert EngineConfig.of(**settings).scheduler.policy == policy
         raise LoadedError
 
-    monkeypatch.setattr("octavo.python.llm.LocalEngine", engine)
+    monkeypatch.setattr("octavo.python_api.llm.LocalEngine", engine)
     with pytest.raises(LoadedError):
         LLM(**given)

@@ -13,7 +13,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
-from octavo.python.loop import SharedLoop
+from octavo.python_api.loop import SharedLoop
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 

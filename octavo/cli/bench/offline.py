@@ -13,12 +13,12 @@ from octavo.core.info import ModelInfo
 
 if TYPE_CHECKING:
     from octavo.core.params import SamplingParams
-    from octavo.python.llm import LLM
+    from octavo.python_api.llm import LLM
 
 
 def open_llm(parser: OctavoParser, args: argparse.Namespace) -> LLM:
     """Load the model that the flags name."""
-    from octavo.python.llm import LLM
+    from octavo.python_api.llm import LLM
 
     settings: dict[str, Any] = {target.split(".")[1]: value for target, value in values(parser, args).items()}
     with open_display() as display:

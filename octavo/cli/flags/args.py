@@ -18,11 +18,11 @@ from octavo.cli.flags.environment import OTHER_WORDS
 from octavo.cli.flags.parser import OctavoParser, put
 from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.config import EngineConfig, ServerConfig
+from octavo.config.foreign import FLAGS
 from octavo.core.errors import ConfigError
 from octavo.core.flag import Flag
 from octavo.core.keywords import near
 from octavo.features import settings_types
-from octavo.foreign import FLAGS
 
 FlagGroups = Mapping[str, tuple[Flag, ...]]
 _SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
+from octavo.config.foreign import FLAGS, SHORT, Needless
 from octavo.core.keywords import near
 from octavo.core.params import SamplingParams
-from octavo.foreign import FLAGS, SHORT, Needless
 
 _ELSEWHERE = {
     "-c": "--max-model-len",

@@ -9,9 +9,9 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import RequestOutput
 from octavo.features.beams.api import BeamSearchOutput, BeamSearchParams
-from octavo.python.inputs import as_list, refuse
-from octavo.python.local import LocalEngine
-from octavo.python.progress import UseTqdm
+from octavo.python_api.inputs import as_list, refuse
+from octavo.python_api.local import LocalEngine
+from octavo.python_api.progress import UseTqdm
 from octavo.text.detokenize.assembler import RequestAssembler
 from octavo.text.prompts.prompt import Prompt
 

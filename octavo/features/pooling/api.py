@@ -9,7 +9,7 @@ import msgspec
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.keywords import Suggesting
-from octavo.python.inputs import one_each
+from octavo.python_api.inputs import one_each
 
 
 class PoolingParams(msgspec.Struct, metaclass=Suggesting, kw_only=True):

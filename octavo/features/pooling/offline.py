@@ -28,10 +28,10 @@ from octavo.features.pooling.params import (
 )
 from octavo.features.pooling.requests import Pair, PoolingPreparer, pooled_output
 from octavo.features.pooling.scoring import ScorePlan, paired, plan_scores
-from octavo.python.inputs import as_list, refuse, tokenization
-from octavo.python.local import LocalEngine
-from octavo.python.loop import SharedLoop
-from octavo.python.progress import PromptProgress, UseTqdm, open_progress
+from octavo.python_api.inputs import as_list, refuse, tokenization
+from octavo.python_api.local import LocalEngine
+from octavo.python_api.loop import SharedLoop
+from octavo.python_api.progress import PromptProgress, UseTqdm, open_progress
 from octavo.text.prompts.prompt import Prompt
 from octavo.text.tokenizers.tokenizer import Tokenizer
 

@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.rpc import CoreCalls, bound
 from octavo.server.body import decode_json, read_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
+from octavo.server.rpc import CoreCalls, bound
 
 
 def rpc_routes(ctx: ServerContext) -> APIRouter:

@@ -8,7 +8,7 @@ from octavo.cli.flags.args import add_engine_settings, add_settings
 from octavo.cli.flags.environment import notices
 from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
-from octavo.foreign import FLAGS, SHORT, Missing
+from octavo.config.foreign import FLAGS, SHORT, Missing
 
 
 def make_parser() -> OctavoParser:

@@ -14,7 +14,7 @@ from octavo.core.pausing import PauseMode
 from octavo.engine.executor import FixedWorker
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice
-from octavo.python.loop import SharedLoop
+from octavo.python_api.loop import SharedLoop
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 

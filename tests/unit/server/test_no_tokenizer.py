@@ -16,7 +16,7 @@ from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.hub.files import ModelFiles
-from octavo.python.llm import LLM
+from octavo.python_api.llm import LLM
 from octavo.server.app import create_app
 from octavo.text.frontend import Frontend
 from octavo.text.model_text import load_text

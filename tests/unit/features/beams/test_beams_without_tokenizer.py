@@ -8,7 +8,7 @@ from pathlib import Path
 from toy_models import LLAMA
 
 from octavo.features.beams.api import BeamSearchParams
-from octavo.python.llm import LLM
+from octavo.python_api.llm import LLM
 
 
 def test_sequences_have_tokens_and_no_text(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from server_kit import HELLO, TOKENIZER, VOCAB_SIZE, ask_now, saying
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.engine.fake import FakeEngine, fake_info
-from octavo.python.async_llm import AsyncLLM
+from octavo.python_api.async_llm import AsyncLLM
 from octavo.server.app import create_app
 from octavo.text.chat.template import ChatTemplate
 from octavo.text.frontend import Frontend

@@ -8,9 +8,9 @@ from typing import Any
 
 from octavo.core.errors import UnsupportedError
 from octavo.core.pausing import PauseMode
-from octavo.engine.rpc import bound, check_format
-from octavo.python.inputs import refuse
-from octavo.python.loop import SharedLoop
+from octavo.python_api.inputs import refuse
+from octavo.python_api.loop import SharedLoop
+from octavo.server.rpc import bound, check_format
 
 
 class WorkerMethods(ABC):
@@ -96,7 +96,7 @@ class WorkerMethods(ABC):
 
         Args:
             method: a function, which gets the worker (`octavo.worker.worker.Worker`, or an encoder's) and then the
-                arguments; or a name of `octavo.engine.rpc.METHODS`.
+                arguments; or a name of `octavo.server.rpc.METHODS`.
             timeout: None; the call blocks until it is done.
 
         Raises:
@@ -133,7 +133,7 @@ class WorkerMethods(ABC):
 
 
 class _LocalCalls:
-    """The methods of `octavo.engine.rpc` in this process."""
+    """The methods of `octavo.server.rpc` in this process."""
 
     def __init__(self, llm: WorkerMethods, core: SharedLoop) -> None:
         self._llm = llm

@@ -15,7 +15,7 @@ from octavo.core.pausing import pause_mode, sleep_level, wake_tags
 from octavo.core.stats import EngineStats
 from octavo.features import methods
 from octavo.hub.progress import Progress, silent
-from octavo.python.inputs import (
+from octavo.python_api.inputs import (
     Messages,
     Params,
     as_list,
@@ -28,12 +28,12 @@ from octavo.python.inputs import (
     tokenization,
     written_options,
 )
-from octavo.python.local import LocalEngine
-from octavo.python.loop import SharedLoop
-from octavo.python.metrics import Metric, metrics_of
-from octavo.python.progress import UseTqdm, open_progress
-from octavo.python.tokenizer import ScriptTokenizer
-from octavo.python.worker import WorkerMethods
+from octavo.python_api.local import LocalEngine
+from octavo.python_api.loop import SharedLoop
+from octavo.python_api.metrics import Metric, metrics_of
+from octavo.python_api.progress import UseTqdm, open_progress
+from octavo.python_api.tokenizer import ScriptTokenizer
+from octavo.python_api.worker import WorkerMethods
 from octavo.text.chat.content_format import ContentFormat
 from octavo.text.chat.template import chat_template_of
 from octavo.text.detokenize.assembler import RequestAssembler
@@ -45,7 +45,7 @@ from octavo.text.tokenizers.no_tokenizer import needs_tokenizer
 if TYPE_CHECKING:
     from octavo.features.beams.offline import BeamSearchMethods
     from octavo.features.pooling.offline import PoolingMethods
-    from octavo.python.engine_args import EngineArgs
+    from octavo.python_api.engine_args import EngineArgs
 
 if TYPE_CHECKING:
 

@@ -1,4 +1,4 @@
-"""Flags, keyword arguments and routes of other engines that Octavo doesn't have.
+"""Flags and keyword arguments of other engines that Octavo doesn't have.
 
 Flags and arguments are refused if their feature is not supported, and accepted with a notice if they are not needed.
 """
@@ -191,22 +191,6 @@ _KEYWORDS: dict[str, Missing | Needless] = {
     "enable-log-requests": _NO_LOG,
     "served-model-name": Needless("only a server uses model names"),
 }
-
-ROUTES = {
-    "/v1/load_lora_adapter": f"{_LORA} not supported by this version",
-    "/v1/unload_lora_adapter": f"{_LORA} not supported by this version",
-    "/v1/audio/": "speech is not supported by this version",
-    "/v1/realtime": "speech is not supported by this version",
-    "/v1/images/": "image generation is not supported by this version",
-    "/api/": "Ollama's API is not served. Use OpenAI's, with the base URL /v1: POST /v1/chat/completions",
-    "/generate": "POST /v1/completions continues a text",
-    "/v1/engines": "GET /v1/models lists the models",
-    "/v1/assistants": "use /v1/responses",
-    "/v1/threads": "use /v1/responses",
-    "/v1/fine_tuning/": "training is not supported",
-    "/v1/moderations": "serve a classifier and ask /classify instead",
-}
-"""Path, or path prefix ending with a slash -> why there is no such route."""
 
 
 def check_keyword(name: str, value: Any) -> bool:

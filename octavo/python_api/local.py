@@ -10,8 +10,8 @@ from octavo.config import EngineConfig
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
 from octavo.hub.progress import Progress, silent
-from octavo.python.loop import SharedLoop
-from octavo.python.tokenizer import ScriptTokenizer
+from octavo.python_api.loop import SharedLoop
+from octavo.python_api.tokenizer import ScriptTokenizer
 from octavo.text.answers.formats import AnswerFormats
 from octavo.text.detokenize.assembler import RequestAssembler
 from octavo.text.model_text import load_text

@@ -21,9 +21,9 @@ from octavo.engine.phases import OnPhase
 from octavo.engine.process import CoreProcess
 from octavo.features import methods
 from octavo.hub.progress import Progress, silent
-from octavo.python.async_worker import AsyncWorkerMethods
-from octavo.python.inputs import no_running_reset, refuse, tokenization
-from octavo.python.tokenizer import ScriptTokenizer
+from octavo.python_api.async_worker import AsyncWorkerMethods
+from octavo.python_api.inputs import no_running_reset, refuse, tokenization
+from octavo.python_api.tokenizer import ScriptTokenizer
 from octavo.text.chat.content_format import ContentFormat
 from octavo.text.frontend import Frontend
 from octavo.text.prompts.prompt import Prompt
@@ -32,7 +32,7 @@ from octavo.text.sources import model_files
 
 if TYPE_CHECKING:
     from octavo.features.pooling.online import AsyncPoolingMethods
-    from octavo.python.engine_args import EngineArgs
+    from octavo.python_api.engine_args import EngineArgs
 
 if TYPE_CHECKING:
 

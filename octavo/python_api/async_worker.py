@@ -9,8 +9,8 @@ from typing import Any
 
 from octavo.core.pausing import PauseMode
 from octavo.engine.client import CoreClient
-from octavo.engine.rpc import CoreCalls, bound
-from octavo.python.worker import check_transfer
+from octavo.python_api.worker import check_transfer
+from octavo.server.rpc import CoreCalls, bound
 
 
 class AsyncWorkerMethods(ABC):
@@ -91,7 +91,7 @@ class AsyncWorkerMethods(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of `octavo.engine.rpc.METHODS` in the engine's process. Return a list with its one result.
+        """Call a method of `octavo.server.rpc.METHODS` in the engine's process. Return a list with its one result.
 
         Raises:
             InvalidRequestError: there is no such method, or it takes other arguments; only `LLM` takes functions.

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 from octavo.cli.flags.args import add_flag
 from octavo.cli.flags.table import ENGINE_GROUPS, flags_of
 from octavo.config import EngineConfig
-from octavo.foreign import ENGINE_FLAGS, SHORT
+from octavo.config.foreign import ENGINE_FLAGS, SHORT
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
 

@@ -9,10 +9,10 @@ from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput, TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.stats import EngineStats
-from octavo.python.engine_args import EngineArgs
-from octavo.python.inputs import refuse, tokenization
-from octavo.python.local import LocalEngine
-from octavo.python.tokenizer import ScriptTokenizer
+from octavo.python_api.engine_args import EngineArgs
+from octavo.python_api.inputs import refuse, tokenization
+from octavo.python_api.local import LocalEngine
+from octavo.python_api.tokenizer import ScriptTokenizer
 from octavo.text.detokenize.assembler import RequestAssembler
 from octavo.text.prompts.prompt import Prompt
 

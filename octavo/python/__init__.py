@@ -1,1 +1,0 @@
-"""The Python API: `LLM`, `AsyncLLM`, `LLMEngine` and their arguments. `octavo` re-exports the names."""

@@ -1,0 +1,19 @@
+"""Routes of other engines that Octavo doesn't have, with the reason or the alternative."""
+
+from __future__ import annotations
+
+ROUTES = {
+    "/v1/load_lora_adapter": "LoRA adapters are not supported by this version",
+    "/v1/unload_lora_adapter": "LoRA adapters are not supported by this version",
+    "/v1/audio/": "speech is not supported by this version",
+    "/v1/realtime": "speech is not supported by this version",
+    "/v1/images/": "image generation is not supported by this version",
+    "/api/": "Ollama's API is not served. Use OpenAI's, with the base URL /v1: POST /v1/chat/completions",
+    "/generate": "POST /v1/completions continues a text",
+    "/v1/engines": "GET /v1/models lists the models",
+    "/v1/assistants": "use /v1/responses",
+    "/v1/threads": "use /v1/responses",
+    "/v1/fine_tuning/": "training is not supported",
+    "/v1/moderations": "serve a classifier and ask /classify instead",
+}
+"""Path, or path prefix ending with a slash -> why there is no such route."""
