@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from octavo.text.tokenizers.tokenizer import Tokenizer
     from octavo.worker.hooks import WorkerHook
 
-FEATURES = ("beams", "grammar", "logits_processors", "pooling", "prompt_embeds", "thinking")
+FEATURES = ("beams", "grammar", "logits_processors", "lora", "pooling", "prompt_embeds", "thinking")
 
 S = TypeVar("S", bound="FeatureSettings")
 

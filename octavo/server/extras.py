@@ -19,14 +19,14 @@ Limited = tuple[str, tuple[Any, ...]]
 """The alternative to an unsupported field, and its neutral values."""
 
 LEAVE_OUT = "leave it out"
-_LORA = "it has no LoRA adapters: merge the adapter into the weights and serve the result"
+_ADAPTERS = "it has no LoRA adapters: merge the adapter into the weights and serve the result"
 _SPECULATION = "it has no speculative decoding: leave it out"
 _MEDIA = "it reads only text"
 _SAMPLER = "use temperature, top_p, top_k or min_p"
 _NOTHING: tuple[Any, ...] = (None, [], {}, "")
 
 _LACKING: dict[str, Limited] = {
-    **dict.fromkeys(("lora_request", "lora_path", "lora_name", "lora", "loras", "adapter_id"), (_LORA, _NOTHING)),
+    **dict.fromkeys(("lora_request", "lora_path", "lora_name", "lora", "loras", "adapter_id"), (_ADAPTERS, _NOTHING)),
     **dict.fromkeys(
         (
             "speculative_config",
