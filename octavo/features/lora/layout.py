@@ -1,0 +1,247 @@
+"""Where the weights of an adapter are in the blocks that it holds. No torch here; both halves compute it alike.
+
+An adapter holds blocks of the KV cache as a sequence does. Concatenated in the adapter's order they are its range of
+bytes, which is also the form of its copy in host memory:
+
+    byte b of the range = byte b % slice_bytes of slice (b // slice_bytes) % slices of block blocks[b // block_bytes]
+
+A block has `slices` parts of `slice_bytes`: one for each layer of a cache group, since the cache is one tensor
+[slices, blocks, slice_bytes]. The range runs through all slices of a block before it continues in the next block, so
+any mixture of layers fills its blocks to the last one.
+
+The range holds rows, one after the other, each from a tile boundary on. A tile is the largest power of two that divides
+`slice_bytes`, at most 512 bytes, so no tile is divided between slices or blocks. All offsets count tiles. The rows of a
+piece (one projection of one layer), in this order:
+
+- `rank` rows of A, `inputs` elements each: row i is A[i];
+- `rank` rows of B transposed, `outputs` elements each: row i is B[:, i] times the adapter's scale;
+- if it has gains (DoRA): one row of `outputs` float32, the factors of all outputs;
+- if it is whole (a saved module): `outputs` rows of `inputs` elements, in place of all the above. A saved embedding
+  table has `inputs` rows of `outputs` elements, since its inputs are token ids.
+
+So a piece of rank r takes exactly 2 r rows, whatever the ranks of others. Elements are of the model's dtype. Under
+tensor parallelism a rank has its own features of each row (`own_inputs`, `own_outputs`), as many on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from octavo.core.errors import ConfigError
+
+MAX_TILE = 512
+"""Most bytes of a tile."""
+_MIN_TILE = 16
+_GAIN_BYTES = 4
+
+
+class TargetPart(msgspec.Struct, frozen=True):
+    """One projection of a target, as checkpoints name it.
+
+    Attributes:
+        name: last part of its path; "" if the target's path is the whole.
+        inputs, outputs: features of the whole projection. An embedding's inputs are the token ids.
+        own_inputs, own_outputs: those of one rank.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    own_inputs: int
+    own_outputs: int
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A layer that adapters can change: projections of the same input, computed in one product.
+
+    Attributes:
+        path: its place in the model, in the checkpoint's names; a part's full name is `path.name`.
+        embedding: it maps token ids to vectors.
+        head: it maps the states of the tokens that get logits.
+        keys: its outputs affect the keys and values of its own layer or of later ones; False only for what comes after
+            the last attention.
+        tied: path of the other layer that shares its weights; "" for none.
+    """
+
+    path: str
+    parts: tuple[TargetPart, ...]
+    embedding: bool = False
+    head: bool = False
+    keys: bool = True
+    tied: str = ""
+
+    def name(self, part: int) -> str:
+        """Return a part's full name, in the checkpoint's names."""
+        return ".".join(filter(None, (self.path, self.parts[part].name)))
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What an adapter has for one part of a target.
+
+    Attributes:
+        target: index of the target.
+        part: index of its part.
+        rank: of the low-rank matrices; 0 for a saved module.
+        scale: factor of B.
+        gain: it has a factor for each output (DoRA).
+        whole: it replaces the weights (a saved module).
+    """
+
+    target: int
+    part: int
+    rank: int = 0
+    scale: float = 1.0
+    gain: bool = False
+    whole: bool = False
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What an adapter has, ordered by target and part."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def max_rank(self) -> int:
+        return max((piece.rank for piece in self.pieces), default=0)
+
+    def general(self, targets: Sequence[Target]) -> bool:
+        """Return whether it has more than low-rank additions to linear layers, so that steps are not recorded."""
+        return any(piece.gain or piece.whole or targets[piece.target].embedding for piece in self.pieces)
+
+    def changes_keys(self, targets: Sequence[Target]) -> bool:
+        """Return whether keys or values depend on the adapter; if not, its requests share the base's prefixes."""
+        return any(targets[piece.target].keys for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Blocks of the KV cache as bytes.
+
+    Attributes:
+        slices: parts of a block, each in another place.
+        slice_bytes: bytes of each.
+        element_size: bytes of an adapter's element.
+
+    Raises:
+        ConfigError: the slices are too uneven for rows of adapters.
+    """
+
+    slices: int
+    slice_bytes: int
+    element_size: int
+
+    def __post_init__(self) -> None:
+        if self.slices < 1 or self.tile_bytes < _MIN_TILE:
+            raise ConfigError(
+                f"Adapters need blocks of the KV cache in multiples of {_MIN_TILE} bytes; a block has {self.slices} "
+                f"parts of {self.slice_bytes}. Set --block-size to a multiple of 16."
+            )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.slices * self.slice_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        return min(self.slice_bytes & -self.slice_bytes, MAX_TILE)
+
+    @property
+    def slice_tiles(self) -> int:
+        """Tiles of one slice of a block."""
+        return self.slice_bytes // self.tile_bytes
+
+    @property
+    def block_tiles(self) -> int:
+        return self.slices * self.slice_tiles
+
+    def row_tiles(self, elements: int) -> int:
+        """Return the tiles of a row of this many elements."""
+        return -(-elements * self.element_size // self.tile_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The place of a piece, in tiles from the start of the adapter's range; -1 for what it does not have.
+
+    Attributes:
+        a, b: first row of A and of B transposed.
+        rank: rows of each.
+        gain: the row of gains.
+        whole: first row of a saved module.
+    """
+
+    a: int = -1
+    b: int = -1
+    rank: int = 0
+    gain: int = -1
+    whole: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The places of all pieces of an adapter.
+
+    Attributes:
+        spans: (target, part) -> its place.
+        num_tiles: of the adapter's range.
+        num_blocks: blocks that it takes.
+    """
+
+    geometry: Geometry
+    spans: dict[tuple[int, int], Span]
+    num_tiles: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tiles // self.geometry.block_tiles)
+
+
+def layout(targets: Sequence[Target], manifest: Manifest, geometry: Geometry) -> Layout:
+    """Place an adapter's rows, in the order of the manifest."""
+    spans: dict[tuple[int, int], Span] = {}
+    end = 0
+    for piece in manifest.pieces:
+        target = targets[piece.target]
+        part = target.parts[piece.part]
+        inputs, outputs = geometry.row_tiles(part.own_inputs), geometry.row_tiles(part.own_outputs)
+        if piece.whole:
+            spans[piece.target, piece.part] = Span(whole=end)
+            end += part.own_inputs * outputs if target.embedding else part.own_outputs * inputs
+            continue
+        a, b = end, end + piece.rank * inputs
+        end = b + piece.rank * outputs
+        gain = -1
+        if piece.gain:
+            gain, end = end, end + -(-part.own_outputs * _GAIN_BYTES // geometry.tile_bytes)
+        spans[piece.target, piece.part] = Span(a, b, piece.rank, gain)
+    return Layout(geometry, spans, end)
+
+
+def joined(manifests: Sequence[Manifest]) -> Manifest:
+    """Return the manifest of a sum of several adapters: ranks add up, and the adapters' scales go into their rows of B.
+
+    Only for adapters without gains and saved modules, whose changes are no sums.
+    """
+    ranks: dict[tuple[int, int], int] = {}
+    for manifest in manifests:
+        for piece in manifest.pieces:
+            assert not piece.gain, "gains do not add up"
+            assert not piece.whole, "saved modules do not add up"
+            place = piece.target, piece.part
+            ranks[place] = ranks.get(place, 0) + piece.rank
+    return Manifest(tuple(Piece(*place, rank=rank) for place, rank in sorted(ranks.items())))
+
+
+def largest(targets: Sequence[Target], rank: int, geometry: Geometry) -> int:
+    """Return the most blocks that an adapter of this rank can take, with gains on all linear layers and saved
+    embeddings and heads."""
+    tiles = 0
+    for i, target in enumerate(targets):
+        for j in range(len(target.parts)):
+            full = target.embedding or target.head
+            forms = [Piece(i, j, rank, gain=True), *([Piece(i, j, whole=True)] if full else [])]
+            tiles += max(layout(targets, Manifest((form,)), geometry).num_tiles for form in forms)
+    return -(-tiles // geometry.block_tiles)

@@ -1,0 +1,126 @@
+"""What kernels read about adapters: tensors at fixed addresses, filled before each step.
+
+Two kinds: `Tables`, with a row for each adapter in use, changed when one comes into use; and `Assigned`, which says
+which adapter each row of a step has, changed when the step's rows change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.device.transfer import Link
+from octavo.features.lora.layout import Geometry, Layout, Target
+
+TILE_ROWS = 16
+"""Most rows of a tile: rows of one adapter, for which a kernel reads its weights once."""
+
+NONE = -1
+"""No adapter; an unused tile."""
+
+A, B, RANK, GAIN = range(4)
+"""Columns of `Tables.meta`: `Span.a`, `Span.b`, `Span.rank`, `Span.gain`."""
+
+
+def most_tiles(rows: int, adapters: int) -> int:
+    """Return the most tiles of a step with this many rows, of at most this many adapters."""
+    return rows if rows <= adapters else adapters + (rows - adapters) // TILE_ROWS
+
+
+class Tables:
+    """Where the weights of each adapter are. An adapter in use has an index, below `max_adapters`.
+
+    Attributes:
+        blocks: [max_adapters, max_blocks] int32, the blocks of each adapter, in the order of its range.
+        meta: [targets, max_adapters, parts, 4] int32, the places of its pieces: see `Span`. Parts that it does not
+            change have rank 0. A layer's kernels get `meta[target]`.
+        layouts: the layout of each adapter in use, by its index.
+    """
+
+    def __init__(
+        self, targets: Sequence[Target], geometry: Geometry, max_adapters: int, max_blocks: int, link: Link
+    ) -> None:
+        self.geometry = geometry
+        self.max_adapters = max_adapters
+        self.layouts: dict[int, Layout] = {}
+        self.lists: dict[int, tuple[int, ...]] = {}
+        """The blocks of each adapter in use, on the host."""
+        self._link = link
+        parts = max((len(target.parts) for target in targets), default=1)
+        self.blocks = torch.zeros(max_adapters, max_blocks, dtype=torch.int32, device=link.torch_device)
+        shape = (len(targets), max_adapters, parts, 4)
+        self.meta = torch.tensor(_ABSENT, dtype=torch.int32, device=link.torch_device).expand(shape).contiguous()
+
+    def enter(self, index: int, blocks: Sequence[int], layout: Layout) -> None:
+        """Use an index for an adapter from the next step on."""
+        self.layouts[index], self.lists[index] = layout, tuple(blocks)
+        self.blocks[index, : len(blocks)].copy_(self._link.upload(np.array(blocks, dtype=np.int32)))
+        targets, _, parts, _ = self.meta.shape
+        table = np.empty((targets, parts, 4), dtype=np.int32)
+        table[:] = _ABSENT
+        for (target, part), span in layout.spans.items():
+            table[target, part] = span.a, span.b, span.rank, span.gain
+        self.meta[:, index].copy_(self._link.upload(table))
+
+
+class Assigned:
+    """Which adapter each row of a step's tokens, or of its logits, has. Entries past the step's rows are NONE.
+
+    Attributes:
+        adapter: [max_rows] int32, each row's adapter; NONE for the base model.
+        order: [max_rows] int32, the rows with an adapter, sorted by adapter; arbitrary past their number.
+        tiles: [most_tiles(max_rows, max_adapters), 3] int32: adapter, first place in `order`, number of rows. A step
+            of n rows, padding included, uses at most the first `most_tiles(n, max_adapters)`, the others are NONE.
+        groups: adapter -> its rows, on the host.
+    """
+
+    def __init__(self, max_rows: int, max_adapters: int, link: Link) -> None:
+        device = link.torch_device
+        self._link = link
+        self.adapter = torch.full((max_rows,), NONE, dtype=torch.int32, device=device)
+        self.order = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.tiles = torch.full((most_tiles(max_rows, max_adapters), 3), NONE, dtype=torch.int32, device=device)
+        self.groups: dict[int, NDArray[np.int64]] = {}
+        self._filled = (0, 0)
+
+    def fill(self, adapters: NDArray[np.int32]) -> None:
+        """Set the adapter of each row [n]; NONE for the base model."""
+        order, tiles, self.groups = grouped(adapters)
+        before, self._filled = self._filled, (len(adapters), len(tiles))
+        self._send(self.adapter, adapters, before[0])
+        if len(order):
+            self._send(self.order, order, 0)
+        self._send(self.tiles, tiles, before[1])
+
+    def _send(self, into: Tensor, values: NDArray[np.int32], before: int) -> None:
+        """Overwrite the first rows, and with NONE those that were filled before."""
+        rest = before - len(values)
+        if rest > 0:
+            values = np.concatenate([values, np.full((rest, *values.shape[1:]), NONE, dtype=np.int32)])
+        if len(values):
+            into[: len(values)].copy_(self._link.upload(values))
+
+
+def grouped(
+    adapters: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[int, NDArray[np.int64]]]:
+    """Return `order`, `tiles` and `groups` of `Assigned` for the adapters of some rows."""
+    order = np.argsort(adapters, kind="stable")
+    order = order[np.searchsorted(adapters[order], 0) :]  # those of the base come first
+    used, starts, counts = np.unique(adapters[order], return_index=True, return_counts=True)
+    groups = {
+        index: order[start : start + count]
+        for index, start, count in zip(used.tolist(), starts.tolist(), counts.tolist(), strict=True)
+    }
+    tiles_of = -(-counts // TILE_ROWS)
+    owner = np.repeat(np.arange(len(used)), tiles_of)
+    within = (np.arange(len(owner)) - (tiles_of.cumsum() - tiles_of)[owner]) * TILE_ROWS
+    tiles = np.stack([used[owner], starts[owner] + within, np.minimum(counts[owner] - within, TILE_ROWS)], axis=1)
+    return order.astype(np.int32), tiles.astype(np.int32), groups
+
+
+_ABSENT = (-1, -1, 0, -1)
