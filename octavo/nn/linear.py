@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.native.bindings import Dtype, Epilogue
 from octavo.native.program import RESIDUAL, ProgramBuilder, row_bytes
+from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import RMSNorm
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.quant.base import Fusing, Part, Scheme
@@ -20,15 +21,12 @@ from octavo.nn.stream import Stream
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
 
-Delta = Callable[[Tensor, Tensor], None]
-"""An addition to a product, such as an adapter: called with x [T, in] and y [T, out], it modifies y in place."""
-
 
 class Projection(WeightLayer):
     """y = x @ W^T + b, and a decoder's operations around it. Models call only these methods.
 
     This class decides whether a norm, a gate or the residual sum is fused into the product's launch: the scheme must
-    support it, and there must be no operation in between (a sum over ranks, a delta).
+    support it, and there must be no operation in between (a sum over ranks, a delta that can't be fused, too).
 
     Attributes:
         scheme: stores the weights and multiplies with them.
@@ -54,15 +52,20 @@ class Projection(WeightLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ W^T + b: [..., in] to [..., out]."""
-        return self._finished(x, self.scheme.apply(x))
+        addition = None if self.delta is None else self.delta.begin(x)
+        return self._finished(self.scheme.apply(x), addition)
 
     def wide(self, x: Tensor) -> Tensor:
         """Like `forward`, in float32 if that costs little."""
-        return self._finished(x, self.scheme.wide(x))
+        addition = None if self.delta is None else self.delta.begin(x)
+        return self._finished(self.scheme.wide(x), addition)
 
     def gated(self, x: Tensor) -> Tensor:
         """Return silu(first half) * second half of the outputs: [T, in] to [T, out / 2]."""
-        fusing = self._fusing
+        fusing, delta = self._fusing, self.delta
+        if delta is not None and self._whole:
+            addition = delta.begin(x)
+            return addition.gated(self.scheme.apply(x))
         return silu_mul(self(x)) if fusing is None else fusing.gated(x)
 
     def after_norm(self, stream: Stream, norm: RMSNorm, *, gated: bool = False, wide: bool = False) -> Tensor:
@@ -71,11 +74,12 @@ class Projection(WeightLayer):
         if (
             fusing is not None
             and stream.settled
-            and 0 < stream.rows <= fusing.fused_rows
+            and 0 < stream.rows <= self._fused_rows(fusing)
             and not (gated and self.has_bias)
         ):
             dtype = torch.float32 if wide else None
-            return fusing.fused(stream.value, norm=(norm.weight, norm.eps), gated=gated, dtype=dtype)
+            scaled = (norm.weight, norm.eps)
+            return fusing.fused(stream.value, norm=scaled, gated=gated, dtype=dtype, delta=self.delta)
         x = stream.normed(norm)
         return self.gated(x) if gated else self.wide(x) if wide else self(x)
 
@@ -83,11 +87,15 @@ class Projection(WeightLayer):
         """Add `forward` of x [T, in] to the stream."""
         fusing = self._fusing
         if fusing is not None and stream.settled:
-            if 0 < stream.rows <= fusing.fused_rows:
-                fusing.fused(x, add_to=stream.writable())
+            if 0 < stream.rows <= self._fused_rows(fusing):
+                fusing.fused(x, add_to=stream.writable(), delta=self.delta)
                 return
             if self.leaves(stream.dtype):
-                stream.add_parts_later(fusing.leave(stream.writable(), x))
+                addition = None if self.delta is None else self.delta.begin(x)
+                parts = fusing.leave(stream.writable(), x)
+                if addition is not None:
+                    addition.add_to(stream.value if parts is None else parts[0])
+                stream.add_parts_later(parts)
                 return
         stream.add_later(self(x))
 
@@ -160,16 +168,20 @@ class Projection(WeightLayer):
 
     @property
     def _fusing(self) -> Fusing | None:
-        return self._fusing_scheme if self.delta is None and self._whole else None
+        return self._fusing_scheme if self._whole else None
+
+    def _fused_rows(self, fusing: Fusing) -> int:
+        """Return the most rows for which `fusing.fused` can compute the layer."""
+        return fusing.fused_rows if self.delta is None else min(fusing.fused_rows, self.delta.fused_rows)
 
     @property
     def _whole(self) -> bool:
         """Whether the product needs nothing from other ranks."""
         return True
 
-    def _finished(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.delta is not None:
-            self.delta(x, y)
+    def _finished(self, y: Tensor, addition: Addition | None) -> Tensor:
+        if addition is not None:
+            addition.add_to(y)
         return y
 
     @property
@@ -249,9 +261,9 @@ class Linear(Projection):
     def _whole(self) -> bool:
         return self.mesh.size == 1 or (self.shard is not ROW and not self._gather)
 
-    def _finished(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.delta is not None:
-            self.delta(x, y)
+    def _finished(self, y: Tensor, addition: Addition | None) -> Tensor:
+        if addition is not None:
+            addition.add_to(y)
         if self.mesh.size > 1 and self.shard is ROW:
             return self.mesh.all_reduce(y)
         return self.mesh.all_gather(y) if self._gather else y

@@ -10,6 +10,7 @@ from typing import ParamSpec, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from octavo.nn.delta import Delta
 from octavo.nn.weights import Stored, TensorSpec
 
 P = ParamSpec("P")
@@ -90,8 +91,9 @@ class Fusing(Protocol):
         gated: bool = False,
         add_to: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        delta: Delta | None = None,
     ) -> Tensor:
-        """See `fused_product` in `nn/ops/few_rows.py`."""
+        """See `fused_product` in `nn/ops/few_rows.py`; with a delta that supports these rows, plus its addition."""
         ...
 
     def gated(self, x: Tensor) -> Tensor:

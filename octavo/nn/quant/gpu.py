@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.nn.delta import Delta
 from octavo.nn.ops import few_rows, products
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.quant.none import Unquantized
@@ -35,11 +36,11 @@ class OnGpu(Unquantized):
         gated: bool = False,
         add_to: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        delta: Delta | None = None,
     ) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
-        return few_rows.fused_product(
-            x, self.weight, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype
-        )
+        product = few_rows.fused_product if delta is None else delta.fused
+        return product(x, self.weight, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype)
 
     def gated(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "weights are not loaded"

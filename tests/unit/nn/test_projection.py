@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.build import Build
+from octavo.nn.delta import Addition, Delta
 from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
 from octavo.nn.quant.base import Everywhere, Part, Scheme
@@ -40,9 +41,13 @@ class FusingScheme(Unquantized):
         gated: bool = False,
         add_to: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        delta: Delta | None = None,
     ) -> Tensor:
-        self.calls.append("fused")
-        y = self.apply(x if norm is None else torch.nn.functional.rms_norm(x, (x.shape[1],), *norm))
+        self.calls.append("fused" if delta is None else "fused with a delta")
+        x = x if norm is None else torch.nn.functional.rms_norm(x, (x.shape[1],), *norm)
+        y = self.apply(x)
+        if delta is not None:
+            delta.begin(x).add_to(y)
         if gated:
             gate, up = y.chunk(2, dim=-1)
             y = torch.nn.functional.silu(gate) * up
@@ -124,17 +129,67 @@ def test_the_stream_goes_on_with_chosen_rows_whatever_is_still_to_be_added() -> 
     torch.testing.assert_close(stream.total(), (x + 2 * output)[rows])
 
 
-def test_a_delta_is_added_to_every_product_and_stops_fusion() -> None:
-    scheme = FusingScheme()
-    out, x = layer(scheme), torch.randn(1, SIZE)
-    plain, wide, stream = out(x), out.wide(x), Stream(torch.zeros(1, SIZE))
-    addition = torch.randn(SIZE, SIZE)
-    out.delta = lambda inputs, y: y.add_(inputs @ addition)
-    torch.testing.assert_close(out(x), plain + x @ addition)
-    torch.testing.assert_close(out.wide(x), wide + x @ addition)
-    out.into(stream, x)
-    torch.testing.assert_close(stream.total(), plain + x @ addition)
-    assert scheme.calls == []
+class Matrix(Delta):
+    """Adds the product with another matrix."""
+
+    def __init__(self, outputs: int, fused_rows: int) -> None:
+        self.matrix = torch.randn(SIZE, outputs)
+        self.fused_rows = fused_rows
+
+    def begin(self, x: Tensor) -> Addition:
+        return Product(x @ self.matrix)
+
+
+class Product(Addition):
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def add_to(self, y: Tensor) -> None:
+        y.add_(self._value)
+
+
+def test_a_delta_is_added_to_every_product() -> None:
+    out, x = layer(FusingScheme()), torch.randn(1, SIZE)
+    plain, wide = out(x), out.wide(x)
+    delta = out.delta = Matrix(SIZE, 0)
+    torch.testing.assert_close(out(x), plain + x @ delta.matrix)
+    torch.testing.assert_close(out.wide(x), wide + x @ delta.matrix)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("fused_rows", [0, 1])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_delta_leaves_fused_what_it_supports(
+    rows: int, fused_rows: int, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of two layers with deltas adds what one with changed weights adds."""
+
+    def after(self: RMSNorm, parts: Tensor | None, stream: Tensor) -> Tensor:
+        return self(stream if parts is None else stream.add_(parts.sum(0)))
+
+    monkeypatch.setattr(RMSNorm, "after", after)  # a Triton kernel otherwise
+    up, down, before = FusingScheme(), FusingScheme(), norm()
+    gate_up, out = layer(up, gates=True), layer(down)
+    down.in_parts = in_parts
+    x = torch.randn(rows, SIZE)
+    deltas = Matrix(2 * SIZE, fused_rows), Matrix(SIZE, fused_rows)
+    gate_up.delta, out.delta = deltas
+    stream = Stream(x)
+    for _ in range(2):
+        out.into(stream, gate_up.after_norm(stream, before, gated=True))
+    result, calls = stream.total(), up.calls + down.calls
+    assert ("fused with a delta" in calls) == (rows == 1 == fused_rows)
+    assert ("leave" in calls) == (not (rows == 1 == fused_rows))
+    assert "gated" not in calls
+
+    gate_up.delta = out.delta = None
+    for scheme, delta in zip((up, down), deltas, strict=True):
+        assert scheme.weight is not None
+        scheme.weight += delta.matrix.T
+    expected = Stream(x)
+    for _ in range(2):
+        out.into(expected, gate_up.after_norm(expected, before, gated=True))
+    torch.testing.assert_close(result, expected.total(), rtol=1e-4, atol=1e-3)
 
 
 def test_nothing_is_fused_where_ranks_must_add_up() -> None:

@@ -1,0 +1,55 @@
+"""`Delta`: an addition to the product of a linear layer, such as a low-rank adapter's; set as `Projection.delta`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from octavo.nn.ops.activation import silu_mul
+
+
+class Addition(ABC):
+    """What a delta adds for one input. It may be computed beside the product."""
+
+    @abstractmethod
+    def add_to(self, y: Tensor) -> None:
+        """Add it to y [T, out] in place: the layer's product, or what that is added to."""
+
+    def gated(self, y: Tensor) -> Tensor:
+        """Return silu(first half) * second half of y plus the addition: [T, out] to [T, out / 2]. y may be
+        overwritten."""
+        self.add_to(y)
+        return silu_mul(y)
+
+
+class Delta(ABC):
+    """An addition to y = x @ W^T + b that depends on x and on the rows' requests.
+
+    Attributes:
+        fused_rows: most rows supported by `fused`; 0 if it can't be fused with the product.
+    """
+
+    fused_rows = 0
+
+    @abstractmethod
+    def begin(self, x: Tensor) -> Addition:
+        """Begin to compute the addition for x [T, in], which must not change until it is added.
+
+        Called before the product's own launch, so that both can run side by side.
+        """
+
+    def fused(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return the product and the addition, as `fused_product` in `nn/ops/few_rows.py`."""
+        raise NotImplementedError
