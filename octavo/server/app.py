@@ -184,6 +184,7 @@ def make_context(
         transcripts=Transcripts(config),
         siblings=siblings,
         fingerprint=fingerprint(config, frontend.info),
+        model=name,
     )
 
 

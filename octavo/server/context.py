@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import msgspec
 from starlette.requests import Request
 
 from octavo.config import ServerConfig
+from octavo.core.errors import InvalidRequestError
 from octavo.core.request import GenerateRequest
 from octavo.server.admission import Admission
-from octavo.server.errors import UnknownModelError
+from octavo.server.errors import ApiError, UnknownModelError
 from octavo.server.metrics.metrics import Metrics
 from octavo.server.metrics.requests import RequestRecord
 from octavo.server.process.lifecycle import Lifecycle
 from octavo.server.siblings.siblings import SiblingProcesses
 from octavo.server.transcript import Transcripts
 from octavo.text.frontend import Frontend
+from octavo.text.hooks import AddedModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,25 +39,53 @@ class ServerContext:
     """The other API processes of the server, if there are several."""
     background: bool = False
     """Requests through this context run in capacity that other requests leave free."""
+    model: str
+    """The model's name in answers."""
+    options: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    """Features' options of all requests through this context: those of a model that a feature adds."""
     fingerprint: str | None = None
     """`system_fingerprint` of the answers."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_names(self) -> list[str]:
-        """Names under which clients may request the model; answers carry the first."""
+        """Names of the served model itself; answers to requests without a name carry the first."""
         return self.config.model_names(self.frontend.info.name)
 
-    def check_model(self, name: str | None) -> str:
-        """Return the name for the answer. A request without a name means the served model.
+    async def for_model(self, name: str | None) -> ServerContext:
+        """Return the context for requests to this model. A request without a name means the served model.
 
         Raises:
             UnknownModelError: `name` is not served, and the settings don't allow other names.
         """
+        if name is None or name == self.model:
+            return self
+        try:
+            found = await self.find_model(name)
+        except UnknownModelError:
+            if not self.config.skip_model_name_validation:
+                raise
+            found = None
+        return replace(self, model=name or self.model, options={} if found is None else found.options)
+
+    async def find_model(self, name: str) -> AddedModel | None:
+        """Return the model of this name that a feature adds; None if it is the served model itself.
+
+        Raises:
+            UnknownModelError: no model is served as `name`.
+        """
         names = self.model_names
-        if name is not None and name not in names and not self.config.skip_model_name_validation:
-            raise UnknownModelError(name, names)
-        return name or names[0]
+        if name in names:
+            return None
+        for hook in self.frontend.preparer.hooks:
+            if (found := await hook.find_model(self.frontend.engine, name)) is not None:
+                return found
+        raise UnknownModelError(name, [*names, *(one.name for one in await self.added_models())])
+
+    async def added_models(self) -> list[AddedModel]:
+        """Return the models that features add to the served one, as of now."""
+        hooks, engine = self.frontend.preparer.hooks, self.frontend.engine
+        return [one for hook in hooks for one in await hook.models(engine)]
 
     @contextmanager
     def in_flight(self, request: GenerateRequest) -> Iterator[RequestRecord]:
@@ -62,12 +93,17 @@ class ServerContext:
 
         Raises:
             QueueFullError: a queue limit is reached.
+            ApiError: 404, the request's model was removed after `for_model` had found it.
         """
         self.admission.enter(request)
         record = self.metrics.requests.begin(request)
         self.lifecycle.active.add(request.id)
         try:
             yield record
+        except InvalidRequestError as exc:
+            if exc.param == "model":
+                raise ApiError(404, exc.message, param="model") from None
+            raise
         finally:
             self.lifecycle.active.discard(request.id)
             self.admission.leave(request)

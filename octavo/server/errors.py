@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,6 +26,9 @@ from octavo.core.errors import (
 from octavo.server.routes.foreign import ROUTES
 
 logger = logging.getLogger("octavo.server")
+
+_MOST_NAMES = 20
+"""Most names of models in an error."""
 
 _TYPES = {
     400: "BadRequestError",
@@ -83,10 +86,14 @@ class ApiError(OctavoError):
 class UnknownModelError(ApiError):
     """The request names a model that is not served (404)."""
 
-    def __init__(self, name: str, served: list[str]) -> None:
-        names = ", ".join(f"`{one}`" for one in served)
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        names = ", ".join(f"`{one}`" for one in served[:_MOST_NAMES])
+        more = f", and {len(served) - _MOST_NAMES} more that /v1/models lists" if len(served) > _MOST_NAMES else ""
+        choice = "that" if len(served) == 1 else "one of them"
         super().__init__(
-            404, f"The model `{name}` does not exist. This server serves {names}; ask for that.", param="model"
+            404,
+            f"The model `{name}` does not exist. This server serves {names}{more}; ask for {choice}.",
+            param="model",
         )
 
 

@@ -22,6 +22,7 @@ from octavo.text.answers.reasoning import ReasoningFormat
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from octavo.engine.protocol import EngineClient
     from octavo.text.prompts.prompt import Prompt
 
 
@@ -60,6 +61,22 @@ class Idle:
     field: str
     value: Any
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddedModel:
+    """A model that a feature adds to the served one; requests may name it as their model.
+
+    Attributes:
+        root: the files that it is made from.
+        parent: name of the model that it is derived from; None for the served model.
+        options: added to `GenerateRequest.options` of requests that name it.
+    """
+
+    name: str
+    root: str
+    options: Mapping[str, msgspec.Raw]
+    parent: str | None = None
 
 
 class TextHook:
@@ -136,6 +153,18 @@ class TextHook:
         Called only if one of `self.params` is set.
         """
         return dict.fromkeys(self.params)
+
+    async def models(self, engine: EngineClient) -> list[AddedModel]:
+        """Return the models that the feature adds, as of now."""
+        return []
+
+    async def find_model(self, engine: EngineClient, name: str) -> AddedModel | None:
+        """Return the added model of this name; None if there is none. `models` need not have listed it.
+
+        If it is removed before the request arrives at the engine core, the engine half refuses the request with an
+        InvalidRequestError whose `param` is "model".
+        """
+        return None
 
     def answer(self, output: CompletionOutput, data: bytes) -> None:
         """Add `data`, sent by the engine half at the end of a choice, to the choice's last output."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import cast
 
@@ -91,6 +91,7 @@ class PoolingPreparer:
         truncate: int | None = None,
         side: Side = "right",
         param: str = "input",
+        options: Mapping[str, msgspec.Raw] | None = None,
     ) -> GenerateRequest:
         """Return a request for one prompt.
 
@@ -99,6 +100,7 @@ class PoolingPreparer:
             truncate: most tokens to keep; -1 for the model's maximum; None refuses longer prompts.
             side: end of the prompt at which to cut.
             param: name of the prompt's field, for errors.
+            options: other features' options of the request's model.
 
         Raises:
             InvalidRequestError: the message names the field, the value and the limit.
@@ -134,7 +136,7 @@ class PoolingPreparer:
             namespace=f"{namespace}\x1f{salt}" if salt else namespace,
             priority=priority,
             arrival=arrival,
-            options={NAME: msgspec.Raw(msgspec.msgpack.encode(asked))},
+            options={**(options or {}), NAME: msgspec.Raw(msgspec.msgpack.encode(asked))},
             prompt_only=True,
             reads_cache=self.info.num_blocks > 0 and not params.sees_all,
         )

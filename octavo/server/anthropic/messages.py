@@ -31,7 +31,8 @@ _STOPS = {"length": "max_tokens", "repetition": "max_tokens", "tool_calls": "too
 async def messages(ctx: ServerContext, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     body = await parse_body(request, MessagesBody, ctx.config.max_body_bytes)
-    answer = _MessageEnvelope(f"msg_{request.state.request_id}", ctx.check_model(body.model))
+    ctx = await ctx.for_model(body.model)
+    answer = _MessageEnvelope(f"msg_{request.state.request_id}", ctx.model)
     translated = as_chat(body)
     warnings = check_extras(ctx, translated, chat=True)
     chat = await prepare_chat(ctx, translated, answer.id)
@@ -50,7 +51,7 @@ async def messages(ctx: ServerContext, request: Request) -> Response:
 async def count_tokens(ctx: ServerContext, request: Request) -> Response:
     """Count a conversation's tokens."""
     body = await parse_body(request, CountBody, ctx.config.max_body_bytes)
-    ctx.check_model(body.model)
+    ctx = await ctx.for_model(body.model)
     chat = await prepare_chat(ctx, as_chat(body), "count")
     return json_response({"input_tokens": len(chat.job.prompt_tokens)})
 

@@ -14,20 +14,21 @@ from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 
 
-def list_models(ctx: ServerContext) -> Response:
+async def list_models(ctx: ServerContext) -> Response:
     """Return all model names on one page."""
-    names = ctx.model_names
+    names = [*ctx.model_names, *(one.name for one in await ctx.added_models())]
     page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     return json_response({"data": [_card(ctx, name) for name in names], **page})
 
 
-def retrieve_model(ctx: ServerContext, name: str) -> Response:
+async def retrieve_model(ctx: ServerContext, name: str) -> Response:
     """Return the card of one model.
 
     Raises:
         UnknownModelError: no model is served as `name`.
     """
-    return json_response(_card(ctx, ctx.check_model(name)))
+    await ctx.for_model(name)
+    return json_response(_card(ctx, name))
 
 
 def _card(ctx: ServerContext, name: str) -> dict[str, Any]:

@@ -72,6 +72,7 @@ async def prepare(
         side=body.truncation_side or "left",
         add_special_tokens=add_special_tokens,
         param=param,
+        options=ctx.options,
     )
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return GenerationJob(request, text if isinstance(text, str) else None, params)

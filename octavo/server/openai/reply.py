@@ -41,14 +41,14 @@ class Reply:
 
     @classmethod
     def of(cls, ctx: ServerContext, request: Request, body: GenerationBody, prefix: str, warnings: list[str]) -> Reply:
-        """Create the reply; check that the model is served."""
+        """Create the reply. `ctx` is the one for the body's model."""
         options = body.stream_options
         forced = ctx.config.enable_force_include_usage
         include_usage = forced or bool(options and options.include_usage)
         return cls(
             id=answer_id(request, body.request_id, prefix),
             created=int(time.time()),
-            model=ctx.check_model(body.model),
+            model=ctx.model,
             warnings=warnings or UNSET,
             fingerprint=ctx.fingerprint,
             include_usage=include_usage,

@@ -159,6 +159,10 @@ def feature_params(ctx: ServerContext, body: GenerationBody) -> dict[str, Any]:
     args: dict[str, Any] = {}
     for hook in hooks:
         made = hook.params_of(body, max_bytes=ctx.config.max_schema_bytes)
+        if made and hook.name in ctx.options:
+            field = next(name for name in hook.body_fields if getattr(body, name, None) is not None)
+            text = f"{field} can't be combined with the model `{ctx.model}`; leave it out or name another model."
+            raise InvalidRequestError(text, param=field, value=getattr(body, field))
         args |= made.pop("feature_args", {})
         found |= made
     return found | ({"feature_args": args} if args else {})

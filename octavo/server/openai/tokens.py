@@ -18,7 +18,7 @@ from octavo.text.aside import aside
 async def tokenize(ctx: ServerContext, request: Request) -> Response:
     """Return the tokens of `prompt`, or of the prompt rendered from `messages`."""
     body = await parse_body(request, TokenizeBody, ctx.config.max_body_bytes)
-    ctx.check_model(body.model)
+    ctx = await ctx.for_model(body.model)
     given = (body.prompt is None) + (body.messages is None) == 1
     require(given, "prompt", body.prompt, "Exactly one of prompt and messages is required.")
     special = body.add_special_tokens
@@ -45,7 +45,7 @@ async def tokenize(ctx: ServerContext, request: Request) -> Response:
 async def detokenize(ctx: ServerContext, request: Request) -> Response:
     """Return the text of `tokens`, including special ones."""
     body = await parse_body(request, DetokenizeBody, ctx.config.max_body_bytes)
-    ctx.check_model(body.model)
+    ctx = await ctx.for_model(body.model)
     tokenizer = ctx.frontend.tokenizer
     for token in body.tokens:
         in_range = 0 <= token < tokenizer.vocab_size

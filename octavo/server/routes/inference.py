@@ -111,15 +111,17 @@ def _add_tokens(router: APIRouter, ctx: ServerContext) -> None:
 
 def _add_models(router: APIRouter, ctx: ServerContext) -> None:
     async def list_models(request: Request) -> Response:
-        """List the names under which the model is served; in Anthropic's form for its clients."""
-        return anthropic_models.list_models(ctx) if speaks_anthropic(request.scope) else models.list_models(ctx)
+        """List the models that requests can name; in Anthropic's form for its clients."""
+        if speaks_anthropic(request.scope):
+            return await anthropic_models.list_models(ctx)
+        return await models.list_models(ctx)
 
     async def retrieve_model(request: Request) -> Response:
         """Return the card of one model."""
         name = request.path_params["model_id"]
         if speaks_anthropic(request.scope):
-            return anthropic_models.retrieve_model(ctx, name)
-        return models.retrieve_model(ctx, name)
+            return await anthropic_models.retrieve_model(ctx, name)
+        return await models.retrieve_model(ctx, name)
 
     router.add_api_route("/v1/models", list_models, methods=["GET"], tags=["openai"])
     # A model's name may contain slashes.

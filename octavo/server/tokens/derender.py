@@ -96,7 +96,7 @@ class DerenderCompletionBody(_DerenderModel):
 async def derender_chat(ctx: ServerContext, request: Request) -> Response:
     """Return the chat completion of given tokens."""
     body = await parse_body(request, DerenderChatBody, ctx.config.max_body_bytes)
-    model, made = ctx.check_model(body.model), body.generate_response
+    ctx, made = await ctx.for_model(body.model), body.generate_response
     _check(ctx, [made])
     chat = None
     if body.chat_request is not None:
@@ -118,7 +118,7 @@ async def derender_chat(ctx: ServerContext, request: Request) -> Response:
         ChatCompletion(
             id=made.request_id,
             created=int(time.time()),
-            model=model,
+            model=ctx.model,
             choices=choices,
             usage=_usage(body.prompt_tokens or 0, [made]),
         )
@@ -128,7 +128,7 @@ async def derender_chat(ctx: ServerContext, request: Request) -> Response:
 async def derender_completion(ctx: ServerContext, request: Request) -> Response:
     """Return the text completion of given tokens."""
     body = await parse_body(request, DerenderCompletionBody, ctx.config.max_body_bytes)
-    model, made = ctx.check_model(body.model), body.generate_responses
+    ctx, made = await ctx.for_model(body.model), body.generate_responses
     _check(ctx, made)
     counts = body.prompt_tokens or [0] * len(made)
     text = f"prompt_tokens must have a number for each of the {len(made)} generate_responses, got {len(counts)}."
@@ -140,7 +140,7 @@ async def derender_completion(ctx: ServerContext, request: Request) -> Response:
         Completion(
             id=made[0].request_id,
             created=int(time.time()),
-            model=model,
+            model=ctx.model,
             choices=[_text_choice(ctx, index, choice, skips=skips) for index, choice in enumerate(choices)],
             usage=_usage(sum(counts), made),
         )

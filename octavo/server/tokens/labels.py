@@ -63,7 +63,7 @@ class LabelsBody(BaseModel):
 async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
     """Score each item by the probability of the token that follows it."""
     body = await parse_body(request, LabelsBody, ctx.config.max_body_bytes)
-    model = ctx.check_model(body.model)
+    ctx = await ctx.for_model(body.model)
     warnings = check_undeclared(body, strict=ctx.config.strict_params)
     name = body.request_id or request.state.request_id
     jobs = await _prepare(ctx, body, name)
@@ -79,7 +79,7 @@ async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
     answer = Listing(
         id=f"generative-scoring-{name}",
         created=int(time.time()),
-        model=model,
+        model=ctx.model,
         data=scores,
         usage=counter.usage(),
         warnings=warnings or UNSET,
@@ -105,6 +105,7 @@ async def _prepare(ctx: ServerContext, body: LabelsBody, name: str) -> list[Gene
                 priority=BACKGROUND if ctx.background else body.priority or 0,
                 namespace=body.cache_salt or "",
                 param="items",
+                options=ctx.options,
             )
         except InvalidRequestError as exc:
             where = {"items": f"items.{number}", _FIELD: "label_token_ids"}.get(exc.param or "", exc.param)

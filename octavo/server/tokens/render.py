@@ -42,6 +42,7 @@ async def render_messages(ctx: ServerContext, request: Request) -> Response:
 async def render_completion(ctx: ServerContext, request: Request) -> Response:
     """Render a text completion, for each of its prompts."""
     body = await parse_body(request, CompletionBody, ctx.config.max_body_bytes)
+    ctx = await ctx.for_model(body.model)
     reply = Reply.of(ctx, request, body, "cmpl-", check_extras(ctx, body, chat=False))
     jobs = await prepare_completion(ctx, body, reply, completion_params(ctx, body))
     names = [reply.id] if len(jobs) == 1 else [f"{reply.id}-{number}" for number in range(len(jobs))]
@@ -52,6 +53,7 @@ async def render_completion(ctx: ServerContext, request: Request) -> Response:
 
 
 async def _chat(ctx: ServerContext, request: Request, body: ChatBody) -> Rendered:
+    ctx = await ctx.for_model(body.model)
     reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(ctx, body, chat=True))
     chat = await prepare_chat(ctx, body, reply.id)
     offsets = _offsets(ctx, chat.job, body, special=bool(body.add_special_tokens))

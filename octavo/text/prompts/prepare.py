@@ -71,6 +71,7 @@ class Preparer:
         side: Side = "left",
         param: str = "prompt",
         fit: bool = False,
+        options: Mapping[str, msgspec.Raw] | None = None,
     ) -> Prepared:
         """Return a fully validated request, with `max_tokens` resolved.
 
@@ -82,6 +83,7 @@ class Preparer:
             side: side at which tokens are removed.
             param: the prompt's field, for errors: "prompt" or "messages".
             fit: reduce `max_tokens` to the rest of the context instead of refusing it.
+            options: features' options of the request's model.
 
         Raises:
             InvalidRequestError: the message names the field, the value and the limit.
@@ -90,7 +92,8 @@ class Preparer:
         if "generate" not in self.info.tasks:
             raise not_generating(self.info)
         params = self._limited(params)
-        prompt, keys, options = self._read(prompt, params, param, truncated=truncate is not None)
+        prompt, keys, read = self._read(prompt, params, param, truncated=truncate is not None)
+        options = {**(options or {}), **read}
         text, tokens, salt = parts_of(prompt, param)
         if not self.tokenizer.present:
             params = without_text(params, *(name for hook in self.hooks for name in hook.text_params))

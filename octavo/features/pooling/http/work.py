@@ -57,12 +57,12 @@ class PoolingReply:
 
     @classmethod
     def of(cls, ctx: ServerContext, request: Request, body: VectorBody, prefix: str) -> PoolingReply:
-        """Check that the model is served and the body has no unsupported field."""
+        """Create the reply; check that the body has no unsupported field. `ctx` is the one for the body's model."""
         warnings = check_undeclared(body, strict=ctx.config.strict_params, known=_LIMITED)
         return cls(
             id=answer_id(request, body.request_id, prefix),
             created=int(time.time()),
-            model=ctx.check_model(body.model),
+            model=ctx.model,
             warnings=warnings or UNSET,
         )
 
@@ -99,6 +99,7 @@ def preparation(ctx: ServerContext, body: VectorBody, reply: PoolingReply) -> Ca
             truncate=body.truncate_prompt_tokens,
             side=body.truncation_side or "right",
             param=param,
+            options=ctx.options,
         )
 
     return prepare

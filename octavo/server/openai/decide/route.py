@@ -30,7 +30,7 @@ from octavo.server.stream import until_disconnect
 async def decisions(ctx: ServerContext, request: Request) -> Response:
     """Answer each question by the probabilities of the model's next token."""
     body = await parse_body(request, DecisionBody, ctx.config.max_body_bytes)
-    model = ctx.check_model(body.model)
+    ctx = await ctx.for_model(body.model)
     warnings = check_undeclared(body, strict=ctx.config.strict_params)
     name = f"decision-{request.state.request_id}"
     jobs, tokens = [], []
@@ -44,7 +44,7 @@ async def decisions(ctx: ServerContext, request: Request) -> Response:
         for question, output, asked in zip(body.questions, outputs, tokens, strict=True)
     ]
     return json_response(
-        Decision(model=model, answers=answers, usage=_usage(jobs, outputs), warnings=warnings or UNSET)
+        Decision(model=ctx.model, answers=answers, usage=_usage(jobs, outputs), warnings=warnings or UNSET)
     )
 
 
@@ -65,6 +65,7 @@ async def _job(
         namespace=body.cache_salt or "",
         add_special_tokens=False,
         param="input",
+        options=ctx.options,
     )
     return GenerationJob(made, None, params)
 

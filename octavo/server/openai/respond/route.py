@@ -127,15 +127,14 @@ class Responses:
         return json_response(stored.response)
 
     async def _prepare(self, request: Request, body: ResponseBody) -> _Making:
-        ctx = self._ctx
-        model = ctx.check_model(body.model)
+        ctx = await self._ctx.for_model(body.model)
         earlier = await self._earlier(request, body.previous_response_id)
         translated = as_chat(body, earlier)
         warnings = check_extras(ctx, translated, chat=True)
         name = answer_id(request, translated.request_id, _PREFIX)
         chat = await prepare_chat(ctx, translated, name)
         params = chat.job.request.params
-        response = _begun(body, params, name, model)
+        response = _begun(body, params, name, ctx.model)
         if warnings:
             response["warnings"] = warnings
         writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=False)
