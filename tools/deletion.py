@@ -108,10 +108,15 @@ PUBLIC = (
     public(
         "cli/flags/environment.py",
         "lora",
-        "ALLOW_RUNTIME_LORA_UPDATING LORA_RESOLVER_CACHE_DIR",
+        "LORA_RESOLVER_CACHE_DIR",
         "variables of another server",
     ),
-    public("config/foreign.py", "lora", "enable-lora lora-modules max-lora-rank lora-dtype", "flags of other servers"),
+    public(
+        "config/foreign.py",
+        "lora",
+        "lora-dtype enable-lora-bias",
+        "flags of other servers",
+    ),
     public("server/extras.py", "lora", "lora lora_name lora_path lora_request", "fields of other engines' requests"),
     public("server/routes/foreign.py", "lora", "/v1/load_lora_adapter /v1/unload_lora_adapter", "paths of vLLM's API"),
     public("core/output.py", "lora", "lora_request", "a field of vLLM's outputs"),

@@ -45,8 +45,6 @@ def _switch(what: str) -> Missing:
     return Missing(f"{what} not supported by this version", takes_value=False)
 
 
-_ADAPTERS = "LoRA adapters are"
-
 _MEDIA = "images, audio and video are"
 _ONE_ENGINE = "there is one engine with one execution mode"
 
@@ -63,9 +61,10 @@ _MODEL: dict[str, Missing | Needless] = {
     "mm-processor-kwargs": _value(_MEDIA, "{}"),
     "mm-processor-cache-gb": _value(_MEDIA, "0"),
     "allowed-media-domains": _value(_MEDIA),
-    "max-loras-per-batch": _value(_ADAPTERS),
-    "lora-dtype": _value(_ADAPTERS, "auto"),
-    "fully-sharded-loras": _switch(_ADAPTERS),
+    "max-loras-per-batch": Needless("a step takes any number of adapters that are in memory", takes_value=True),
+    "lora-dtype": _value("another dtype for adapters than the model's is", "auto"),
+    "fully-sharded-loras": Needless("each rank keeps only its part of an adapter"),
+    "enable-lora-bias": _switch("biases of adapters are"),
     "calculate-kv-scales": Needless("scales of an FP8 KV cache are measured if the checkpoint has none"),
 }
 _ENGINE: dict[str, Missing | Needless] = {
@@ -137,11 +136,6 @@ FLAGS: dict[str, Missing | Needless] = {
         "quantizing weights at load time is not supported; a quantized GGUF file needs no flag",
         frozenset({"none", "None", "auto"}),
     ),
-    "enable-lora": _switch(_ADAPTERS),
-    "lora-modules": _value(_ADAPTERS),
-    "max-loras": _value(_ADAPTERS),
-    "max-lora-rank": _value(_ADAPTERS),
-    "max-cpu-loras": _value(_ADAPTERS),
     "speculative-config": _value("speculative decoding is"),
     "spec-method": _value("speculative decoding is"),
     "kv-transfer-config": _value("transfer of KV cache between servers is"),

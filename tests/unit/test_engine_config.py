@@ -68,13 +68,18 @@ _TEXTS = {"cache.memory_bytes": "256M", "cache.memory_utilization": "0.5", "sche
     ids=lambda flag: flag.name,
 )
 def test_a_setting_is_read_as_its_flag_is(flag: Flag) -> None:
-    section, field = flag.target.split(".")
-    if isinstance(getattr(getattr(EngineConfig(), section), field), tuple):
+    if isinstance(set_by(EngineConfig(), flag), tuple):
         return  # a list, not a number
-    text = _TEXTS.get(flag.target, "8" if flag.read is quantities.natural else "8k")
+    text = _TEXTS.get(flag.target, "8" if flag.read is quantities.natural else "128")
     text = "5e5" if flag.read is quantities.positive else text
     config = EngineConfig.of(**{flag.name.replace("-", "_"): text})
-    assert getattr(getattr(config, section), field) == flag.read(text)
+    assert set_by(config, flag) == flag.read(text)
+
+
+def set_by(config: EngineConfig, flag: Flag) -> Any:
+    """The value of the flag's setting, which may be a feature's."""
+    section, field = flag.target.split(".")
+    return getattr(config.features.get(section) or getattr(config, section), field)
 
 
 def test_any_number_of_logprobs_may_be_allowed() -> None:
@@ -94,7 +99,7 @@ def test_values_that_are_fine() -> None:
     ("settings", "says"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: tensor parallelism is not supported"),
-        ({"enable_lora": True}, "enable_lora=True: LoRA adapters are not supported"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel=True: expert parallelism is not supported"),
         ({"speculative_config": {"method": "ngram"}}, "speculative decoding is not supported"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False: long prompts are always computed in chunks"),
     ],
@@ -106,7 +111,7 @@ def test_features_of_others_are_refused_with_the_reason(settings: dict[str, Any]
 
 
 def test_settings_of_others_that_ask_for_nothing_pass(caplog: pytest.LogCaptureFixture) -> None:
-    neutral = {"tensor_parallel_size": 1, "hf_overrides": {}, "quantization": None, "enable_lora": False}
+    neutral = {"tensor_parallel_size": 1, "hf_overrides": {}, "quantization": None, "enable_expert_parallel": False}
     assert EngineConfig.of(**neutral, seed=None, block_size=None, max_model_len="auto") == EngineConfig()
     assert caplog.messages == []
     EngineConfig.of(trust_remote_code=True, disable_log_stats=True)

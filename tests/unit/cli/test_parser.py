@@ -32,7 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["-tp", "4"], "tensor parallelism is not supported"),
         (["--tensor_parallel_size=8"], "--tensor-parallel-size 8: tensor parallelism"),
         (["--quantization", "fp8"], "--quantization fp8: quantizing weights at load time is not supported"),
-        (["--enable-lora"], "LoRA adapters are not supported"),
+        (["--enable-expert-parallel"], "expert parallelism is not supported"),
         (["--speculative-config.method", "ngram"], "speculative decoding is not supported"),
         (["-cc.cudagraph_mode", "x", "--tool-server", "demo"], "tools run by the server are not supported"),
         (["--hf-token", "t"], "set the variable HF_TOKEN"),
@@ -51,7 +51,7 @@ def test_missing_features_are_refused_with_the_reason(
         ["-tp", "1"],
         ["--pipeline-parallel-size=1"],
         ["--quantization", "none"],
-        ["--no-enable-lora"],
+        ["--no-enable-expert-parallel"],
         ["--model-impl", "auto"],
     ],
 )

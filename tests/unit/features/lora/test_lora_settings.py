@@ -1,0 +1,64 @@
+"""Flags and keywords of LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from octavo.cli.flags.args import engine_from, values
+from octavo.cli.serve import make_parser
+from octavo.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.features.lora.settings import LoraModule, LoraSettings
+
+
+def parsed(*argv: str) -> LoraSettings:
+    parser = make_parser()
+    found = engine_from(values(parser, parser.parse_args(["model", *argv]))).features["lora"]
+    assert isinstance(found, LoraSettings)
+    return found
+
+
+def test_adapters_are_named_as_pairs_or_as_json() -> None:
+    made = parsed("--lora-modules", "a=/x=1", '{"name": "b", "path": "/y", "base_model_name": "c"}')
+    assert made.modules() == (LoraModule("a", Path("/x=1")), LoraModule("b", Path("/y"), "c"))
+    assert made.enabled
+    listed = parsed("--lora-modules", '[{"name": "a", "path": "/x"}, {"name": "b", "path": "/y"}]').modules()
+    assert [one.name for one in listed] == ["a", "b"]
+
+
+def test_keywords_take_objects_and_survive_the_way_to_the_core() -> None:
+    config = EngineConfig.of(enable_lora=True, lora_modules=[{"name": "a", "path": "/x"}, "b=/y"], max_loras=4)
+    again = EngineConfig.restored(msgspec.to_builtins(config))
+    for made in (config, again):
+        lora = made.features["lora"]
+        assert isinstance(lora, LoraSettings)
+        assert [one.name for one in lora.modules()] == ["a", "b"]
+        assert (lora.max_loras, lora.max_lora_rank, lora.max_cpu_loras) == (4, 64, None)
+
+
+def test_nothing_is_enabled_by_default() -> None:
+    assert not parsed().enabled
+    assert parsed("--lora-dir", "/x").enabled
+    assert not parsed("--max-loras", "8").enabled
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"lora_modules": ["a"]}, "'a' is not NAME=PATH"),
+        ({"lora_modules": ["=/x"]}, "is not NAME=PATH"),
+        ({"lora_modules": ['{"name": "a"}']}, "is not NAME=PATH"),
+        ({"lora_modules": ["{name: a}"]}, "is not valid JSON"),
+        ({"lora_modules": [{"name": "a", "path": "/x", "rank": 3}]}, "is not NAME=PATH"),
+        ({"lora_modules": ["a=/x", "a=/y"]}, "two adapters of the name 'a'"),
+        ({"max_lora_rank": 512}, "max_lora_rank=512 must be at most 256"),
+        ({"max_loras": 0}, "max_loras=0 must be a whole number of at least 1"),
+    ],
+)
+def test_wrong_settings_are_errors(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig.of(**settings)
