@@ -1,4 +1,5 @@
-"""Graphs on machines that have none: the calls of a step are recorded on fixed buffers and replayed, as CUDA does."""
+"""Which graphs are replayed: a GPU's own, or on machines without one the calls of a step on fixed buffers, as CUDA
+has them."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy_models import Behind
 from triton.runtime.interpreter import InterpretedFunction
 
-from octavo.device.transfer import HostLink
+from octavo.device.cuda_transfer import CudaLink, CudaRecorder
+from octavo.device.transfer import Graph, HostLink, Link
+from octavo.worker.resident.warm_up import warm_up
 
 _KINDS = {"_forward": "forward", "_sample": "sample", "_forward_mixed": "mixed"}
 
@@ -94,6 +98,19 @@ def _refuse(link: HostLink, array: np.ndarray) -> Tensor:
     raise AssertionError("a transfer from the host was recorded")
 
 
+class CountedGraph:
+    """A graph of a device that counts its replays."""
+
+    def __init__(self, graph: Graph, name: str, replayed: Counter[str]) -> None:
+        self._graph = graph
+        self._name = name
+        self._replayed = replayed
+
+    def replay(self) -> None:
+        self._replayed[self._name] += 1
+        self._graph.replay()
+
+
 class LateTape(Tape):
     """Recorded by its first replay, which spares the interpreter the sizes that a test does not use."""
 
@@ -109,17 +126,20 @@ class LateTape(Tape):
             super().record(launch)
 
 
+def _kind_of(launch: Callable[[], None]) -> str:
+    assert isinstance(launch, partial)
+    return "sharing" if launch.keywords.get("shares") else _KINDS[launch.func.__name__]
+
+
 class TapeRecorder:
-    """Counts what is replayed: "forward", "sharing", "mixed" and "sample"."""
+    """Records tapes."""
 
     def __init__(self, replayed: Counter[str], kind: type[Tape]) -> None:
         self._replayed = replayed
         self._kind = kind
 
     def record(self, launch: Callable[[], None]) -> Tape:
-        assert isinstance(launch, partial)
-        kind = "sharing" if launch.keywords.get("shares") else _KINDS[launch.func.__name__]
-        tape = self._kind(kind, self._replayed)
+        tape = self._kind(_kind_of(launch), self._replayed)
         tape.record(launch)
         return tape
 
@@ -131,12 +151,29 @@ class TapeRecorder:
 
 
 def recorded_graphs(monkeypatch: pytest.MonkeyPatch, *, late: bool = True) -> Counter[str]:
-    """Have CPUs that are driven as if they ran behind their host record graphs from now on; counts what they replay.
+    """Count the graphs that requests replay from now on: "forward", "sharing", "mixed" and "sample".
+
+    Without a GPU, have CPUs that are driven as if they ran behind their host record tapes.
 
     Args:
-        late: record each graph when it is first replayed, and not in advance.
+        late: record each tape when it is first replayed, and not in advance.
     """
     replayed: Counter[str] = Counter()
+    if torch.cuda.is_available():
+        record = CudaRecorder.record
+
+        def counted(recorder: CudaRecorder, launch: Callable[[], None]) -> Graph:
+            return CountedGraph(record(recorder, launch), _kind_of(launch), replayed)
+
+        def warmed_up(*args: Any) -> None:
+            before = replayed.copy()
+            warm_up(*args)
+            replayed.clear()
+            replayed.update(before)
+
+        monkeypatch.setattr(CudaRecorder, "record", counted)
+        monkeypatch.setattr("octavo.worker.resident.warm_up.warm_up", warmed_up)
+        return replayed
     kind = LateTape if late else Tape
     monkeypatch.setattr(Behind, "recorder", lambda self: TapeRecorder(replayed, kind))
     # An interpreter compiles nothing, so nothing need run before it is recorded.
@@ -150,18 +187,19 @@ class Transfers:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[int] = []
         self.brought: list[int] = []
-        upload, download = HostLink.upload, HostLink.download
+        kind: type[Link] = CudaLink if torch.cuda.is_available() else HostLink
+        upload, download = kind.upload, kind.download
 
-        def sending(link: HostLink, array: np.ndarray) -> Tensor:
+        def sending(link: Link, array: np.ndarray) -> Tensor:
             self.sent.append(array.nbytes)
             return upload(link, array)
 
-        def bringing(link: HostLink, tensor: Tensor) -> Any:
+        def bringing(link: Link, tensor: Tensor) -> Any:
             self.brought.append(tensor.nbytes)
             return download(link, tensor)
 
-        monkeypatch.setattr(HostLink, "upload", sending)
-        monkeypatch.setattr(HostLink, "download", bringing)
+        monkeypatch.setattr(kind, "upload", sending)
+        monkeypatch.setattr(kind, "download", bringing)
 
     def take(self) -> tuple[int, int]:
         """Uploads and downloads since the last call."""

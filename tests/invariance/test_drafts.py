@@ -1,6 +1,7 @@
 """Drafts change how many steps it takes, and nothing else: tokens, log-probabilities and ends are those without them.
 
-A tiny random model in float32; the truth is each request alone, without drafts, one step after the other.
+A tiny random model in float32; the truth is each request alone, without drafts, one step after the other, on the same
+device: what is drawn depends on it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from chi_square import chi_square
 from toy_drafter import DrafterEngine, DrafterWorker, News, check_same, news_of, runner_of, with_drafter
-from toy_engine import drive, tiny_config, tokens_of
+from toy_engine import GPU, device_of, drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, VOCAB, model_files
 from toy_recurrent import build_hybrid
 
@@ -30,7 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "overlap": {"async_scheduling": True},
     "depth 2": {"depth": 2},
     "chunked prefill": {"max_num_batched_tokens": 24, "max_num_seqs": 6},
-    "preemption": {"memory_bytes": 192 * LLAMA_KV_BYTES_PER_TOKEN, "max_model_len": 160},
+    "preemption": {"memory_bytes": 144 * LLAMA_KV_BYTES_PER_TOKEN, "max_model_len": 128},
     "no prefix cache": {"enable_prefix_caching": False},
     "small batches": {"max_num_seqs": 3},
     "torch attention": {"attention_backend": "torch"},
@@ -67,19 +68,19 @@ def engine(config: dict[str, Any] = LLAMA, **settings: Any) -> EngineLoop:
 
 
 @cache
-def truth() -> News:
-    alone: News = {}
-    for request in requests():
-        loop = engine(attention_backend="reference", enable_prefix_caching=False)
-        alone |= news_of(list(drive(loop, [request])))
+def truth(device: str) -> News:
+    plain = {"attention_backend": "reference", "enable_prefix_caching": False, "async_scheduling": False}
+    loop = engine(**plain, device=device)
+    alone = news_of(list(one_by_one(loop, requests())))
+    loop.close()
     return alone
 
 
 @cache
-def texts() -> list[list[int]]:
+def texts(device: str) -> list[list[int]]:
     """Each prompt with what follows it."""
     prompts = {request.id: request.tokens for request in requests()}
-    return [prompts[name] + tokens for (name, _), (tokens, *_) in truth().items()]
+    return [prompts[name] + tokens for (name, _), (tokens, *_) in truth(device).items()]
 
 
 @pytest.mark.parametrize("names", [p for p in PAIRS if frozenset(p) not in CONFLICTS], ids=lambda p: " + ".join(p))
@@ -87,20 +88,22 @@ def test_drafts_change_nothing(names: tuple[str, ...], monkeypatch: pytest.Monke
     settings: dict[str, Any] = {}
     for name in names:
         settings |= FEATURES[name]
-    known = texts()
+    device = device_of(settings)
+    known, expected = texts(device), truth(device)
     drafter = DrafterEngine()
     with_drafter(monkeypatch, drafter, DrafterWorker(known, VOCAB))
     loop = engine(**settings)
-    check_same(news_of(list(drive(loop, requests()))), truth())
+    check_same(news_of(list(drive(loop, requests()))), expected)
     assert drafter.accepted > 50
     assert drafter.rejected > 50
     if "preemption" in names and "small batches" not in names:
         assert loop.stats().num_preemptions > 0
+    loop.close()
 
 
 def test_the_truth_is_worth_comparing_with() -> None:
     """All ways to end occur, some in the middle of what is drafted, and reports have an entry a token."""
-    ends = truth().values()
+    ends = truth(device_of({})).values()
     assert {finish for *_, finish in ends} == {FinishReason.STOP, FinishReason.LENGTH}
     assert all(len(logprobs) in (0, len(tokens)) for tokens, logprobs, *_ in ends)
     assert sum(bool(logprobs) for _, logprobs, *_ in ends) > 4
@@ -125,7 +128,10 @@ def test_windows_keep_what_rejected_drafts_leave_to_compute(
     settings = {"attention_backend": backend, "max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 48}
 
     def run() -> News:
-        return news_of(list(drive(engine(WINDOWED, depth=depth, **settings), requests())))
+        loop = engine(WINDOWED, depth=depth, **settings)
+        news = news_of(list(drive(loop, requests())))
+        loop.close()
+        return news
 
     expected = run()
     prompts = {request.id: request.tokens for request in requests()}
@@ -168,7 +174,10 @@ def test_steps_are_saved_by_drafts_that_are_right(right: float, monkeypatch: pyt
 
 
 def test_who_may_draft_but_does_not_leaves_steps_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plans are those without the feature, and native steps stay native; with drafts they are computed."""
+    """The plans are those without the feature, and what is replayed stays so; steps with drafts are computed.
+
+    A native replay takes no step that has a new request; the graphs of a GPU do.
+    """
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     asked = [GenerateRequest(id=f"r{i}", tokens=[5 + i, 9], params=params) for i in range(3)]
 
@@ -183,7 +192,10 @@ def test_who_may_draft_but_does_not_leaves_steps_replayed(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(runner, "forward", noting)
         before = runner.replay.count
-        return tokens_of(drive(loop, asked)), plans, runner.replay.count - before
+        tokens = tokens_of(drive(loop, asked))
+        replayed = runner.replay.count - before
+        loop.close()
+        return tokens, plans, replayed
 
     expected, plans, replayed = run()
     worker = DrafterWorker(vocab=VOCAB)
@@ -202,7 +214,7 @@ def test_who_may_draft_but_does_not_leaves_steps_replayed(monkeypatch: pytest.Mo
     assert tokens == expected
     assert worker.asked
     if replayed:
-        assert fewer == sum(not any(plan.num_drafts) and not plan.new for plan in drafted)
+        assert fewer == sum(not any(plan.num_drafts) and (GPU or not plan.new) for plan in drafted)
 
 
 # The distribution of what is drawn
@@ -214,8 +226,17 @@ WARM: dict[str, Any] = {"temperature": 0.4, "top_k": TOP, "ignore_eos": True}
 
 
 def small_engine() -> EngineLoop:
-    settings = {"attention_backend": "torch", "memory_bytes": 1 << 21, "logprobs_mode": "processed_logprobs"}
+    settings = {"memory_bytes": 1 << 21, "logprobs_mode": "processed_logprobs"}
+    if not GPU:
+        settings["attention_backend"] = "torch"
     return build_core(tiny_config(max_num_seqs=64, **settings), model_files(SMALL))[0]
+
+
+def tokens_drawn(asked: list[GenerateRequest]) -> News:
+    loop = small_engine()
+    news = news_of(list(drive(loop, asked, at_once=64)))
+    loop.close()
+    return news
 
 
 @cache
@@ -228,7 +249,7 @@ def target() -> dict[tuple[int, ...], float]:
         asked = [
             GenerateRequest(id=f"p{name}", tokens=PROMPT + list(one), params=params) for name, one in begun.items()
         ]
-        for (name, _), (_, logprobs, *_) in news_of(list(drive(small_engine(), asked, at_once=64))).items():
+        for (name, _), (_, logprobs, *_) in tokens_drawn(asked).items():
             one, entry = begun[name[1:]], logprobs[0]
             for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
                 known[(*one, token)] = known[one] * math.exp(logprob)
@@ -246,7 +267,7 @@ def misfit(monkeypatch: pytest.MonkeyPatch) -> tuple[float, int]:
         GenerateRequest(id=str(i), tokens=PROMPT, params=SamplingParams(max_tokens=LENGTH, seed=i, **WARM))
         for i in range(COUNT)
     ]
-    drawn = Counter(tuple(one) for one in tokens_of(drive(small_engine(), asked, at_once=64)).values())
+    drawn = Counter(tuple(tokens) for tokens, *_ in tokens_drawn(asked).values())
     assert drafter.accepted > COUNT / 10
     outcomes = sorted(chances.keys() | drawn.keys())
     expected = [COUNT * chances.get(one, 0.0) for one in outcomes]
@@ -259,6 +280,7 @@ def test_drawn_tokens_follow_the_target(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_accepting_every_draft_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.worker.slots.verify", lambda drawn, drafts, counts, starts: 1 + counts)
+    module = "octavo.worker.resident.drafts" if GPU else "octavo.worker.slots"
+    monkeypatch.setattr(f"{module}.verify", lambda drawn, drafts, counts, starts: 1 + counts)
     statistic, freedom = misfit(monkeypatch)
     assert statistic > freedom + 20 * math.sqrt(2 * freedom)

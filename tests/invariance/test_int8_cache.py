@@ -1,4 +1,4 @@
-"""With keys and values in int8 a request's tokens do not depend on how the engine got to them either."""
+"""With keys and values in int8, on a CPU, a request's tokens do not depend on how the engine got to them either."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_invariance import FEATURES, requests, run
+from test_invariance import FEATURES, alone, requests, run
+from toy_engine import tiny_config
 from toy_models import model_files
 
 from octavo.build import build_core
-from octavo.config import EngineConfig
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * (16 + 4)
 """Layers, key-value heads, key and value; a byte for each channel and a scale in float32."""
@@ -22,10 +22,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @cache
 def truth() -> dict[tuple[str, int], list[int]]:
-    alone: dict[tuple[str, int], list[int]] = {}
-    for request in requests():
-        alone |= run([request], enable_prefix_caching=False, **INT8)[0]
-    return alone
+    return alone(**INT8)
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in CHANGES), ("chunked prefill", "preemption")], ids=" + ".join)
@@ -50,8 +47,8 @@ def test_without_kernels_it_works_too(backend: str) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int8_per_token_head"])
 def test_its_capacity_counts_the_scales(name: str) -> None:
-    settings = {"load_format": "dummy", "dtype": "float32", "memory_bytes": 1 << 18, "max_model_len": 160, "threads": 1}
-    _, info = build_core(EngineConfig.of(**settings, kv_cache_dtype=name), model_files())
+    settings = {"memory_bytes": 1 << 18, "max_model_len": 160}
+    _, info = build_core(tiny_config(**settings, kv_cache_dtype=name), model_files())
     assert info.kv_bytes_per_token == BYTES_PER_TOKEN
     assert info.num_blocks == (1 << 18) // (16 * BYTES_PER_TOKEN)
     assert info.kv_form == "int8"

@@ -1,6 +1,7 @@
 """The tokens of a request must not depend on how the engine got to them: under no pair of its features.
 
-A tiny random model in float32; the truth is each request alone, computed whole, one step after the other.
+A tiny random model in float32; the truth is each request alone, computed whole, one step after the other, on the same
+device: what is drawn depends on it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from toy_engine import drive, tiny_config, tokens_of
+from toy_engine import device_of, drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA_KV_BYTES_PER_TOKEN, VOCAB, model_files
 
 from octavo.build import build_core
@@ -78,15 +79,23 @@ def run(
     loop, _ = build_core(tiny_config(**settings), model_files())
     if fault_at is not None:
         loop._executor = Faulty(loop._executor, fault_at)
-    return tokens_of(drive(loop, asked)), loop.stats()
+    found = tokens_of(drive(loop, asked)), loop.stats()
+    loop.close()
+    return found
+
+
+def alone(**settings: Any) -> dict[tuple[str, int], list[int]]:
+    """The tokens of each of `requests`, with nothing left in the cache by others."""
+    plain = {"enable_prefix_caching": False, "async_scheduling": False}
+    loop, _ = build_core(tiny_config(**plain, **settings), model_files())
+    found = tokens_of(one_by_one(loop, requests()))
+    loop.close()
+    return found
 
 
 @cache
-def truth() -> dict[tuple[str, int], list[int]]:
-    alone: dict[tuple[str, int], list[int]] = {}
-    for request in requests():
-        alone |= run([request], attention_backend="reference", enable_prefix_caching=False)[0]
-    return alone
+def truth(device: str) -> dict[tuple[str, int], list[int]]:
+    return alone(attention_backend="reference", device=device)
 
 
 @pytest.mark.parametrize("names", [p for p in PAIRS if frozenset(p) not in CONFLICTS], ids=" + ".join)
@@ -95,7 +104,7 @@ def test_tokens_do_not_depend_on(names):
     for name in names:
         settings |= FEATURES[name]
     tokens, stats = run(requests(), **settings)
-    assert tokens == truth()
+    assert tokens == truth(device_of(settings))
     if "preemption" in names and "small batches" not in names:
         assert stats.num_preemptions > 0
     if "no prefix cache" not in names:
@@ -109,12 +118,12 @@ def test_a_step_that_fails_changes_no_tokens(names: tuple[str, ...], fault_at: i
     for name in names:
         settings |= FEATURES[name]
     tokens, stats = run(requests(), fault_at=fault_at, **settings)
-    assert tokens == truth()
+    assert tokens == truth(device_of(settings))
     assert stats.num_preemptions > 1, "several were in flight, and were computed again"
 
 
 def test_the_truth_is_worth_comparing_with():
     """Different requests give different tokens, and several lengths and ends occur."""
-    outputs = list(truth().values())
+    outputs = list(truth(device_of({})).values())
     assert len({tuple(tokens) for tokens in outputs}) == len(outputs)
     assert len({len(tokens) for tokens in outputs}) > 5

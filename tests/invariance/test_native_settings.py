@@ -9,7 +9,7 @@ from octavo.build import build_core
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 
-SMALL = {"load_format": "dummy", "memory_bytes": 1 << 22, "threads": 1}
+SMALL = {"load_format": "dummy", "memory_bytes": 1 << 22, "threads": 1, "device": "cpu"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from toy_engine import drive, tiny_config, tokens_of
+from toy_engine import drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, model_files
 from toy_tokenizers import byte_level
 
@@ -14,6 +14,7 @@ from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.core.structured import StructuredOutputsParams
+from octavo.engine.loop import EngineLoop
 from octavo.hub.files import ModelFiles
 
 TOKENIZER = byte_level()
@@ -59,9 +60,14 @@ def requests() -> list[GenerateRequest]:
     return made
 
 
-def run(files: ModelFiles, asked: list[GenerateRequest], **settings: Any) -> dict[tuple[str, int], list[int]]:
+def engine(files: ModelFiles, **settings: Any) -> EngineLoop:
     loop, info = build_core(tiny_config(**settings), files)
     assert "grammar" in info.features
+    return loop
+
+
+def run(files: ModelFiles, asked: list[GenerateRequest], **settings: Any) -> dict[tuple[str, int], list[int]]:
+    loop = engine(files, **settings)
     tokens = tokens_of(drive(loop, asked, at_once=len(asked)))
     loop.close()
     if "memory_bytes" in settings:
@@ -71,10 +77,11 @@ def run(files: ModelFiles, asked: list[GenerateRequest], **settings: Any) -> dic
 
 @pytest.fixture(scope="module")
 def truth(files: ModelFiles) -> dict[tuple[str, int], list[int]]:
-    alone: dict[tuple[str, int], list[int]] = {}
-    for request in requests():
-        alone |= run(files, [request])
-    return alone
+    """Each request alone, with nothing left in the cache by others."""
+    loop = engine(files, enable_prefix_caching=False, async_scheduling=False)
+    found = tokens_of(one_by_one(loop, requests()))
+    loop.close()
+    return found
 
 
 @pytest.mark.parametrize("name", SETTINGS)

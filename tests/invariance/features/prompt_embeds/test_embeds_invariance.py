@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy_engine import drive, tiny_config, tokens_of
+from toy_engine import device_of, drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, VOCAB, behind, model_files
 
 from octavo.build import build_core
@@ -37,12 +37,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "no prefix cache": {"enable_prefix_caching": False},
     "small batches": {"max_num_seqs": 3},
-    "torch attention": {"attention_backend": "torch", "device": "cpu"},
+    "torch attention": {"attention_backend": "torch"},
     "plain attention": {"attention_backend": "reference"},
     "a process of its own": {"distributed_executor_backend": "mp"},
     "torch attention + overlap + preemption": {
         "attention_backend": "torch",
-        "device": "cpu",
         "async_scheduling": True,
         **SMALL,
     },
@@ -56,7 +55,7 @@ def engine(config: dict[str, Any] = LLAMA, **settings: Any) -> EngineLoop:
 @cache
 def table(qwen: bool = False) -> torch.Tensor:
     """[VOCAB, hidden size]: the model's own."""
-    loop = engine(QWEN3 if qwen else LLAMA, attention_backend="reference")
+    loop = engine(QWEN3 if qwen else LLAMA, attention_backend="reference", device="cpu")
     weight: torch.Tensor = loop._executor._model.embedding.weight.clone()  # type: ignore[attr-defined]
     loop.close()
     return weight
@@ -108,10 +107,10 @@ def results(loop: EngineLoop, asked: list[GenerateRequest]) -> tuple[Tokens, Eng
 
 @cache
 def truth(device: str) -> Tokens:
-    found: Tokens = {}
-    how = {"attention_backend": "reference", "device": device, "enable_prefix_caching": False}
-    for request in requests():
-        found |= results(engine(**how), [request])[0]
+    plain = {"attention_backend": "reference", "enable_prefix_caching": False, "async_scheduling": False}
+    loop = engine(**plain, device=device)
+    found = tokens_of(one_by_one(loop, requests()))
+    loop.close()
     return found
 
 
@@ -121,7 +120,7 @@ def test_embeddings_are_as_good_as_tokens(name: str) -> None:
     both = [embedded(request, table()) for request in plain]
     both[::5] = plain[::5]  # and some beside them have tokens alone
     tokens, stats = results(engine(**SETTINGS[name]), both)
-    assert tokens == truth(SETTINGS[name].get("device", "auto"))
+    assert tokens == truth(device_of(SETTINGS[name]))
     if "preemption" in name:
         assert stats.num_preemptions > 0
 
@@ -143,7 +142,7 @@ def test_equal_embeddings_share_the_cache_and_others_do_not() -> None:
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_step_of_one_embedding_is_no_plain_decoding(backend: str) -> None:
     """Nor is one of the last of a prompt, of which the cache has all but that."""
-    loop = engine(attention_backend=backend, device="cpu")
+    loop = engine(attention_backend=backend)
     params = SamplingParams(max_tokens=4, temperature=0)
     for count in (1, 33, 33):
         tokens = list(range(4, 4 + count))
@@ -162,8 +161,8 @@ def test_a_step_of_one_embedding_is_no_plain_decoding(backend: str) -> None:
 def test_embeddings_of_other_dtypes_are_rounded_to_the_models(dtype: torch.dtype, backend: str) -> None:
     request = requests()[0]
     weight = table().to(dtype)
-    given = results(engine(attention_backend=backend, device="cpu"), [embedded(request, weight)])
-    assert given[0] == results(engine(attention_backend=backend, device="cpu"), [embedded(request, weight.float())])[0]
+    given = results(engine(attention_backend=backend), [embedded(request, weight)])
+    assert given[0] == results(engine(attention_backend=backend), [embedded(request, weight.float())])[0]
 
 
 def test_a_gpus_runner_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +176,6 @@ def test_a_gpus_runner_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the test above replays graphs")
 def test_a_step_of_one_embedding_is_no_graph_of_a_gpus_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from toy_graphs import recorded_graphs
@@ -187,7 +185,8 @@ def test_a_step_of_one_embedding_is_no_graph_of_a_gpus_runner(monkeypatch: pytes
     expected = results(engine(QWEN3, attention_backend="torch", device="cpu"), [plain])[0]
     given = made("a", {"prompt_embeds": table(qwen=True)[[9]]}, params, 64)
     replayed = recorded_graphs(monkeypatch)
-    assert results(engine(QWEN3, **behind(monkeypatch), max_num_seqs=2), [given])[0] == expected
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    assert results(engine(QWEN3, **behind(monkeypatch), **settings), [given])[0] == expected
     assert replayed["forward"] > 1, "the tokens that follow"
 
 
