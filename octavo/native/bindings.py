@@ -20,6 +20,7 @@ class OpKind(IntEnum):
     ATTEND = 4
     MERGE = 5
     QUANTIZE = 6
+    SHRINK = 7
 
 
 class Dtype(IntEnum):
@@ -45,9 +46,9 @@ class Op(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "dtype", "input", "output", "rows", "columns", "epilogue", "packed")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window")),
-        *((name, c_int32) for name in ("zero_point", "minima", "output_dtype", "planes", "cache_dtype", "group")),
+        *((name, c_int32) for name in ("zero_point", "minima", "output_dtype", "planes", "cache_dtype", "group", "beside")),
         *((name, c_float) for name in ("eps", "scale", "soft_cap")),
-        *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel")),
+        *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel", "low_rank")),
     )
 
 
@@ -58,7 +59,17 @@ class StepArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("input_ids", "positions", "slots", "query_start", "seq_lens", "block_tables")),
         ("external", c_void_p * EXTERNALS),
         *((name, c_int64) for name in ("table_stride", "group_tables", "group_slots")),
-        *((name, c_int32) for name in ("tokens", "rows", "block_size")),
+        *((name, c_int32) for name in ("tokens", "rows", "block_size", "of_logits")),
+    )
+
+
+class LowRank(ctypes.Structure):
+    """`OctavoLowRank`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("memory", "blocks", "places", "outputs", "of_tokens", "of_logits")),
+        ("slice_stride", c_int64),
+        *((name, c_int32) for name in ("slice_bytes", "slices", "tile_bytes", "block_stride", "parts", "dtype")),
     )
 
 

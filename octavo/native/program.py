@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.core.spans import Label, Spans
-from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, Op, OpKind, StepArgs, kernel_of, open_library
+from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, LowRank, Op, OpKind, StepArgs, kernel_of, open_library
 from octavo.native.build import level_of
 
 RESIDUAL, LOGITS, ATTENDED = range(EXTERNALS)
@@ -59,12 +59,14 @@ class ProgramBuilder:
     Attributes:
         planes: bytes of an integer activation, 1 or 2; 0 if integer weights are multiplied with bfloat16 activations.
         marks: name -> number of operations before it: places where a caller may interrupt the program.
+        kept: objects that must outlive the program, since operations point to them.
     """
 
     ops: list[Op]
     widths: list[int]
     planes: int = 1
     marks: dict[str, int] = field(default_factory=dict)
+    kept: list[object] = field(default_factory=list)
     _scratch: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -139,11 +141,15 @@ class ProgramBuilder:
         zero_point: int = 0,
         minima: bool = False,
         gated: Dtype = Dtype.FLOAT,
+        low_rank: LowRank | None = None,
     ) -> None:
         """Add an operation: source [T, columns] times W [rows, columns] transposed.
 
         The gate epilogue halves the rows and writes dtype `gated`; the others write float32. Integer weights need
         a source written by `norm` or `quantize` for their zero point; without planes, of bfloat16.
+
+        Args:
+            low_rank: additions to the product, before bias and gate; `shrink` with the same ones must precede.
         """
         self._add(
             OpKind.LINEAR,
@@ -158,7 +164,26 @@ class ProgramBuilder:
             zero_point=zero_point,
             minima=int(minima),
             output_dtype=gated,
+            low_rank=0 if low_rank is None else ctypes.addressof(low_rank),
         )
+
+    def shrink(
+        self, source: int, dtype: Dtype, columns: int, low_rank: LowRank, *, norm: tuple[int, float] | None = None
+    ) -> None:
+        """Add an operation: A x of each row's low-rank addition, for the next `linear` with the same `low_rank`.
+
+        Args:
+            dtype: of the rows of `source` [T, columns], FLOAT or BFLOAT.
+            norm: weights and epsilon of an RMSNorm of the rows, which must be float32; None for none.
+        """
+        weight, eps = norm or (0, 0.0)
+        self.kept.append(low_rank)
+        address = ctypes.addressof(low_rank)
+        self._add(OpKind.SHRINK, dtype, source, 0, columns=columns, weight=weight, eps=eps, low_rank=address)
+
+    def run_beside(self) -> None:
+        """Let the operation added last run beside the next one, which must not read its output."""
+        self.ops[-1].beside = 1
 
     def rope(
         self,
@@ -253,8 +278,13 @@ class Program:
         NativeBuildError: a kernel in a separate library can't be compiled or loaded.
     """
 
-    def __init__(self, pool: Pool, ops: Sequence[Op], widths: Sequence[int]) -> None:
+    def __init__(self, pool: Pool, ops: Sequence[Op], widths: Sequence[int], kept: Sequence[object] = ()) -> None:
+        """
+        Args:
+            kept: objects that the operations point to, as `ProgramBuilder.kept`.
+        """
         self._pool = pool
+        self._kept = kept
         for op in ops:
             op.kernel = kernel_of(op, pool.isa)
         self._ops = (Op * len(ops))(*ops)

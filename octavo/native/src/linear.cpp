@@ -43,6 +43,7 @@ void run(Program& program, const OctavoOp& op, int64_t task, int thread) {
     const int64_t chunk = chunk_rows(op), first = task / pairs_of(op) * chunk;
     const int panel = (int)(task % pairs_of(op)) * kPair;
     const int count = (int)std::min<int64_t>(chunk, program.step().tokens - first);
+    if (op.low_rank != nullptr) prefetch_low_rank(program, op, panel, std::min(kPair, panels_of(op) - panel), first, count);
     reinterpret_cast<Multiply>(const_cast<void*>(op.kernel))(program, op, panel, (int)first, count, thread);
 }
 

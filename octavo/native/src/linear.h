@@ -45,9 +45,21 @@ __attribute__((always_inline)) inline void fetch_results(const Program& program,
             __builtin_prefetch(program.at<float>(op.output, first + m) + (panel + p) * kPanel, 1);
 }
 
-// Adds the bias and stores the tile: plainly, added to the output, or as silu(gate) * up of its pair of panels.
+// Adds the rows' low-rank additions to the tile. (On a copy: the address of `tile` must not escape.)
+template <int M, int P>
+inline void add_low_rank(const Program& program, const OctavoOp& op, Tile<M, P>& tile, int panel, int first) {
+    alignas(64) float sums[M * P * kPanel];
+    tile.write(sums, P * kPanel);
+    program.add_low_rank(program, op, panel, P, first, M, sums);
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < P * VP; j++) tile.sums[m][j] = load(sums + m * P * kPanel + j * W);
+}
+
+// Adds low-rank additions and the bias, and stores the tile: plainly, added to the output, or as silu(gate) * up of its
+// pair of panels.
 template <int M, int P>
 inline void finish(const Program& program, const OctavoOp& op, Tile<M, P>& tile, int panel, int first) {
+    if (op.low_rank != nullptr) add_low_rank(program, op, tile, panel, first);
     if (op.second != nullptr) {
         const float* bias = static_cast<const float*>(op.second) + panel * kPanel;
         for (int m = 0; m < M; m++)

@@ -12,14 +12,16 @@ namespace {
 
 const OpCode* codes() {
     static const OpCode table[kKinds] = {embed_code(),  norm_code(),  linear_code(),  rope_code(),
-                                         attend_code(), merge_code(), quantize_code()};
+                                         attend_code(), merge_code(), quantize_code(),
+                                         shrink_code()};
     return table;
 }
 
 }  // namespace
 
 Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers)
-    : pool_(pool),
+    : add_low_rank(expand),
+      pool_(pool),
       ops_(ops, ops + count),
       widths_(widths, widths + buffers),
       bases_(buffers),
@@ -54,6 +56,8 @@ void Program::prepare(int first, int last) {
         plan_attention(*step_, *found, attention_[group]);
         partials(attention_[group].partial_heads * (found->head_dim + 2));
     }
+    by_addition_.find(ops_.data() + first, ops_.data() + last, *step_);
+    shrunk_.need((size_t)by_addition_.width * step_->tokens * sizeof(float));
 }
 
 namespace {
@@ -97,21 +101,34 @@ void Program::work(int thread) {
     int64_t* const ends = thread == 0 ? ends_ : nullptr;
     if (ends) ends[ops_.size()] = now();
     Soon soon;
+    int since = first_;  // the first operation since the last barrier
     for (int i = first_; i < last_; i++) {
         const OctavoOp& op = ops_[i];
         const OpCode& code = codes()[op.kind];
         const int64_t tasks = code.tasks(*this, op);
         std::atomic<int64_t>& done = progress_[i].done;
         if (const int64_t mine = take(i, tasks, thread)) done.fetch_add(mine, std::memory_order_acq_rel);
+        if (op.beside && i + 1 < last_) {
+            if (ends) ends[i] = now();
+            continue;
+        }
         if (soon.op <= i && step_->tokens <= kSoonTokens) soon = next_weights(ops_, i + 1, last_, thread, threads());
         wait_until([&] {
-            if (done.load(std::memory_order_acquire) == tasks) return true;
+            if (done.load(std::memory_order_acquire) == tasks && finished(since, i)) return true;
             soon.fetch();
             return false;
         });
+        since = i + 1;
         if (ends) ends[i] = now();
     }
     registers_[thread].release();
+}
+
+// Returns whether all tasks of the operations [first, last) are done.
+bool Program::finished(int first, int last) {
+    for (int i = first; i < last; i++)
+        if (progress_[i].done.load(std::memory_order_acquire) != codes()[ops_[i].kind].tasks(*this, ops_[i])) return false;
+    return true;
 }
 
 // Runs the unclaimed tasks of operation i; returns their number.

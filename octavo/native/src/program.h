@@ -12,10 +12,13 @@
 #include <vector>
 
 #include "amx.h"
+#include "low_rank.h"
 #include "pool.h"
 #include "sample.h"
 
 extern "C" {
+
+struct OctavoLowRank;
 
 // One operation. The fields in use depend on its kind; octavo/native/program.py sets and documents them.
 struct OctavoOp {
@@ -24,10 +27,12 @@ struct OctavoOp {
     int32_t heads, kv_heads, head_dim, rotary_dim;
     int32_t window, zero_point, minima, output_dtype, planes;
     int32_t cache_dtype, group;  // `group`: of the layer's KV cache, whose block tables the operation reads
+    int32_t beside;              // the next operation does not read its results, so it begins without a barrier
     float eps, scale, soft_cap;
     const void *weight, *second, *third;
     void* cache;
     const void* kernel;  // its function in a separate library (octavo/native/bindings.py), or null
+    const OctavoLowRank* low_rank;  // additions to a product, of which each row may have one; or null for none
 };
 
 // One step's batch: pointers to the arrays documented in octavo/nn/step.py. `external`: buffers that the caller owns.
@@ -39,6 +44,7 @@ struct OctavoStep {
     int64_t table_stride;
     int64_t group_tables, group_slots;  // entries from one cache group's to the next one's
     int32_t tokens, rows, block_size;
+    int32_t of_logits;  // its tokens are only those that get logits, as `OctavoLowRank::of_logits`
 
     const int32_t* table(int group, int row) const { return block_tables + group * group_tables + row * table_stride; }
     int64_t slot(int group, int64_t token) const { return slots[group * group_slots + token]; }
@@ -63,7 +69,7 @@ struct OctavoDecode {
 
 namespace octavo {
 
-enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kKinds };
+enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kShrink, kKinds };
 enum Dtype { kFloat, kBfloat, kInt8, kInt4 };
 enum Epilogue { kStore, kAdd, kGate };
 constexpr int kExternals = 3;
@@ -156,12 +162,21 @@ public:
     amx::Registers& registers(int thread) { return registers_[thread]; }
 
     const AttentionPlan& attention(const OctavoOp& op) const { return attention_[op.group]; }
+    const RowsByAddition& by_addition() const { return by_addition_; }
+
+    // Returns the results of kShrink for one token.
+    float* shrunk(int64_t token) const { return static_cast<float*>(shrunk_.get()) + token * by_addition_.width; }
+
+    // `expand` of low_rank.cpp, for kernels in separate libraries.
+    void (*const add_low_rank)(const Program&, const OctavoOp&, int panel, int panels, int first, int count, float*);
+
     float* partials(int64_t floats) { return static_cast<float*>(partials_.need(floats * sizeof(float))); }
     float* partials() const { return static_cast<float*>(partials_.get()); }
 
 private:
     void work(int thread);
     int64_t take(int operation, int64_t tasks, int thread);
+    bool finished(int first, int last);
     void prepare(int first, int last);
 
     Pool& pool_;
@@ -173,7 +188,8 @@ private:
     std::unique_ptr<Share[]> shares_;  // [operation][thread]
     std::unique_ptr<Progress[]> progress_;  // [operation]
     std::vector<AttentionPlan> attention_;  // [cache group]
-    Scratch partials_;
+    Scratch partials_, shrunk_;
+    RowsByAddition by_addition_;
     const OctavoStep* step_ = nullptr;
     int first_ = 0, last_ = 0;
     int64_t* ends_ = nullptr;
@@ -185,7 +201,8 @@ struct OpCode {
     void (*run)(Program&, const OctavoOp&, int64_t task, int thread);
 };
 
-OpCode embed_code(), norm_code(), linear_code(), rope_code(), attend_code(), merge_code(), quantize_code();
+OpCode embed_code(), norm_code(), linear_code(), rope_code(), attend_code(), merge_code(), quantize_code(),
+    shrink_code();
 
 // Divides the step's attention over one cache group into tasks; called once a step for each group that has some.
 void plan_attention(const OctavoStep& step, const OctavoOp& op, AttentionPlan& plan);

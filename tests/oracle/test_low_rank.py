@@ -1,0 +1,241 @@
+"""Low-rank additions to products by the native kernels, against float64, with inputs that differ with every run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from levels import ISAS, needs_isa
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.native.bindings import Dtype, Epilogue, LowRank, StepArgs
+from octavo.native.program import BLOCK, Pool, Program, ProgramBuilder, row_bytes
+from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
+from octavo.nn.weights import QuantizedBlocks
+
+TORCH = {Dtype.FLOAT: torch.float32, Dtype.BFLOAT: torch.bfloat16}
+SLICES, TILE = 3, 128
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def pool(request):
+    return Pool(2, needs_isa(request.param))
+
+
+@pytest.fixture
+def generator():
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclass
+class Additions:
+    """Additions whose rows are in random blocks of a cache.
+
+    Attributes:
+        given: by index and part: A [rank, inputs], B [outputs, rank] and factors [outputs] or None.
+    """
+
+    dtype: Dtype
+    inputs: int
+    outputs: list[int]
+    generator: torch.Generator
+    slice_bytes: int = 5 * TILE
+    given: list[list[tuple[Tensor, Tensor, Tensor | None]]] = field(default_factory=list)
+
+    def add(self, ranks: list[int], *, factors: bool = False) -> None:
+        parts = []
+        for rank, outputs in zip(ranks, self.outputs, strict=True):
+            a = torch.randn(rank, self.inputs, generator=self.generator) / self.inputs**0.5
+            b = torch.randn(outputs, rank, generator=self.generator) / max(rank, 1) ** 0.5
+            gains = torch.rand(outputs, generator=self.generator) + 0.5 if factors else None
+            parts.append((a.to(TORCH[self.dtype]), b.to(TORCH[self.dtype]), gains))
+        self.given.append(parts)
+
+    def table(self, of_tokens: Tensor) -> LowRank:
+        """Lay all out in a cache whose other bytes are NaN."""
+        ranges, places = [], []
+        for parts in self.given:
+            data = bytearray()
+            for a, b, factors in parts:
+                rows = [[*a], [*b.T], [] if factors is None else [factors]]
+                starts = [self._append(data, each) for each in rows]
+                places.append([starts[0], starts[1], len(a), -1 if factors is None else starts[2]])
+            ranges.append(bytes(data))
+        block_bytes = SLICES * self.slice_bytes
+        most = max(-(-len(data) // block_bytes) for data in ranges)
+        order = torch.randperm(most * len(ranges) + 3, generator=self.generator)
+        cache = torch.full((SLICES, len(order), self.slice_bytes), 255, dtype=torch.uint8)
+        blocks = order[: most * len(ranges)].view(len(ranges), most).int()
+        for own, data in zip(blocks.tolist(), ranges, strict=True):
+            for i in range(0, len(data), self.slice_bytes):
+                part = torch.frombuffer(bytearray(data[i : i + self.slice_bytes]), dtype=torch.uint8)
+                number = i // self.slice_bytes
+                cache[number % SLICES, own[number // SLICES], : len(part)] = part
+        table = torch.tensor(places, dtype=torch.int32)
+        outputs = torch.tensor(self.outputs, dtype=torch.int32)
+        self.kept = cache, blocks, table, outputs, of_tokens
+        return LowRank(
+            memory=cache.data_ptr(),
+            blocks=blocks.data_ptr(),
+            places=table.data_ptr(),
+            outputs=outputs.data_ptr(),
+            of_tokens=of_tokens.data_ptr(),
+            of_logits=0,
+            slice_stride=cache.stride(0),
+            slice_bytes=self.slice_bytes,
+            slices=SLICES,
+            tile_bytes=TILE,
+            block_stride=most,
+            parts=len(self.outputs),
+            dtype=self.dtype,
+        )
+
+    @staticmethod
+    def _append(data: bytearray, rows: list[Tensor]) -> int:
+        start = len(data) // TILE
+        for row in rows:
+            data += row.contiguous().view(torch.uint8).numpy().tobytes()
+            data += b"\xff" * (-len(data) % TILE)
+        return start
+
+    def applied(self, x: Tensor, y: Tensor, of_tokens: Tensor) -> Tensor:
+        """y [T, out] with each row's addition, in float64."""
+        y = y.double().clone()
+        for t, index in enumerate(of_tokens.tolist()):
+            if index < 0:
+                continue
+            for part, (a, b, factors) in zip(y[t].split(self.outputs), self.given[index], strict=True):
+                part += b.double() @ (a.double() @ x[t].double())
+                if factors is not None:
+                    part *= factors.double()
+        return y
+
+
+def run(pool: Pool, builder: ProgramBuilder, source: Tensor, result: Tensor, count: int) -> Tensor:
+    step = StepArgs(tokens=count)
+    step.external[:2] = (source.data_ptr(), result.data_ptr())
+    Program(pool, builder.ops, builder.widths, builder.kept).run(0, len(builder.ops), step)
+    return result
+
+
+def spread(generator: torch.Generator, tokens: int, count: int) -> Tensor:
+    """An addition for each token, or none; several rows in a row often have the same."""
+    repeated = torch.randint(-1, count, (tokens,), generator=generator).repeat_interleave(3)
+    mixed = torch.randint(-1, count, (tokens,), generator=generator)
+    return torch.where(torch.rand(tokens, generator=generator) < 0.5, repeated[:tokens], mixed).int()
+
+
+@pytest.mark.parametrize("stored", TORCH, ids=str)
+@pytest.mark.parametrize("epilogue", Epilogue, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "columns", "outputs"),
+    [(1, 192, [96, 96]), (2, 64, [32, 32]), (5, 208, [48, 48]), (17, 80, [64, 64]), (70, 48, [16, 16])],
+)
+def test_additions_to_products(pool, generator, stored, epilogue, tokens, columns, outputs):
+    """Ranks from 1 to 64 mixed in one batch, with rows that have none, before bias and gate."""
+    halves = epilogue is Epilogue.GATE
+    outputs = outputs if halves else [*outputs, 32]
+    additions = Additions(stored, columns, outputs, generator)
+    for ranks in ([1] * 3, [4, 0, 7], [64, 16, 3], [0] * 3):
+        additions.add(ranks[: len(outputs)], factors=ranks[0] == 4)
+    rows = sum(outputs)
+    weight = torch.randn(rows, columns, generator=generator) / columns**0.5
+    x, bias = torch.randn(tokens, columns, generator=generator), torch.randn(rows, generator=generator)
+    of_tokens = spread(generator, tokens, len(additions.given))
+    before = torch.randn(tokens, rows // (2 if halves else 1), generator=generator)
+    panels, padded = pack(weight), pad_bias(bias)
+    if halves:
+        panels, padded = interleave(*panels.chunk(2)), interleave(*padded.chunk(2))
+    b = ProgramBuilder.make(columns * 4, before.shape[1] * 4)
+    table = additions.table(of_tokens)
+    b.shrink(0, Dtype.FLOAT, columns, table)
+    b.linear(
+        0, 1, Dtype.FLOAT, rows, columns, panels.data_ptr(), epilogue=epilogue, bias=padded.data_ptr(), low_rank=table
+    )
+    got = run(pool, b, x, before.clone(), tokens)
+    y = additions.applied(x, x.double() @ weight.double().T, of_tokens) + bias.double()
+    if epilogue is Epilogue.ADD:
+        y = before.double() + y
+    elif halves:
+        gate, up = y.chunk(2, dim=1)
+        y = F.silu(gate) * up
+    torch.testing.assert_close(got.double(), y, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("planes", [0, 1, 2])
+@pytest.mark.parametrize("given", TORCH, ids=str)
+def test_additions_read_the_rows_before_they_are_rounded(pool, generator, planes, given):
+    """Weights are integers; the product's input is quantized beside the addition."""
+    tokens, columns, rows = 19, 64, 48
+    additions = Additions(Dtype.BFLOAT, columns, [rows], generator)
+    additions.add([5])
+    additions.add([16])
+    x = torch.randn(tokens, columns, generator=generator).to(TORCH[given])
+    of_tokens = spread(generator, tokens, 2)
+    values = torch.full((rows, columns), 8, dtype=torch.uint8)
+    blocks = QuantizedBlocks(values, torch.ones(rows, columns // BLOCK).half(), None, 8, 4)  # all 0
+    panels = pack_blocks(blocks)
+    b = ProgramBuilder.make(columns * x.element_size(), rows * 4, planes)
+    table = additions.table(of_tokens)
+    meets = b.meets(Dtype.INT4)
+    rounded = b.scratch("rounded", row_bytes(meets, columns, planes))
+    if given is not meets:
+        b.quantize(0, rounded, given, columns, zero_point=8)
+        b.run_beside()
+    b.shrink(0, given, columns, table)
+    source = 0 if given is meets else rounded
+    b.linear(source, 1, Dtype.INT4, rows, columns, panels.data_ptr(), zero_point=8, low_rank=table)
+    got = run(pool, b, x, torch.empty(tokens, rows), tokens)
+    expected = additions.applied(x, torch.zeros(tokens, rows), of_tokens)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_additions_normalize_their_rows_beside_the_norm(pool, generator):
+    tokens, columns, rows = 21, 96, 64
+    additions = Additions(Dtype.FLOAT, columns, [rows], generator)
+    additions.add([12])
+    of_tokens = spread(generator, tokens, 1)
+    x, scale = torch.randn(tokens, columns, generator=generator), torch.rand(columns, generator=generator) + 0.5
+    weight = torch.randn(rows, columns, generator=generator) / columns**0.5
+    panels = pack(weight)
+    b = ProgramBuilder.make(columns * 4, rows * 4)
+    table, normed = additions.table(of_tokens), b.scratch("normed", columns * 4)
+    b.norm(0, normed, Dtype.FLOAT, columns, scale.data_ptr(), 1e-5)
+    b.run_beside()
+    b.shrink(0, Dtype.FLOAT, columns, table, norm=(scale.data_ptr(), 1e-5))
+    b.linear(normed, 1, Dtype.FLOAT, rows, columns, panels.data_ptr(), low_rank=table)
+    got = run(pool, b, x, torch.empty(tokens, rows), tokens)
+    exact = F.rms_norm(x.double(), (columns,), scale.double(), 1e-5)
+    expected = additions.applied(exact, exact @ weight.double().T, of_tokens)
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("stored", TORCH, ids=str)
+def test_a_row_gives_the_same_bits_in_any_batch(pool, generator, stored):
+    """Alone, with rows of the same addition, with others, and without any beside it."""
+    columns, rows, tokens = 144, 80, 41
+    additions = Additions(stored, columns, [rows], generator)
+    for rank in (3, 8, 33):
+        additions.add([rank])
+    x = torch.randn(tokens, columns, generator=generator)
+    weight = pack(torch.randn(rows, columns, generator=generator))
+
+    def compute(x: Tensor, of_tokens: Tensor) -> Tensor:
+        b, table = ProgramBuilder.make(columns * 4, rows * 4), additions.table(of_tokens)
+        b.shrink(0, Dtype.FLOAT, columns, table)
+        b.linear(0, 1, Dtype.FLOAT, rows, columns, weight.data_ptr(), low_rank=table)
+        return run(pool, b, x, torch.empty(len(x), rows), len(x))
+
+    mixed = spread(generator, tokens, 3)
+    whole = compute(x, mixed)
+    same = {index: compute(x, torch.full((tokens,), index, dtype=torch.int32)) for index in (-1, 0, 1, 2)}
+    for t, index in enumerate(mixed.tolist()):
+        assert torch.equal(whole[t], same[index][t])
+    for first, count in ((0, 1), (5, 2), (9, 3), (11, 7), (20, 17)):
+        cut = slice(first, first + count)
+        assert torch.equal(compute(x[cut].contiguous(), mixed[cut].contiguous()), whole[cut])
