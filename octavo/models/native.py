@@ -5,20 +5,21 @@ The model's layers emit the operations (their `emit` methods); this class runs t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo.core.spans import Spans
 from octavo.models.decoder import CausalLM
-from octavo.models.load.weights import weight_layers
+from octavo.models.load.weights import replace_weights, weight_layers
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Decode, Dtype, StepArgs
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, Pool, Program, ProgramBuilder
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.cached import CachedLayer
+from octavo.nn.embedding import Embedding
 from octavo.nn.linear import Projection
 from octavo.nn.quant.packed import NAMES
 from octavo.nn.quant.panels import PANEL
@@ -44,7 +45,6 @@ class _CompiledProgram:
     Attributes:
         rest_from: the first operation after the last layer's attention, from where tokens are independent.
         head_from, end: the operations of the final norm and the head.
-        logits, attended, residual: the external buffers of `decode`.
     """
 
     program: Program
@@ -52,15 +52,14 @@ class _CompiledProgram:
     rest_from: int
     head_from: int
     end: int
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
-    attended: Tensor = field(default_factory=lambda: torch.empty(0))
-    residual: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class NativeDecoder:
-    """A `Model` for the runner.
+    """A `Model` for the runner. Each variant of the layers is a program of its own, compiled when it is first computed;
+    all share the weights.
 
     Attributes:
+        source: the model whose layers emit the programs.
         attention_layers: the model's layers; the worker binds each one's `cache`, and may bind another later.
         adoptions: number of times the weights were replaced; each replacement invalidates laid-out batches.
     """
@@ -75,10 +74,21 @@ class NativeDecoder:
         self.spec = model.spec
         self.attention_layers = model.attention_layers
         self.adoptions = 0
-        self._model = model
+        self.source = model
         self._pool = pool
         self._activation_dtype, self._planes = activation_dtype, PLANES[activation_dtype]
+        self._variant: Hashable = ()
+        self._programs: dict[Hashable, _CompiledProgram] = {}
         self._compiled: _CompiledProgram | None = None
+        self._spans: Spans | None = None
+        # The external buffers, shared by all programs.
+        self._logits, self._attended, self._residual = torch.empty(0), torch.empty(0), torch.empty(0)
+
+    def select(self, variant: Hashable) -> None:
+        """Compute this variant from now on; the deltas of its layers are set when it is first computed."""
+        if variant != self._variant:
+            self._variant = variant
+            self._compiled = self._programs.get(variant)
 
     @property
     def cached_layers(self) -> Sequence[CachedLayer]:
@@ -98,12 +108,12 @@ class NativeDecoder:
 
     @property
     def _stored(self) -> set[Dtype]:
-        return {layer.matrix.dtype for layer in self._model.modules() if isinstance(layer, Projection)}
+        return {layer.matrix.dtype for layer in self.source.modules() if isinstance(layer, Projection)}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights, tables included."""
-        return sum(layer.nbytes for layer in weight_layers(self._model))
+        return sum(layer.nbytes for layer in weight_layers(self.source))
 
     def embed(self, step: StepInput) -> Tensor:
         """Return the embeddings of `step.input_ids`, [T, hidden_size] float32."""
@@ -116,23 +126,23 @@ class NativeDecoder:
         [T, hidden_size], or [S, hidden_size] of `step.hidden_rows`. Reads and writes the KV caches."""
         hidden = x.contiguous()
         if any(layer.cache is not bound for layer, bound in self._bound(self._program)):
-            self._compiled = None
+            self.forget_caches()
         compiled, rows = self._program, step.hidden_rows
-        if compiled.attended.shape[0] < hidden.shape[0]:
-            compiled.attended = torch.empty(hidden.shape[0], self._query_width)
+        if self._attended.shape[0] < hidden.shape[0]:
+            self._attended = torch.empty(hidden.shape[0], self._query_width)
         if rows is None:
             self._run(1, compiled.head_from, step.attn, hidden)
             return hidden
         self._run(1, compiled.rest_from, step.attn, hidden)
         hidden = hidden[rows]
         if len(rows):
-            compiled.attended[: len(rows)] = compiled.attended[rows]
-            self._run(compiled.rest_from, compiled.head_from, StepArgs(tokens=len(rows)), hidden)
+            self._attended[: len(rows)] = self._attended[rows]
+            self._run(compiled.rest_from, compiled.head_from, StepArgs(tokens=len(rows), of_logits=1), hidden)
         return hidden
 
     def final(self, hidden: Tensor) -> Tensor:
         """Apply the final norm: [S, hidden_size] to the same shape, float32."""
-        return self._model.final(hidden)
+        return self.source.final(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply final norm and head: [S, hidden_size] to [S, vocab_size] float32.
@@ -141,9 +151,9 @@ class NativeDecoder:
         """
         compiled = self._program
         rows = hidden.shape[0]
-        self._make_room(compiled, rows)
-        self._run(compiled.head_from, compiled.end, StepArgs(tokens=rows), hidden.contiguous())
-        return compiled.logits[:rows, : self.spec.vocab_size]
+        self._make_room(rows)
+        self._run(compiled.head_from, compiled.end, StepArgs(tokens=rows, of_logits=1), hidden.contiguous())
+        return self._logits[:rows, : self.spec.vocab_size]
 
     def lay_out(self, batch: Decode) -> Tensor:
         """Prepare to `decode` a batch any number of times, until another step is computed.
@@ -151,16 +161,16 @@ class NativeDecoder:
         Returns:
             The buffer of its logits, [S, vocab_size] float32.
         """
-        compiled = self._program
         rows = batch.count
-        self._make_room(compiled, rows)
-        if compiled.residual.shape[0] < rows:
-            compiled.residual = torch.empty(rows, self.spec.hidden_size)
-        if compiled.attended.shape[0] < rows:
-            compiled.attended = torch.empty(rows, self._query_width)
-        self._bind(batch, compiled.residual)
-        batch.logit_stride, batch.columns, batch.operations = self._logits_width, self.spec.vocab_size, compiled.end
-        return compiled.logits[:rows, : self.spec.vocab_size]
+        self._make_room(rows)
+        if self._residual.shape[0] < rows:
+            self._residual = torch.empty(rows, self.spec.hidden_size)
+        if self._attended.shape[0] < rows:
+            self._attended = torch.empty(rows, self._query_width)
+        self._bind(batch, self._residual)
+        batch.logit_stride, batch.columns = self._logits_width, self.spec.vocab_size
+        batch.operations = self._program.end
+        return self._logits[:rows, : self.spec.vocab_size]
 
     def decode(self, batch: Decode) -> int:
         """Compute a step of one token for each of `batch.count` slots, from embedding to sampled token.
@@ -172,9 +182,9 @@ class NativeDecoder:
         """
         return self._program.program.decode(batch)
 
-    def _make_room(self, compiled: _CompiledProgram, rows: int) -> None:
-        if compiled.logits.shape[0] < rows:
-            compiled.logits = torch.empty(rows, self._logits_width)
+    def _make_room(self, rows: int) -> None:
+        if self._logits.shape[0] < rows:
+            self._logits = torch.empty(rows, self._logits_width)
 
     @property
     def _query_width(self) -> int:
@@ -189,31 +199,42 @@ class NativeDecoder:
         self._program.program.run(first, last, batch)
 
     def _bind(self, batch: StepArgs | Decode, residual: Tensor) -> None:
-        compiled = self._program
         batch.external[RESIDUAL] = residual.data_ptr()
-        batch.external[LOGITS] = compiled.logits.data_ptr()
-        batch.external[ATTENDED] = compiled.attended.data_ptr()
+        batch.external[LOGITS] = self._logits.data_ptr()
+        batch.external[ATTENDED] = self._attended.data_ptr()
 
     def adopt(self, other: NativeDecoder) -> None:
-        """Take over the weights of another decoder of the same spec, which must not be used any more."""
-        for mine, its in zip(self.attention_layers, other.attention_layers, strict=True):
-            its.cache = mine.cache
-        self._model, self.attention_layers = other._model, other.attention_layers
-        self._compiled = None
+        """Take over the weights of another decoder of the same spec, which must not be used any more. The layers stay:
+        they may have deltas."""
+        replace_weights(self.source, other.source, in_place=False)
+        for mine, its in zip(weight_layers(self.source), weight_layers(other.source), strict=True):
+            if isinstance(mine, Projection | Embedding):
+                mine.take_packed(its)
+        self.forget_caches()
         self.adoptions += 1
 
     def watch(self, spans: Spans) -> None:
         """Record the kernels in a profile's spans."""
-        self._program.program.watch(spans)
+        if not self._programs:
+            self._programs[self._variant] = self._compiled = self._compile()
+        for compiled in self._programs.values():
+            compiled.program.watch(spans)
+        self._spans = spans  # of programs compiled until then, too
+        spans.at_release(self._unwatch)
+
+    def _unwatch(self) -> None:
+        self._spans = None
 
     def forget_caches(self) -> None:
-        """Drop references to the KV caches; the next step uses those bound then."""
+        """Drop the programs, which refer to the KV caches; the next step uses those bound then."""
+        self._programs.clear()
         self._compiled = None
 
     @property
     def _program(self) -> _CompiledProgram:
+        """The program of the selected variant."""
         if self._compiled is None:
-            self._compiled = self._compile()
+            self._compiled = self._programs[self._variant] = self._compile()
         return self._compiled
 
     def _bound(self, compiled: _CompiledProgram) -> Iterator[tuple[PagedAttention, Tensor]]:
@@ -222,7 +243,9 @@ class NativeDecoder:
     def _compile(self) -> _CompiledProgram:
         query_width = self._query_width
         b = ProgramBuilder.make(self.spec.hidden_size * 4, self._logits_width * 4, self._planes, query_width * 4)
-        self._model.emit(b)
+        self.source.emit(b)
         caches = [attention.cache for attention in self.attention_layers]
-        program = Program(self._pool, b.ops, b.widths)
+        program = Program(self._pool, b.ops, b.widths, b.kept)
+        if self._spans is not None:
+            program.watch(self._spans)
         return _CompiledProgram(program, caches, b.marks["rest"], b.marks["head"], len(b.ops))

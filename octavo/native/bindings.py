@@ -46,7 +46,10 @@ class Op(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "dtype", "input", "output", "rows", "columns", "epilogue", "packed")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window")),
-        *((name, c_int32) for name in ("zero_point", "minima", "output_dtype", "planes", "cache_dtype", "group", "beside")),
+        *(
+            (name, c_int32)
+            for name in ("zero_point", "minima", "output_dtype", "planes", "cache_dtype", "group", "beside")
+        ),
         *((name, c_float) for name in ("eps", "scale", "soft_cap")),
         *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel", "low_rank")),
     )

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.core.spans import Label, Spans
-from octavo.native.bindings import EXTERNALS, Decode, Dtype, Epilogue, LowRank, Op, OpKind, StepArgs, kernel_of, open_library
+from octavo.native.bindings import (
+    EXTERNALS,
+    Decode,
+    Dtype,
+    Epilogue,
+    LowRank,
+    Op,
+    OpKind,
+    StepArgs,
+    kernel_of,
+    open_library,
+)
 from octavo.native.build import level_of
 
 RESIDUAL, LOGITS, ATTENDED = range(EXTERNALS)

@@ -7,6 +7,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from octavo.native.bindings import Dtype, LowRank
+from octavo.native.program import ProgramBuilder
+from octavo.nn.norm import RMSNorm
 from octavo.nn.ops.activation import silu_mul
 
 
@@ -52,4 +55,16 @@ class Delta(ABC):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return the product and the addition, as `fused_product` in `nn/ops/few_rows.py`."""
+        raise NotImplementedError
+
+    def emit(self, b: ProgramBuilder, source: int, given: Dtype, columns: int, norm: RMSNorm | None = None) -> LowRank:
+        """Add the first half of the addition to a native program; the product adds the second half.
+
+        Args:
+            source: the buffer of x [T, columns], whose rows have dtype `given`, not quantized.
+            norm: the norm that makes x of the rows, which are float32; None if they are x.
+
+        Returns:
+            The argument of `ProgramBuilder.linear`.
+        """
         raise NotImplementedError

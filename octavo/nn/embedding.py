@@ -77,6 +77,11 @@ class Embedding(WeightLayer):
         self._matrix = table_of(self.table)
         self.release()
 
+    def take_packed(self, other: WeightLayer) -> None:
+        """Take over the packed table of another layer of this kind, which must not be used any more."""
+        assert isinstance(other, Embedding)
+        self._matrix = other._matrix
+
     def emit_lookup(self, b: ProgramBuilder) -> None:
         """Add the look-up of the table's rows, into the residual stream, to a native program."""
         assert self._matrix is not None, "the table is not packed"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from octavo.native.bindings import Dtype, Epilogue
+from octavo.native.bindings import Dtype, Epilogue, LowRank
 from octavo.native.program import RESIDUAL, ProgramBuilder, row_bytes
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import RMSNorm
@@ -108,6 +108,11 @@ class Projection(WeightLayer):
         """Convert the weights to the CPU kernels' format, for `emit`; the other methods can't be used afterwards."""
         self._matrix = packed(self.scheme, paired=self.gates)
 
+    def take_packed(self, other: WeightLayer) -> None:
+        """Take over the packed weights of another layer of this kind, which must not be used any more."""
+        assert isinstance(other, Projection)
+        self._matrix = other._matrix
+
     @property
     def matrix(self) -> Matrix:
         assert self._matrix is not None, "the layer is not packed"
@@ -124,13 +129,15 @@ class Projection(WeightLayer):
     ) -> None:
         """Add the product of a buffer, whose rows have dtype `given`, to a native program; see
         `ProgramBuilder.linear`."""
-        matrix = self.matrix
+        matrix, delta, rounded = self.matrix, self.delta, source
         meets = b.meets(matrix.dtype)
         if matrix.is_integers and meets is not given:
             rounded = b.scratch("rounded", row_bytes(meets, matrix.columns, b.planes))
             b.quantize(source, rounded, given, matrix.columns, zero_point=matrix.zero_point)
-            source = rounded
-        self._emit(b, source, output, epilogue, gated)
+            if delta is not None:
+                b.run_beside()
+        low_rank = None if delta is None else delta.emit(b, source, given, matrix.columns)
+        self._emit(b, rounded, output, epilogue, gated, low_rank)
 
     def emit_after_norm(
         self,
@@ -144,13 +151,25 @@ class Projection(WeightLayer):
         matrix = self.matrix
         normed = b.scratch("normed", norm.size * 4)
         norm.emit(b, RESIDUAL, normed, b.meets(matrix.dtype), matrix.zero_point)
-        self._emit(b, normed, output, epilogue, gated)
+        low_rank = None
+        if self.delta is not None:
+            b.run_beside()
+            low_rank = self.delta.emit(b, RESIDUAL, Dtype.FLOAT, matrix.columns, norm)
+        self._emit(b, normed, output, epilogue, gated, low_rank)
 
     def emit_lookup(self, b: ProgramBuilder) -> None:
         """Add a look-up of rows of the weights, into the residual stream, to a native program."""
         emit_lookup(b, self.matrix, in_panels=True)
 
-    def _emit(self, b: ProgramBuilder, source: int, output: int, epilogue: Epilogue, gated: Dtype) -> None:
+    def _emit(
+        self,
+        b: ProgramBuilder,
+        source: int,
+        output: int,
+        epilogue: Epilogue,
+        gated: Dtype,
+        low_rank: LowRank | None,
+    ) -> None:
         matrix = self.matrix
         b.linear(
             source,
@@ -164,6 +183,7 @@ class Projection(WeightLayer):
             zero_point=matrix.zero_point,
             minima=matrix.minima,
             gated=gated,
+            low_rank=low_rank,
         )
 
     @property

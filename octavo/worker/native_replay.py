@@ -6,6 +6,8 @@ is read from memory. Therefore only objects that change are touched.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ from octavo.models.native import NativeDecoder
 from octavo.native.bindings import Decode
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.drawn import Drawn, DrawnHere
-from octavo.worker.hooks import Variant
+from octavo.worker.hooks import ORDINARY, Variant
 from octavo.worker.slots import HostSlots, Ints
 from octavo.worker.step import Step
 
@@ -27,8 +29,14 @@ class NativeReplay:
 
     draws = True
 
-    def __init__(self, model: NativeDecoder, slots: HostSlots) -> None:
+    def __init__(self, model: NativeDecoder, slots: HostSlots, variants: Collection[Variant] = (ORDINARY,)) -> None:
+        """
+        Args:
+            variants: those that it takes.
+        """
         self.count = 0
+        self._variants = frozenset(variants)
+        self._variant = ORDINARY
         self._model = model
         self._slots = slots
         count = slots.num_slots
@@ -55,12 +63,19 @@ class NativeReplay:
         self._adoptions = 0
 
     def takes(self, plan: StepPlan, variant: Variant) -> bool:
-        """Return whether the plan is such a step; if so, lay it out, unless it repeats the step laid out last."""
+        """Return whether the plan is such a step; if so, lay it out, unless it repeats the step laid out last.
+
+        The model computes the variant from now on, also if the step is not taken.
+        """
         kept = plan.repeats and self._laid_out and self._adoptions == self._model.adoptions
-        self._laid_out = kept and not variant and not plan.needs_feedback
-        if variant or plan.needs_feedback:
+        kept = kept and variant == self._variant
+        self._laid_out = False
+        self._variant = variant
+        self._model.select(variant)
+        if plan.needs_feedback or variant not in self._variants:
             return False
-        if self._laid_out:
+        if kept:
+            self._laid_out = True
             return True
         count = len(plan.slots)
         if plan.num_tokens != [1] * count or not all(plan.samples):

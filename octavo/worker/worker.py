@@ -43,7 +43,7 @@ from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.state import StateCache
 from octavo.nn.weights import fused
 from octavo.worker.blocks import Blocks
-from octavo.worker.hooks import Hooks, Site, WorkerHook
+from octavo.worker.hooks import Hooks, Site, Variant, WorkerHook
 from octavo.worker.kv_scales import set_scales, stored_scales
 from octavo.worker.native_replay import NativeReplay
 from octavo.worker.parts import NoReplay, Replay, Sampler
@@ -353,14 +353,16 @@ class Worker:
         together = Hooks(hooks)
         if not device.resident:
             together.attach(model, self._site(), num_slots, max_step_tokens)
-            host = self._host_parts(model, room)
+            host = self._host_parts(model, room, together.variants())
             return Runner(model, self.attention, device, blocks, *host, together)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
 
         together.attach(model, self._site(), most_rows(num_slots, max_step_tokens), max_step_tokens)
         return self._make_resident(model, blocks, room, together)
 
-    def _host_parts(self, model: Model, room: Capacity) -> tuple[HostSlots, Sampler, Replay]:
+    def _host_parts(
+        self, model: Model, room: Capacity, variants: Sequence[Variant]
+    ) -> tuple[HostSlots, Sampler, Replay]:
         """Return the parts of a runner in host memory: native ones if there are kernels, else torch."""
         mode = self.config.logprobs_mode
         size, vocab_size, groups = self._block_size, self.spec.vocab_size, len(self.cache_groups)
@@ -369,7 +371,7 @@ class Worker:
         sampler = (
             NativeSampler(slots, attention.pool) if isinstance(attention, NativeAttention) else TorchSampler(slots)
         )
-        replay = NativeReplay(model, slots) if isinstance(model, NativeDecoder) else NoReplay()
+        replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
         return slots, sampler, replay
 
     def _site(self) -> Site:
