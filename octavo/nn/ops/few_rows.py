@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -13,8 +15,6 @@ MAX_ROWS = 16
 """Rows of a tile of the matrix units."""
 _MAX_OUTPUTS = 8192
 """Matrix size up to which `few_product` is faster than the library (on an H200 by 7 to 20 %)."""
-_INTERPRETED = (128, 64, 1, 0)
-"""Few and large programs for Triton's interpreter, which runs them in sequence."""
 
 
 def fused_product(
@@ -47,8 +47,8 @@ def fused_product(
     if out is None:
         out = torch.empty(1, outputs, dtype=dtype or weight.dtype, device=x.device)
     scale, eps = norm if norm is not None else (x, 0.0)
-    block_n, block_k, warps, ahead = _row_shape(inputs, gated, norm is not None) if x.is_cuda else _INTERPRETED
-    row_kernel[(triton.cdiv(outputs, block_n),)](
+    plan = row_plan(inputs, gated=gated, normed=norm is not None, device=x.device)
+    row_kernel[(triton.cdiv(outputs, plan.block_n),)](
         x,
         scale,
         weight,
@@ -58,14 +58,14 @@ def fused_product(
         eps,
         N=outputs,
         K=inputs,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
         NORMED=norm is not None,
         GATED=gated,
         BIASED=bias is not None,
         ADDED=add_to is not None,
-        num_warps=warps,
-        AHEAD=ahead if inputs % 512 == 0 else 0,
+        num_warps=plan.warps,
+        AHEAD=plan.ahead,
         **overlap(x.device),
     )
     return out
@@ -106,15 +106,37 @@ def pays(rows: int, outputs: int) -> bool:
     return 0 < rows <= MAX_ROWS and outputs <= _MAX_OUTPUTS
 
 
-def _row_shape(inputs: int, gated: bool, normed: bool) -> tuple[int, int, int, int]:
-    """Return (matrix rows, columns per pass, warps, prefetched elements of each row), as measured on an H200.
+class RowPlan(NamedTuple):
+    """How programs divide the product of one row.
+
+    Attributes:
+        block_n: matrix rows of a program.
+        block_k: columns per pass.
+        ahead: prefetched elements of each matrix row.
+    """
+
+    block_n: int
+    block_k: int
+    warps: int
+    ahead: int
+
+
+def row_plan(inputs: int, *, gated: bool, normed: bool, device: torch.device) -> RowPlan:
+    """Return the fastest division, as measured on an H200.
 
     Each program reads the norm's weights once, so programs with a norm are larger.
     """
+    if device.type != "cuda":
+        return _INTERPRETED
     if inputs < 2048:
-        return (2, 1024, 4, 0) if gated else (4, 1024, 4, 0)
+        return RowPlan(2, 1024, 4, 0) if gated else RowPlan(4, 1024, 4, 0)
     if gated:
-        return (1, 4096, 8, 0) if inputs % 4096 == 0 else (2, 2048, 8, 0)
+        return RowPlan(1, 4096, 8, 0) if inputs % 4096 == 0 else RowPlan(2, 2048, 8, 0)
     if normed:
-        return 4, 2048, 8, 0
-    return (8, 512, 8, 512) if inputs > 8192 else (4, 2048, 8, 512)
+        return RowPlan(4, 2048, 8, 0)
+    ahead = 512 if inputs % 512 == 0 else 0
+    return RowPlan(8, 512, 8, ahead) if inputs > 8192 else RowPlan(4, 2048, 8, ahead)
+
+
+_INTERPRETED = RowPlan(128, 64, 1, 0)
+"""Few and large programs for Triton's interpreter, which runs them in sequence."""

@@ -29,13 +29,21 @@ def _ask_for(pointers):
 
 
 @triton.jit
-def row_kernel(
+def ask_for_row(weight, start, partner, n_valid, GATED: tl.constexpr, AHEAD: tl.constexpr):
+    """Prefetch AHEAD elements of matrix rows at `start`, and of their partners."""
+    line = tl.arange(0, AHEAD // 64) * 64
+    _ask_for(tl.where(n_valid[:, None], start, weight) + line[None, :])
+    if GATED:
+        _ask_for(tl.where(n_valid[:, None], partner, weight) + line[None, :])
+
+
+@triton.jit
+def multiply_row(
     x,
     norm,
-    weight,
-    bias,
-    residual,
-    out,
+    start,
+    partner,
+    n_valid,
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -43,29 +51,12 @@ def row_kernel(
     BLOCK_K: tl.constexpr,
     NORMED: tl.constexpr,
     GATED: tl.constexpr,
-    BIASED: tl.constexpr,
-    ADDED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    """Multiply one row by some rows of the matrix; the partners of GATED rows are N rows below.
+    """Multiply one row by the matrix rows at `start`; return the products, and those with GATED rows' partners.
 
-    `norm` scales the input, whose root mean square divides the result, in one pass. AHEAD elements of each matrix row
-    are prefetched before the wait.
+    `norm` scales the input, whose root mean square divides the result, in one pass.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    n_valid = n < N
-    start = weight + n.to(tl.int64)[:, None] * K
-    partner = start
-    if GATED:
-        partner = start + N * K
-    if OVERLAPS and AHEAD > 0:
-        line = tl.arange(0, AHEAD // 64) * 64
-        _ask_for(tl.where(n_valid[:, None], start, weight) + line[None, :])
-        if GATED:
-            _ask_for(tl.where(n_valid[:, None], partner, weight) + line[None, :])
-    follow(OVERLAPS)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     gated = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     square = tl.zeros([BLOCK_K], tl.float32)
@@ -93,12 +84,50 @@ def row_kernel(
         if GATED:
             gated += up.to(tl.float32) * value[None, :]
     total = tl.sum(acc, 1)
-    inverse = 1.0
+    partners = tl.sum(gated, 1)
     if NORMED:
         inverse = tl.rsqrt(tl.sum(square, 0) / K + eps)
         total = total * inverse
+        partners = partners * inverse
+    return total, partners
+
+
+@triton.jit
+def row_kernel(
+    x,
+    norm,
+    weight,
+    bias,
+    residual,
+    out,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Multiply one row by some rows of the matrix; the partners of GATED rows are N rows below.
+
+    AHEAD elements of each matrix row are prefetched before the wait.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_valid = n < N
+    start = weight + n.to(tl.int64)[:, None] * K
+    partner = start
     if GATED:
-        total = total / (1.0 + tl.exp(-total)) * (tl.sum(gated, 1) * inverse)
+        partner = start + N * K
+    if OVERLAPS and AHEAD > 0:
+        ask_for_row(weight, start, partner, n_valid, GATED, AHEAD)
+    follow(OVERLAPS)
+    total, partners = multiply_row(x, norm, start, partner, n_valid, eps, N, K, BLOCK_N, BLOCK_K, NORMED, GATED)
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * partners
     if BIASED:
         total += tl.load(bias + n, mask=n_valid, other=0.0).to(tl.float32)
     if ADDED:

@@ -1,0 +1,342 @@
+"""Kernels of low-rank adapters on one GPU, alone and among the products of a decoder of Llama 3.1 8B's shape.
+
+    python benchmarks/lora_kernels.py [--rows 1 8 64 256] [--adapters 1 8 64] [--sweep] [--output FILE]
+
+Adapters of one rank on all linear layers, in blocks of a KV cache, random weights. `layers` times all products of a
+decoding step with their norms and gates, recorded as a CUDA graph, without attention and head: without adapters, with
+adapters that no row uses, and with rows spread over some adapters. `kernels` times each kernel alone, and how many
+bytes of weights it reads a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.device.ahead import Ahead, target_of
+from octavo.device.transfer import link_of
+from octavo.features.lora import gpu
+from octavo.features.lora.gpu import LowRankDelta, Shape
+from octavo.features.lora.layout import Geometry, Manifest, Piece, Target, TargetPart, layout
+from octavo.features.lora.tables import Assigned, Tables
+from octavo.nn.build import Build
+from octavo.nn.linear import Linear
+from octavo.nn.norm import RMSNorm
+from octavo.nn.ops import products
+from octavo.nn.quant.base import everywhere
+from octavo.nn.quant.gpu import OnGpu
+from octavo.nn.shard import COL, ROW
+from octavo.nn.stream import Stream
+
+WIDTH, INNER, KV = 4096, 14336, 1024
+LAYERS = 32
+PARTS = {
+    "qkv": (WIDTH, (WIDTH, KV, KV)),
+    "out": (WIDTH, (WIDTH,)),
+    "gate_up": (WIDTH, (INNER, INNER)),
+    "down": (INNER, (WIDTH,)),
+}
+"""Inputs and the parts' outputs of a layer's products."""
+BLOCK_TOKENS = 16
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+
+
+class World:
+    """Adapters in a pool of blocks, and a layer's deltas by name."""
+
+    def __init__(self, count: int, rank: int, max_rank: int) -> None:
+        targets = [
+            Target(f"{name}.{layer}", tuple(TargetPart(str(i), inputs, n, inputs, n) for i, n in enumerate(sizes)))
+            for layer in range(LAYERS)
+            for name, (inputs, sizes) in PARTS.items()
+        ]
+        geometry = Geometry(LAYERS, BLOCK_TOKENS * 2 * KV * DTYPE.itemsize, DTYPE.itemsize)
+        pieces = [Piece(i, part, rank) for i, target in enumerate(targets) for part in range(len(target.parts))]
+        placed = layout(targets, Manifest(tuple(pieces)), geometry)
+        self.bytes = placed.num_tiles * geometry.tile_bytes
+        blocks = np.random.default_rng(0).permutation(placed.num_blocks * count)
+        elements = geometry.slice_bytes // DTYPE.itemsize
+        self.pool = torch.empty(LAYERS, len(blocks), elements, dtype=DTYPE, device=DEVICE)
+        self.pool.normal_(std=0.02)
+        self.tables = Tables(targets, geometry, count, placed.num_blocks, link_of(DEVICE))
+        for index in range(count):
+            own = blocks[index * placed.num_blocks : (index + 1) * placed.num_blocks]
+            self.tables.enter(index, own.tolist(), placed)
+        self.targets, self.max_rank = targets, max_rank
+        self.rows = Assigned(1024, count, link_of(DEVICE))
+        self.rank = rank
+
+    def deltas(self, beside: torch.cuda.Stream | None = None) -> list[dict[str, LowRankDelta]]:
+        return [
+            {
+                name: LowRankDelta(
+                    self.pool,
+                    self.tables,
+                    self.targets[layer * len(PARTS) + i],
+                    layer * len(PARTS) + i,
+                    self.max_rank,
+                    self.rows,
+                    beside,
+                )
+                for i, name in enumerate(PARTS)
+            }
+            for layer in range(LAYERS)
+        ]
+
+    def assign(self, rows: int, adapters: int) -> None:
+        """Spread the rows over some adapters, in a random order; 0 for none."""
+        spread = np.arange(rows, dtype=np.int32) % adapters if adapters else np.full(rows, -1, dtype=np.int32)
+        self.rows.fill(np.random.default_rng(1).permutation(spread))
+        torch.cuda.synchronize()
+
+
+class Layer:
+    """A decoder's layer without attention: its products with their norms, gate and residual sums."""
+
+    def __init__(self, build: Build) -> None:
+        self.norms = [build.norm(name, WIDTH, 1e-5) for name in ("first", "second")]
+        shards = {"qkv": COL, "out": ROW, "gate_up": COL, "down": ROW}
+        self.linears = {
+            name: build.linear(
+                *map(str, range(len(sizes))),
+                inputs=inputs,
+                outputs=sizes,
+                shard=shards[name],
+                gates=name == "gate_up",
+            )
+            for name, (inputs, sizes) in PARTS.items()
+        }
+        for one in (*self.norms, *self.linears.values()):
+            one.place([self._random(one, want.spec.shape) for want in one.wanted()])
+
+    @staticmethod
+    def _random(layer: Linear | RMSNorm, shape: tuple[int, ...]) -> Tensor:
+        if isinstance(layer, RMSNorm):
+            return torch.ones(shape, dtype=DTYPE, device=DEVICE)
+        return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_(std=0.01)
+
+    def forward(self, stream: Stream) -> None:
+        heads = self.linears["qkv"].after_norm(stream, self.norms[0])
+        self.linears["out"].into(stream, heads[:, :WIDTH].contiguous())
+        gated = self.linears["gate_up"].after_norm(stream, self.norms[1], gated=True)
+        self.linears["down"].into(stream, gated)
+
+
+def build_layers(rows: list[int]) -> list[Layer]:
+    build = Build(DTYPE, DEVICE, None, everywhere(OnGpu, DTYPE, DEVICE))
+    layers = [Layer(build) for _ in range(LAYERS)]
+    like = []
+    for name in PARTS:
+        weights = [layer.linears[name].scheme.weight for layer in layers[:4]]
+        like.append(products.Like(weights, DTYPE, added=name in ("out", "down"), gated=name == "gate_up"))
+    products.choose(like, [count for count in rows if count > 1], lambda: None)
+    return layers
+
+
+def forward(layers: list[Layer], x: Tensor) -> Tensor:
+    stream = Stream(x)
+    for layer in layers:
+        layer.forward(stream)
+    return stream.total()
+
+
+def graph_of(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def micros(graph: torch.cuda.CUDAGraph, rounds: int = 5, calls: int = 3) -> float:
+    """Median microseconds of a replay."""
+    graph.replay()
+    times = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(calls):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
+
+
+@contextmanager
+def shaped(shape: Shape | None) -> Iterator[None]:
+    """Launch in this shape; None for the module's own choice."""
+    own = gpu.shape_of
+    if shape is not None:
+        gpu.shape_of = lambda rows, inputs: shape
+    try:
+        yield
+    finally:
+        gpu.shape_of = own
+
+
+def set_deltas(layers: list[Layer], deltas: list[dict[str, LowRankDelta]] | None) -> None:
+    for i, layer in enumerate(layers):
+        for name, linear in layer.linears.items():
+            linear.delta = None if deltas is None else deltas[i][name]
+
+
+def measure_layers(layers: list[Layer], world: World, rows: int, adapters: list[int]) -> dict[str, Any]:
+    """Microseconds of all layers: alone, and with deltas, for rows of 0 to some adapters."""
+    x = torch.randn(rows, WIDTH, dtype=DTYPE, device=DEVICE)
+    run = partial(forward, layers, x)
+    set_deltas(layers, None)
+    base = graph_of(run)
+    found: dict[str, Any] = {"base": round(micros(base), 1)}
+    for name, beside in (("one stream", None), ("two streams", torch.cuda.Stream())):
+        world.assign(rows, 1)
+        set_deltas(layers, world.deltas(beside))
+        try:
+            graph = graph_of(run)
+        except RuntimeError as error:
+            print(f"{name}: {error}", flush=True)
+            continue
+        found[name] = {}
+        for count in [0, *(count for count in adapters if count <= rows)]:
+            world.assign(rows, count)
+            found[name][count] = round(micros(graph), 1)
+    if rows == 1:
+        found["helpers"] = {}
+        for gpu.HELPERS in (32, 128, 64):
+            set_deltas(layers, world.deltas())
+            graph = graph_of(run)
+            world.assign(1, 1)
+            found["helpers"][gpu.HELPERS] = round(micros(graph), 1)
+        set_deltas(layers, None)
+    found["base again"] = round(micros(base), 1)
+    return found
+
+
+def measure_kernels(
+    world: World, rows: int, adapters: list[int], shapes: dict[str, list[Shape]]
+) -> list[dict[str, Any]]:
+    """Microseconds a launch, and TB/s of the adapters' weights, of each kernel in each shape."""
+    deltas = world.deltas()
+    found = []
+    for name, (inputs, sizes) in PARTS.items():
+        x = torch.randn(rows, inputs, dtype=DTYPE, device=DEVICE)
+        y = torch.zeros(rows, sum(sizes), dtype=DTYPE, device=DEVICE)
+        own = [each[name] for each in deltas]
+        read = {"shrink": inputs * len(sizes), "expand": sum(sizes)}
+        for kind, shape in [(kind, shape) for kind, some in shapes.items() for shape in some]:
+            world.assign(rows, 1)
+            value = own[0].shrink(x, shape)
+            if kind == "shrink":
+                run = partial(_each, [partial(one.shrink, x, shape) for one in own])
+            elif name == "gate_up":
+                run = partial(_each, [partial(one.gate, value, y, shape) for one in own])
+            else:
+                run = partial(_each, [partial(one.expand, value, y, shape) for one in own])
+            graph = graph_of(run)
+            for count in [0, *(count for count in adapters if count <= rows)]:
+                world.assign(rows, count)
+                taken = micros(graph, rounds=3) / LAYERS
+                entry = {"rows": rows, "target": name, "kernel": kind, "adapters": count, "us": round(taken, 2)}
+                nbytes = count * world.rank * read[kind] * DTYPE.itemsize
+                found.append(entry | {"tb_s": round(nbytes / taken / 1e6, 2), "shape": list(_tuple(shape))})
+    return found
+
+
+def _each(calls: list[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
+
+
+def _tuple(shape: Shape) -> tuple[int, ...]:
+    return tuple(getattr(shape, name) for name in Shape.__slots__)
+
+
+def sweep_shapes() -> dict[str, list[Shape]]:
+    """Shapes in which one kernel differs at a time."""
+    plain = Shape(2, 64, 32, 2, 3, 4)
+    shrinks = [
+        Shape(split, slots, 32, warps, stages, 4)
+        for split, slots, (warps, stages) in itertools.product(
+            (1, 2, 4, 8), (32, 64), ((1, 1), (2, 1), (2, 3), (4, 1), (4, 3))
+        )
+    ]
+    expands = [
+        Shape(split, 64, slots, 2, 3, warps)
+        for split, slots, warps in itertools.product((2, 4), (16, 32, 64), (2, 4, 8))
+    ]
+    return {"shrink": [plain, *shrinks], "expand": [plain, *expands]}
+
+
+def compile_all(world: World, shapes: dict[str, list[Shape]], rows: int) -> float:
+    """Compile the kernels of all shapes in parallel; return the seconds."""
+    began = time.perf_counter()
+    ahead = Ahead(target_of(DEVICE))
+    one = world.deltas()[0]
+    with ahead.collecting():
+        for shape in {shape for some in shapes.values() for shape in some}:
+            for name, (inputs, sizes) in PARTS.items():
+                x = torch.empty(rows, inputs, dtype=DTYPE, device=DEVICE)
+                y = torch.empty(rows, sum(sizes), dtype=DTYPE, device=DEVICE)
+                value = one[name].shrink(x, shape)
+                (one[name].gate if name == "gate_up" else one[name].expand)(value, y, shape)
+    ahead.wait()
+    return time.perf_counter() - began
+
+
+def fastest(entries: list[dict[str, Any]], keep: int = 4) -> dict[str, list[Any]]:
+    """Return the fastest shapes, and the first one, of each target, kernel and number of adapters."""
+    groups: dict[str, list[Any]] = {}
+    for one in entries:
+        place = f"{one['target']} {one['kernel']} {one['adapters']}"
+        groups.setdefault(place, []).append([one["us"], one["tb_s"], *one["shape"]])
+    return {place: [some[0], *sorted(some)[:keep]] for place, some in groups.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--max-rank", type=int, default=64)
+    parser.add_argument("--sweep", action="store_true", help="each kernel in many shapes, with the most rows")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+
+    world = World(max(args.adapters), args.rank, args.max_rank)
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "rank": args.rank, "adapter_bytes": world.bytes}
+
+    def note(name: str, value: Any) -> None:
+        report[name] = value
+        print(name, json.dumps(value), flush=True)
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+    with torch.inference_mode():
+        layers = build_layers(args.rows)
+        for rows in sorted(args.rows, reverse=True):
+            note(f"layers, {rows} rows", measure_layers(layers, world, rows, args.adapters))
+        own = {kind: [gpu.shape_of(max(args.rows), WIDTH)] for kind in ("shrink", "expand")}
+        for rows in args.rows:
+            note(f"kernels, {rows} rows", fastest(measure_kernels(world, rows, args.adapters, own), 0))
+        if args.sweep:
+            shapes = sweep_shapes()
+            note("compile_s", compile_all(world, shapes, max(args.rows)))
+            note("sweep", fastest(measure_kernels(world, max(args.rows), args.adapters, shapes)))
+
+
+if __name__ == "__main__":
+    main()

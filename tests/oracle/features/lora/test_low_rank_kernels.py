@@ -1,0 +1,156 @@
+"""Additions of adapters by Triton's kernels against float64; on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from adapters_in_blocks import World
+from torch import Tensor
+
+from octavo.features.lora.gpu import LowRankDelta
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+# The interpreter multiplies bfloat16 matrices by their bits.
+DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+RANKS = {
+    "one part": (40, [50], [[3], [17], [1]]),
+    "three parts": (200, [70, 130, 20], [[4, 0, 16], [0, 1, 0], [20, 8, 33]]),
+    "two halves": (130, [150, 150], [[16, 2], [0, 5], [0, 0]]),
+}
+"""Inputs, the parts' outputs, and each adapter's ranks."""
+
+
+def seed() -> int:
+    chosen = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {chosen}")
+    return chosen
+
+
+def some(rng: random.Random, rows: int) -> list[int]:
+    """Adapters of rows, in a random order: one has more rows than a tile, if there are so many."""
+    return rng.sample([-1, *range(3), *([0] * rows)], k=rows) if rows > 3 else rng.choices([-1, 0, 1, 2], k=rows)
+
+
+def world(case: str, dtype: torch.dtype, chosen: int) -> tuple[World, LowRankDelta]:
+    inputs, sizes, ranks = RANKS[case]
+    made = World(inputs, sizes, ranks, dtype=dtype, device=DEVICE, seed=chosen)
+    rank = max(max(own) for own in ranks)
+    delta = LowRankDelta(made.pool, made.tables, made.target, made.index, rank, made.assigned([], 64))
+    return made, delta
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    return float((got.cpu().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", RANKS)
+@pytest.mark.parametrize("rows", [1, 24])
+def test_adapters_add_to_their_rows_only(case: str, rows: int, dtype: torch.dtype) -> None:
+    chosen = seed()
+    made, delta = world(case, dtype, chosen)
+    rng, generator = random.Random(chosen), torch.Generator().manual_seed(chosen)
+    adapters = some(rng, rows)
+    delta.rows = made.assigned(adapters, 64)
+    padding = 3
+    x = torch.randn(rows + padding, RANKS[case][0], generator=generator).to(dtype)
+    y = torch.randn(rows + padding, sum(made.sizes), generator=generator).to(dtype)
+    expected = y.double()
+    expected[:rows] += made.addition(x, adapters[:rows] + [-1] * padding)[:rows]
+    got = y.to(DEVICE, copy=True)
+    delta.begin(x.to(DEVICE)).add_to(got)
+    assert off(got, expected) < TOLERANCE[dtype]
+    unchanged = [row for row in range(rows + padding) if row >= rows or adapters[row] < 0]
+    assert torch.equal(got.cpu()[unchanged], y[unchanged])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_addition_is_gated_with_its_product(dtype: torch.dtype) -> None:
+    chosen = seed()
+    made, delta = world("two halves", dtype, chosen)
+    rng, generator = random.Random(chosen), torch.Generator().manual_seed(chosen)
+    adapters = some(rng, 21)
+    delta.rows = made.assigned(adapters, 64)
+    x, y = (torch.randn(23, size, generator=generator).to(dtype) for size in (130, 300))
+    gate, up = (y.double() + made.addition(x, [*adapters, -1, -1])).chunk(2, dim=1)
+    got = delta.begin(x.to(DEVICE)).gated(y.to(DEVICE))
+    assert got.dtype == dtype
+    assert off(got, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
+
+
+def test_a_rows_addition_does_not_depend_on_the_other_rows() -> None:
+    chosen = seed()
+    made, delta = world("three parts", torch.float32, chosen)
+    generator = torch.Generator().manual_seed(chosen)
+    x = torch.randn(20, 200, generator=generator).to(DEVICE)
+
+    def added(rows: Sequence[int], adapters: Sequence[int]) -> Tensor:
+        delta.rows = made.assigned(adapters, 64)
+        y = torch.zeros(len(rows), sum(made.sizes), device=DEVICE)
+        delta.begin(x[list(rows)].contiguous()).add_to(y)
+        return y
+
+    together = added(range(20), [2, 0, -1, 1] * 5)
+    assert torch.equal(added([4, 9], [2, 0]), together[[4, 9]])
+    assert torch.equal(added([16, 0, 1], [2, 2, -1])[:2], together[[16, 0]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "extras"),
+    [
+        ("one part", ("add",)),
+        ("three parts", ("norm", "bias")),
+        ("two halves", ("norm", "gated")),
+        ("two halves", ("wide",)),
+    ],
+    ids=str,
+)
+def test_one_row_in_one_launch(case: str, extras: Sequence[str], dtype: torch.dtype) -> None:
+    chosen = seed()
+    made, delta = world(case, dtype, chosen)
+    inputs, sizes, _ = RANKS[case]
+    outputs = sum(sizes)
+    generator = torch.Generator().manual_seed(chosen)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    weight = (normal(outputs, inputs) * inputs**-0.5).to(dtype).to(DEVICE)
+    scale, bias = normal(inputs), normal(outputs)
+    for adapter in (0, -1, 1, 2, 1):
+        x, add_to = normal(1, inputs), normal(1, outputs)
+        delta.rows = made.assigned([adapter], 64)
+        wide = x.double()
+        if "norm" in extras:
+            wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale.double()
+        expected = wide @ weight.cpu().double().t() + made.addition(wide, [adapter])
+        if "gated" in extras:
+            gate, up = expected.chunk(2, dim=1)
+            expected = torch.nn.functional.silu(gate) * up
+        if "bias" in extras:
+            expected += bias.double()
+        if "add" in extras:
+            expected += add_to.double()
+        target = add_to.to(DEVICE, copy=True)
+        got = delta.fused(
+            x.to(DEVICE),
+            weight,
+            bias=bias.to(DEVICE) if "bias" in extras else None,
+            norm=(scale.to(DEVICE), 1e-5) if "norm" in extras else None,
+            gated="gated" in extras,
+            add_to=target if "add" in extras else None,
+            dtype=torch.float32 if "wide" in extras else None,
+        )
+        assert "add" not in extras or got is target
+        assert got.dtype == (torch.float32 if "wide" in extras else dtype)
+        assert off(got, expected) < TOLERANCE[dtype]
