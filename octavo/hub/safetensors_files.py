@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,26 @@ def check_safetensors(path: Path) -> None:
     Raises:
         ModelFileError: not readable, corrupt or truncated.
     """
+    read_header(path)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a safetensors file.
+
+    Attributes:
+        dtype: the format's name of it, such as "BF16".
+        offset, num_bytes: of its data in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name, after the checks of `check_safetensors`. Raises likewise."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -50,14 +71,21 @@ def check_safetensors(path: Path) -> None:
             if not 0 < length <= min(_MAX_HEADER, size - 8):
                 raise _corrupt(path, f"it claims a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
-        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        start = 8 + length
+        found = {name: _entry(entry, start) for name, entry in header.items() if name != "__metadata__"}
     except OSError as exc:
         raise ModelFileError(f"{path} can't be read: {exc.strerror or exc}.") from exc
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as exc:
         raise _corrupt(path, "its header is not valid") from exc
-    expected = 8 + length + max(ends, default=0)
+    expected = max((tensor.offset + tensor.num_bytes for tensor in found.values()), default=start)
     if size < expected:
         raise _corrupt(path, f"its header promises {expected} bytes, the file has {size}")
+    return found
+
+
+def _entry(entry: dict[str, Any], start: int) -> StoredTensor:
+    begin, end = (int(edge) for edge in entry["data_offsets"])
+    return StoredTensor(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), start + begin, end - begin)
 
 
 def _from_index(path: Path) -> list[Path]:

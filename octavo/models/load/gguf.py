@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -13,39 +12,9 @@ from torch import Tensor
 
 from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
+from octavo.hub.gguf_names import hf_name
 from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks, dequantize
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
-
-_ROOT = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<suffix>weight|bias)")
-
-
-def hf_name(name: str) -> str:
-    """Return a GGUF tensor's Hugging Face name; an unknown tensor keeps its name and is reported as unread."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return name
-    layer, stem, suffix = match["layer"], match["stem"], match["suffix"]
-    if layer is None:
-        return f"{_ROOT[stem]}.{suffix}" if stem in _ROOT else name
-    return f"model.layers.{layer}.{_BLOCK[stem]}.{suffix}" if stem in _BLOCK else name
 
 
 class GGUFCheckpoint:
@@ -94,7 +63,7 @@ class GGUFCheckpoint:
         data = np.fromfile(self._path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
         rows = torch.from_numpy(data).view(tensor.shape[0], -1)
         heads = self._heads.get(name.rpartition(".")[0].rpartition(".")[2])
-        return _in_halves(rows, heads) if heads else rows
+        return in_halves(rows, heads) if heads else rows
 
 
 def _check_kind(tensor: GGUFTensor, path: Path) -> None:
@@ -124,7 +93,7 @@ def _permuted_heads(metadata: Mapping[str, object], path: Path) -> dict[str, int
     return {"q_proj": heads, "k_proj": kv_heads}
 
 
-def _in_halves(rows: Tensor, heads: int) -> Tensor:
+def in_halves(rows: Tensor, heads: int) -> Tensor:
     """Reorder rows [heads * D, ...] with adjacent rotary pairs to rows with pairs D / 2 apart."""
     paired = rows.view(heads, -1, 2, rows.shape[1])
     return paired.transpose(1, 2).reshape(rows.shape)

@@ -12,8 +12,9 @@ from gguf import GGMLQuantizationType as Kind
 
 from octavo.core.errors import ModelFileError
 from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_names import hf_name
 from octavo.models.load import open_checkpoint
-from octavo.models.load.gguf import GGUFCheckpoint, hf_name
+from octavo.models.load.gguf import GGUFCheckpoint
 from octavo.models.load.gguf_blocks import _INTEGERS, SUPPORTED
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.weights import TensorSpec

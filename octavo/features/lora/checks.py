@@ -1,0 +1,271 @@
+"""Read what an adapter's files say about it, and check it against the model before anything is loaded. No torch here.
+
+`read_adapter` reads configuration and headers only. Formats: PEFT's folders (`adapter_config.json` and
+`adapter_model.safetensors`), and llama.cpp's GGUF files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.core.errors import ModelFileError
+from octavo.features.lora.layout import Manifest, Piece, Target
+from octavo.features.lora.peft_config import PeftConfig
+from octavo.hub.gguf_file import read_gguf
+from octavo.hub.gguf_names import hf_name
+from octavo.hub.json_file import read_json
+from octavo.hub.safetensors_files import read_header
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+_PREFIX = "base_model.model."
+_DTYPES = ("F32", "F16", "BF16")
+
+A, B, MAGNITUDE, WHOLE = "a", "b", "magnitude", "whole"
+_ROLES = {
+    ".lora_A.weight": A,
+    ".lora_B.weight": B,
+    ".lora_embedding_A": A,
+    ".lora_embedding_B": B,
+    ".lora_magnitude_vector": MAGNITUDE,
+    ".lora_magnitude_vector.weight": MAGNITUDE,
+    ".base_layer.weight": WHOLE,
+    ".weight": WHOLE,
+}
+"""How PEFT's names of tensors end; the first match counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter's files, checked.
+
+    Attributes:
+        weights: the file with its tensors.
+        manifest: what it has.
+        tensors: for each piece of the manifest, role -> the tensor's name in the file. Roles: A, B, MAGNITUDE, WHOLE.
+        base: name of the base model that it was made for; "" if not stated.
+        pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
+    """
+
+    weights: Path
+    manifest: Manifest
+    tensors: tuple[Mapping[str, str], ...]
+    base: str = ""
+    pairs: bool = False
+
+
+def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
+    """Read and check an adapter: PEFT's folder, or a GGUF file.
+
+    Args:
+        targets: the layers of the model that adapters can change.
+        max_rank: largest rank of a piece (--max-lora-rank).
+
+    Raises:
+        ModelFileError: it can't be used with this model; the text names the file, the field or tensor and the remedy.
+    """
+    if path.suffix == ".gguf":
+        return _read_gguf(path, targets, max_rank)
+    if not path.is_dir():
+        raise ModelFileError(f"{path} is not an adapter: give PEFT's folder ({CONFIG}, {WEIGHTS}) or a GGUF file.")
+    if not (path / CONFIG).is_file():
+        raise ModelFileError(f"{path} has no {CONFIG}; an adapter is a folder as PEFT saves it, or a GGUF file.")
+    config = PeftConfig.of(read_json(path / CONFIG), path / CONFIG)
+    if not (path / WEIGHTS).is_file():
+        raise ModelFileError(_missing(path))
+    shapes = {}
+    for name, tensor in read_header(path / WEIGHTS).items():
+        if tensor.dtype not in _DTYPES:
+            raise ModelFileError(
+                f"{path / WEIGHTS}: tensor {name} is stored as {tensor.dtype}; adapters are read from "
+                f"{', '.join(_DTYPES)}. Save the adapter in one of those."
+            )
+        shapes[name] = tensor.shape
+    matcher = _Matcher(path / WEIGHTS, targets, max_rank, config.base)
+    found = matcher.find(shapes, config)
+    manifest, tensors = matcher.checked(found, config, shapes)
+    return AdapterFile(path / WEIGHTS, manifest, tensors, config.base)
+
+
+def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
+    """Read an adapter as llama.cpp's convert_lora_to_gguf.py writes it."""
+    file = read_gguf(path)
+    kinds = file.metadata.get("general.type"), file.metadata.get("adapter.type")
+    if kinds != ("adapter", "lora"):
+        raise ModelFileError(
+            f"{path} is no LoRA adapter: general.type is {kinds[0]!r} and adapter.type {kinds[1]!r}, in place of "
+            "'adapter' and 'lora'. Convert the adapter with llama.cpp's convert_lora_to_gguf.py."
+        )
+    alpha = file.metadata.get("adapter.lora.alpha")
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ModelFileError(
+            f"{path}: adapter.lora.alpha is {alpha!r}; it must be a number. Convert the adapter again."
+        )
+    if file.metadata.get("adapter.alora.invocation_tokens"):
+        raise ModelFileError(f"{path} is an activated adapter (adapter.alora.invocation_tokens), which Octavo lacks.")
+    shapes: dict[str, tuple[int, ...]] = {}
+    found: dict[str, dict[str, str]] = {}
+    for name, tensor in file.tensors.items():
+        base, _, role = name.rpartition(".")
+        if role not in ("lora_a", "lora_b"):
+            raise ModelFileError(f"{path}: tensor {name} is not part of a low-rank pair; convert the adapter again.")
+        # llama.cpp looks tokens up in the rows of A, so it stores an embedding's A transposed.
+        turned = role == "lora_a" and base == "token_embd.weight"
+        shapes[name] = tensor.shape[::-1] if turned else tensor.shape
+        found.setdefault(hf_name(base).removesuffix(".weight"), {})[A if role == "lora_a" else B] = name
+    config = PeftConfig(path, alpha=float(alpha) or None)
+    matcher = _Matcher(path, targets, max_rank, "")
+    manifest, tensors = matcher.checked(matcher.placed(found), config, shapes)
+    return AdapterFile(path, manifest, tensors, pairs=file.metadata.get("general.architecture") == "llama")
+
+
+Place = tuple[int, int]
+"""Indices of a target and of its part."""
+
+
+class _Matcher:
+    """Maps the tensors of a file to the model's projections."""
+
+    def __init__(self, path: Path, targets: Sequence[Target], max_rank: int, base: str) -> None:
+        self._path = path
+        self._targets = targets
+        self._max_rank = max_rank
+        self._base = base
+        names = {target.name(j): (i, j) for i, target in enumerate(targets) for j in range(len(target.parts))}
+        # Adapters of a model without a head lack the first part of the path.
+        self._places = {name.removeprefix("model."): place for name, place in names.items()} | names
+        self._name = {place: name for name, place in names.items()}
+
+    def find(self, names: Iterable[str], config: PeftConfig) -> dict[Place, dict[str, str]]:
+        """Return what a file of PEFT has for each projection: role -> name of the tensor."""
+        found: dict[str, dict[str, str]] = {}
+        for name in names:
+            inner = name.removeprefix(_PREFIX)
+            end = next((end for end in _ROLES if inner.endswith(end)), None)
+            if end is None:
+                raise self._unknown(name)
+            module, role = inner.removesuffix(end), _ROLES[end]
+            if role is WHOLE and not config.saves(module):
+                if module in self._places:
+                    continue  # a copy of the base's table, which PEFT saves beside adapters of embeddings
+                raise self._unknown(name)
+            found.setdefault(module, {})[role] = name
+        return self.placed(found)
+
+    def placed(self, found: Mapping[str, dict[str, str]]) -> dict[Place, dict[str, str]]:
+        """Return the same by place in the model."""
+        for module, roles in found.items():
+            if module not in self._places:
+                raise self._unknown(next(iter(roles.values())))
+        if not found:
+            raise ModelFileError(f"{self._path} has no tensors of an adapter.")
+        return {self._places[module]: roles for module, roles in found.items()}
+
+    def checked(
+        self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Manifest, tuple[Mapping[str, str], ...]]:
+        """Return the manifest and the tensors of its pieces, in order."""
+        self._check_complete(found, config)
+        pieces = [self._piece(place, found[place], config, shapes) for place in sorted(found)]
+        return Manifest(tuple(pieces)), tuple(found[place] for place in sorted(found))
+
+    def _piece(
+        self, place: Place, roles: Mapping[str, str], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Piece:
+        target, name = self._targets[place[0]], self._name[place]
+        part = target.parts[place[1]]
+        if WHOLE in roles:
+            return self._saved(place, roles, shapes)
+        if A not in roles or B not in roles:
+            lacks = "A" if A not in roles else "B"
+            raise ModelFileError(f"{self._path}: {name} lacks its matrix {lacks}. Save the adapter again.")
+        a, b = shapes[roles[A]], shapes[roles[B]]
+        rank = a[0] if len(a) == 2 else 0
+        if len(a) != 2 or a[1] != part.inputs:
+            raise self._misfit(roles[A], a, f"[rank, {part.inputs}]")
+        if b != (part.outputs, rank):
+            raise self._misfit(roles[B], b, f"[{part.outputs}, {rank}]")
+        if not 0 < rank <= self._max_rank:
+            raise ModelFileError(
+                f"{self._path}: {name} has rank {rank}; this engine takes 1 to {self._max_rank}. Start it with "
+                f"--max-lora-rank {rank}."
+                if rank
+                else f"{self._path}: {name} has rank 0. Save the adapter again."
+            )
+        stated = config.rank(name)
+        if stated is not None and stated != rank:
+            raise ModelFileError(
+                f"{self._path}: {name} has rank {rank}, but {CONFIG} makes it {stated} (r, rank_pattern)."
+            )
+        gain = MAGNITUDE in roles
+        if gain != config.use_dora:
+            raise ModelFileError(
+                f"{self._path}: {name} has {'a' if gain else 'no'} magnitude vector, and use_dora in {CONFIG} is "
+                f"{config.use_dora}. Save the adapter again."
+            )
+        if gain and target.embedding:
+            raise ModelFileError(
+                f"{self._path}: {name} is an embedding with magnitudes (use_dora), which Octavo lacks."
+            )
+        if gain and math.prod(shapes[roles[MAGNITUDE]]) != part.outputs:
+            raise self._misfit(roles[MAGNITUDE], shapes[roles[MAGNITUDE]], f"[{part.outputs}]")
+        return Piece(*place, rank=rank, scale=config.scale(name, rank), gain=gain)
+
+    def _saved(self, place: Place, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Piece:
+        """Return the piece of a saved module."""
+        target, name = self._targets[place[0]], self._name[place]
+        part = target.parts[place[1]]
+        if len(roles) > 1:
+            raise ModelFileError(f"{self._path}: {name} is both a saved module and a low-rank one; save one of them.")
+        if not (target.embedding or target.head):
+            raise ModelFileError(
+                f"{self._path}: modules_to_save has {name}; Octavo takes saved embeddings and heads only. Merge the "
+                "adapter into its base model."
+            )
+        expected = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
+        shape = shapes[roles[WHOLE]]
+        if shape != expected:
+            if len(shape) == 2 and shape[1] == expected[1]:
+                raise ModelFileError(
+                    f"{self._path}: {name} has {shape[0]} tokens, the served model {expected[0]}. An adapter can't "
+                    "change the vocabulary of a shared model: resize the base model's embeddings to it and serve that, "
+                    "or merge the adapter into its base model."
+                )
+            raise self._misfit(roles[WHOLE], shape, str(list(expected)))
+        return Piece(*place, whole=True)
+
+    def _check_complete(self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig) -> None:
+        """Raise if the configuration names projections of the model that the file lacks, as with another base."""
+        for place, name in self._name.items():
+            if place not in found and config.targets(name, linear=not self._targets[place[0]].embedding):
+                raise ModelFileError(
+                    f"{self._path} has nothing for {name}, which {CONFIG} names (target_modules). "
+                    f"{self._other_base} Or the file is incomplete: save the adapter again."
+                )
+
+    @property
+    def _other_base(self) -> str:
+        stated = f" ({self._base})" if self._base else ""
+        return f"The adapter was made for another base model{stated} than the one served."
+
+    def _unknown(self, name: str) -> ModelFileError:
+        return ModelFileError(f"{self._path}: tensor {name} belongs to no layer of the model. {self._other_base}")
+
+    def _misfit(self, name: str, shape: Sequence[int], expected: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self._path}: tensor {name} has shape {list(shape)}; the served model makes it {expected}. "
+            f"{self._other_base}"
+        )
+
+
+def _missing(path: Path) -> str:
+    if (path / _PICKLE).is_file():
+        return (
+            f"{path} has its weights in {_PICKLE}, a pickle, which can run any code when it is read. Save the adapter "
+            f"as {WEIGHTS} (PEFT: save_pretrained with safe_serialization=True)."
+        )
+    return f"{path} has no {WEIGHTS}. Download or save the adapter again."
