@@ -133,6 +133,11 @@ class DecoderLayer(nn.Module):
         self.attention.out.into(stream, attended if rows is None else attended.index_select(0, rows))
         self.mlp(stream, self.post_norm)
 
+    @property
+    def after_attention(self) -> list[Projection]:
+        """The projections that compute only the tokens of `rows`."""
+        return [self.attention.out, *(one for one in self.mlp.modules() if isinstance(one, Projection))]
+
     def emit(self, b: ProgramBuilder, dtype: torch.dtype, attended: int) -> None:
         """Add `forward` to a native program; `attended` is the buffer for attention's output.
 

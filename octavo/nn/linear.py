@@ -215,6 +215,7 @@ class Linear(Projection):
     Attributes:
         parts: the projections in output order; a checkpoint stores each as `path.part.suffix`.
         shard: how the layer divides over ranks.
+        cuts: the features of each part on this rank.
         sizes: output features of each part on this rank.
     """
 
@@ -240,10 +241,10 @@ class Linear(Projection):
         self.gates = gates
         self.has_bias = any(part.bias for part in parts)
         self._gather = gather and shard is COL
-        self._cuts = [cut(shard, i, part.out_features, part.in_features, mesh) for i, part in enumerate(parts)]
+        self.cuts = [cut(shard, i, part.out_features, part.in_features, mesh) for i, part in enumerate(parts)]
         stored = zip(self.parts, self._stored_parts, strict=True)
         self.superseded = tuple(self._name(part, "bias") for part, own in stored if part.bias and not own.bias)
-        kept = [one.outputs for one in self._cuts]
+        kept = [one.outputs for one in self.cuts]
         self.sizes = [part.out_features if own is None else len(own) for part, own in zip(parts, kept, strict=True)]
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
@@ -259,7 +260,7 @@ class Linear(Projection):
                 blocks=self.scheme.takes_blocks and suffix == "weight",
                 index=own.index(spec, part.out_features, part.in_features),
             )
-            for part, own in zip(self._stored_parts, self._cuts, strict=True)
+            for part, own in zip(self._stored_parts, self.cuts, strict=True)
             for suffix, spec in self.scheme.stored(part).items()
         ]
 

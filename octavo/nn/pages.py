@@ -38,15 +38,15 @@ class LargePages:
     def _take(self, size: int) -> Tensor:
         with self._lock:
             if size > len(self._free):
-                self._free = _chunk(max(size, _CHUNK))
+                self._free = large(max(size, _CHUNK))
             place, self._free = self._free[:size], self._free[-(-size // _LINE) * _LINE :]
         return place
 
 
-def _chunk(size: int) -> Tensor:
-    """Return [size or more] uint8, aligned to a large page."""
+def large(size: int) -> Tensor:
+    """Return [size or more] uint8, all 0, aligned to a large page."""
     if sys.platform != "linux":
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a system without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -62,20 +62,21 @@ class Blocks:
     @property
     def page_bytes(self) -> int:
         """Bytes of a block in all layers of a group."""
-        return self._bytes().shape[0] * self._bytes().shape[2]
+        return self.memory.shape[0] * self.memory.shape[2]
 
     def gather(self, blocks: Sequence[int]) -> Tensor:
         """Return the contents of blocks in all layers, [n, page bytes] uint8 on the device."""
-        return self._bytes().index_select(1, self._indices(blocks)).transpose(0, 1).flatten(1)
+        return self.memory.index_select(1, self._indices(blocks)).transpose(0, 1).flatten(1)
 
     def scatter(self, blocks: Sequence[int], pages: Tensor) -> None:
         """Overwrite blocks with pages, [n, page bytes] uint8 on the device."""
-        cells = self._bytes()
+        cells = self.memory
         layers, _, width = cells.shape
         cells.index_copy_(1, self._indices(blocks), pages.view(len(blocks), layers, width).transpose(0, 1))
 
-    def _bytes(self) -> Tensor:
-        """The cache as [layers of a group, blocks, bytes] uint8."""
+    @property
+    def memory(self) -> Tensor:
+        """The cache as [layers of a group, blocks, bytes] uint8, at the same address until `close`."""
         return self._cache.flatten(2).view(torch.uint8)
 
     def _indices(self, blocks: Sequence[int]) -> Tensor:

@@ -19,6 +19,7 @@ from octavo.models.model import EncoderModel, Model
 from octavo.nn.build import Build
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed, in_common
+from octavo.worker.blocks import Blocks
 from octavo.worker.drafts import Drafting, Drafts
 
 Findings = Callable[[], tuple[Mapping[int, bytes], Mapping[int, str]]]
@@ -38,11 +39,14 @@ class Site:
         build: how the model's layers are made: dtype, device, scheme, attention backend.
         checkpoint: opens the model's files.
         device: for transfers, streams and events.
+        blocks: the KV cache, where a feature's own pages are (`schedule/pages.py`). Its memory is freed before `attach`
+            is called again.
     """
 
     build: Build
     checkpoint: Callable[[], Checkpoint]
     device: Device
+    blocks: Blocks
 
 
 class WorkerHook:

@@ -352,12 +352,12 @@ class Worker:
         room = Capacity(num_slots, max_model_len, max_step_tokens, max_drafts)
         together = Hooks(hooks)
         if not device.resident:
-            together.attach(model, self._site(), num_slots, max_step_tokens)
+            together.attach(model, self._site(blocks), num_slots, max_step_tokens)
             host = self._host_parts(model, room, together.variants())
             return Runner(model, self.attention, device, blocks, *host, together)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
 
-        together.attach(model, self._site(), most_rows(num_slots, max_step_tokens), max_step_tokens)
+        together.attach(model, self._site(blocks), most_rows(num_slots, max_step_tokens), max_step_tokens)
         return self._make_resident(model, blocks, room, together)
 
     def _host_parts(
@@ -374,11 +374,11 @@ class Worker:
         replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
         return slots, sampler, replay
 
-    def _site(self) -> Site:
+    def _site(self, blocks: Blocks) -> Site:
         """Return the context of the model for hooks."""
         device = self.device.torch_device
         build = Build(self.dtype, device, self.attention, everywhere(self._scheme(), self.dtype, device))
-        return Site(build, self._open, self.device)
+        return Site(build, self._open, self.device, blocks)
 
     def _open(self) -> Checkpoint:
         return open_checkpoint(self.files, self.load_format, self.config.seed, self.device.torch_device.type)

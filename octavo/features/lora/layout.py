@@ -61,17 +61,15 @@ class Target(msgspec.Struct, frozen=True):
         path: its place in the model, in the checkpoint's names; a part's full name is `path.name`.
         embedding: it maps token ids to vectors.
         head: it maps the states of the tokens that get logits.
-        keys: its outputs affect the keys and values of its own layer or of later ones; False only for what comes after
-            the last attention.
-        tied: path of the other layer that shares its weights; "" for none.
+        late: it comes after the last attention and computes only the chosen tokens of a step, if some are chosen
+            (`StepInput.hidden_rows`).
     """
 
     path: str
     parts: tuple[TargetPart, ...]
     embedding: bool = False
     head: bool = False
-    keys: bool = True
-    tied: str = ""
+    late: bool = False
 
     def name(self, part: int) -> str:
         """Return a part's full name, in the checkpoint's names."""
@@ -113,7 +111,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def changes_keys(self, targets: Sequence[Target]) -> bool:
         """Return whether keys or values depend on the adapter; if not, its requests share the base's prefixes."""
-        return any(targets[piece.target].keys for piece in self.pieces)
+        changed = (targets[piece.target] for piece in self.pieces)
+        return not all(target.head or target.late for target in changed)
 
 
 @dataclass(frozen=True, slots=True)

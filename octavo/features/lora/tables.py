@@ -1,7 +1,7 @@
 """What kernels read about adapters: tensors at fixed addresses, filled before each step.
 
-Two kinds: `Tables`, with a row for each adapter in use, changed when one comes into use; and `Assigned`, which says
-which adapter each row of a step has, changed when the step's rows change.
+Two kinds: `Tables`, with a row for each adapter in use, changed when one comes into use; and `Batch`, which says which
+adapter each row of a step has, changed when the step's rows change.
 """
 
 from __future__ import annotations
@@ -103,6 +103,25 @@ class Assigned:
             values = np.concatenate([values, np.full((rest, *values.shape[1:]), NONE, dtype=np.int32)])
         if len(values):
             into[: len(values)].copy_(self._link.upload(values))
+
+
+class Batch:
+    """The rows of one step.
+
+    Attributes:
+        tokens: adapters of the step's tokens.
+        logits: adapters of the rows that get logits, in their order.
+        chosen: late layers compute the rows of `logits` only.
+    """
+
+    def __init__(self, max_rows: int, max_adapters: int, link: Link) -> None:
+        self.tokens = Assigned(max_rows, max_adapters, link)
+        self.logits = Assigned(max_rows, max_adapters, link)
+        self.chosen = False
+
+    def of(self, target: Target) -> Assigned:
+        """Return the adapters of a layer's rows in the step that is being computed or recorded."""
+        return self.logits if target.head or (target.late and self.chosen) else self.tokens
 
 
 def grouped(

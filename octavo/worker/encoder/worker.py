@@ -76,15 +76,15 @@ class EncoderWorker:
         assert self.model is not None, "the weights must be loaded first"
         device = self.device.torch_device
         together = Hooks(hooks)
-        site = Site(
-            Build(self.dtype, device, None, everywhere(self._scheme(), self.dtype, device)), self._open, self.device
-        )
+        build = Build(self.dtype, device, None, everywhere(self._scheme(), self.dtype, device))
+        blocks = Blocks.none(self.device)
+        site = Site(build, self._open, self.device, blocks)
         together.attach(self.model, site, num_slots, max_step_tokens)
         return Runner(
             self.model,
             WholePrompts(),
             self.device,
-            Blocks.none(self.device),
+            blocks,
             PromptSlots(num_slots, device),
             NoSampler(),
             NoReplay(),

@@ -36,7 +36,7 @@ TARGETS = (
     target("layers.0.self_attn", ("q_proj", 48, 64), ("k_proj", 48, 32), ("v_proj", 48, 32)),
     target("layers.0.mlp", ("down_proj", 80, 48)),
     target("embed_tokens", ("", 131, 48), embedding=True),
-    target("lm_head", ("", 48, 131), head=True, keys=False),
+    target("lm_head", ("", 48, 131), head=True),
 )
 
 pieces = st.lists(
@@ -117,7 +117,8 @@ def test_a_sum_has_the_ranks_of_its_adapters() -> None:
 
 
 def test_what_comes_after_attention_leaves_keys_alone() -> None:
-    assert not Manifest((Piece(3, 0, 4),)).changes_keys(TARGETS)
+    late = (*TARGETS, target("layers.1.mlp", ("down_proj", 80, 48), late=True))
+    assert not Manifest((Piece(3, 0, 4), Piece(4, 0, 4))).changes_keys(late)
     assert Manifest((Piece(3, 0, 4), Piece(1, 0, 4))).changes_keys(TARGETS)
 
 

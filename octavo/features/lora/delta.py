@@ -1,0 +1,155 @@
+"""Adapters in torch, exactly and slowly: the reference of the kernels, and what computes where there are none.
+
+It also has what no kernel has: gains, saved modules and embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.device.transfer import Link
+from octavo.features.lora.layout import Span, Target
+from octavo.features.lora.tables import Batch, Tables
+from octavo.nn.delta import Addition, Delta
+from octavo.nn.linear import Linear, Projection
+from octavo.worker.blocks import Blocks
+
+
+class Weights:
+    """Reads adapters' rows in the blocks of the KV cache.
+
+    Args:
+        dtype: of the elements.
+    """
+
+    def __init__(self, blocks: Blocks, tables: Tables, dtype: torch.dtype, link: Link) -> None:
+        self.tables = tables
+        self._blocks = blocks
+        self._dtype = dtype
+        self._link = link
+
+    def rows(self, adapter: int, tile: int, count: int, elements: int) -> Tensor:
+        """Return consecutive rows, [count, elements] float32, the first of which begins at a tile."""
+        each = self.tables.geometry.row_tiles(elements)
+        return self.at(adapter, tile + np.arange(count) * each, elements)
+
+    def at(self, adapter: int, tiles: NDArray[np.int64], elements: int) -> Tensor:
+        """Return the rows that begin at these tiles, [len(tiles), elements] float32."""
+        each = self.tables.geometry.row_tiles(elements)
+        return self._gather(adapter, tiles[:, None] + np.arange(each), self._dtype)[:, :elements]
+
+    def gain(self, adapter: int, tile: int, elements: int) -> Tensor:
+        """Return the gains at a tile, [elements] float32."""
+        each = -(-elements * torch.float32.itemsize // self.tables.geometry.tile_bytes)
+        return self._gather(adapter, tile + np.arange(each)[None], torch.float32)[0, :elements]
+
+    def _gather(self, adapter: int, tiles: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
+        """Return the tiles [n, k] of an adapter as [n, elements of k tiles] float32."""
+        geometry = self.tables.geometry
+        page, inner = np.divmod(tiles.ravel(), geometry.block_tiles)
+        place, tile = np.divmod(inner, geometry.slice_tiles)
+        block = np.asarray(self.tables.lists[adapter])[page]
+        memory = self._blocks.memory
+        cells = memory.view(*memory.shape[:2], geometry.slice_tiles, geometry.tile_bytes)
+        found = cells[tuple(self._link.upload(index) for index in (place, block, tile))]
+        return found.view(dtype).view(len(tiles), -1).float()
+
+
+class TorchDelta(Delta):
+    """The additions of all adapters to one layer."""
+
+    def __init__(self, index: int, target: Target, layer: Projection, weights: Weights, batch: Batch) -> None:
+        self.target = target
+        self.index = index
+        self.layer = layer
+        self.weights = weights
+        self.batch = batch
+
+    def begin(self, x: Tensor) -> Addition:
+        return _TorchAddition(self, x)
+
+    def additions(self, x: Tensor) -> Iterator[tuple[Tensor, slice, Tensor]]:
+        """Yield rows [n], outputs and the addition [n, outputs] float32 for x [T, in]."""
+        tables = self.weights.tables
+        for adapter, rows in self.batch.of(self.target).groups.items():
+            spans = tables.layouts[adapter].spans
+            mine = [(part, spans.get((self.index, part))) for part in range(len(self.target.parts))]
+            mine = [(part, span) for part, span in mine if span is not None]
+            if not mine:
+                continue
+            index = torch.from_numpy(rows).to(x.device)
+            inputs = x.index_select(0, index)
+            for part, span in mine:
+                yield index, self._outputs(part), self._addition(adapter, part, span, inputs)
+
+    def _addition(self, adapter: int, part: int, span: Span, x: Tensor) -> Tensor:
+        one = self.target.parts[part]
+        if span.whole >= 0:
+            weight = self.weights.rows(adapter, span.whole, one.own_outputs, one.own_inputs)
+            return F.linear(x.float(), weight) - self._product(x, part)
+        a = self.weights.rows(adapter, span.a, span.rank, one.own_inputs)
+        b = self.weights.rows(adapter, span.b, span.rank, one.own_outputs)
+        addition = F.linear(x.float(), a) @ b
+        if span.gain < 0:
+            return addition
+        gain = self.weights.gain(adapter, span.gain, one.own_outputs)
+        return gain * addition + (gain - 1) * self._product(x, part)
+
+    def _product(self, x: Tensor, part: int) -> Tensor:
+        """Return the base's product, without bias, [n, outputs] float32."""
+        y = self.layer.scheme.wide(x).float()
+        bias = getattr(self.layer.scheme, "bias", None)
+        if bias is not None:
+            y = y - bias.float()
+        return y[:, self._outputs(part)]
+
+    def _outputs(self, part: int) -> slice:
+        sizes = self.layer.sizes if isinstance(self.layer, Linear) else [self.target.parts[0].own_outputs]
+        start = sum(sizes[:part])
+        return slice(start, start + sizes[part])
+
+
+class _TorchAddition(Addition):
+    """Computed when it is added."""
+
+    def __init__(self, delta: TorchDelta, x: Tensor) -> None:
+        self._delta = delta
+        self._x = x
+
+    def add_to(self, y: Tensor) -> None:
+        for rows, outputs, addition in self._delta.additions(self._x):
+            y[:, outputs].index_add_(0, rows, addition.to(y.dtype))
+
+
+class TorchEmbedding:
+    """The additions of all adapters to the embedding of tokens."""
+
+    def __init__(self, index: int, target: Target, weights: Weights, batch: Batch) -> None:
+        self._index = index
+        self._part = target.parts[0]
+        self._weights = weights
+        self._batch = batch
+
+    def change(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Return the embeddings x [T, size] of tokens [T] as the rows' adapters have them."""
+        for adapter, rows in self._batch.tokens.groups.items():
+            span = self._weights.tables.layouts[adapter].spans.get((self._index, 0))
+            if span is None:
+                continue
+            index = torch.from_numpy(rows).to(x.device)
+            tokens = ids.index_select(0, index).clamp(min=0)
+            if span.whole >= 0:
+                each = self._weights.tables.geometry.row_tiles(self._part.own_outputs)
+                places = span.whole + tokens.cpu().numpy() * each
+                x = x.index_copy(0, index, self._weights.at(adapter, places, self._part.own_outputs).to(x.dtype))
+                continue
+            a = self._weights.rows(adapter, span.a, span.rank, self._part.own_inputs)
+            b = self._weights.rows(adapter, span.b, span.rank, self._part.own_outputs)
+            x = x.index_add(0, index, (a[:, tokens].t() @ b).to(x.dtype))
+        return x

@@ -1,0 +1,81 @@
+"""Gains of DoRA (https://arxiv.org/abs/2402.09353): the factor of each output, magnitude / norm(W + scale * B A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import UnsupportedError
+from octavo.features.lora.layout import Piece
+from octavo.features.lora.targets import Layer, Targets
+from octavo.models.load.checkpoint import Checkpoint
+from octavo.nn.linear import Linear
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.weights import TensorSpec
+
+_ROWS = 1024
+"""Rows of a matrix that are computed at once."""
+
+
+class BaseNorms:
+    """Computes gains from the base weights of one rank, which are dequantized if they are quantized.
+
+    Weights that a layer keeps in a form of its own, and those that other ranks have parts of, are read from the
+    checkpoint again.
+
+    Attributes:
+        replaced: the weights are not those of the checkpoint any more.
+    """
+
+    def __init__(self, targets: Targets, checkpoint: Callable[[], Checkpoint]) -> None:
+        self.replaced = False
+        self._targets = targets
+        self._open = checkpoint
+        self._checkpoint: Checkpoint | None = None
+
+    def gains(self, piece: Piece, a: Tensor, b: Tensor, magnitudes: Tensor) -> Tensor:
+        """Return the gains of this rank's outputs; see `Gains` in `reader.py`.
+
+        Raises:
+            UnsupportedError: the weights were replaced, and the layer's can't be read.
+        """
+        outputs = self._targets.cuts[piece.target][piece.part].outputs
+        kept = slice(None) if outputs is None else slice(outputs.start, outputs.stop)
+        weight = self._weight(piece, kept)
+        a, b = a.to(weight.device, torch.float32), b[kept].to(weight.device, torch.float32) * piece.scale
+        parts = zip(weight.split(_ROWS), b.split(_ROWS), strict=True)
+        norms = [torch.linalg.vector_norm(torch.addmm(w.float(), part, a), dim=1) for w, part in parts]
+        return magnitudes[kept].float() / torch.cat(norms).cpu()
+
+    def _weight(self, piece: Piece, kept: slice) -> Tensor:
+        """Return the base weights of a piece, this rank's outputs and all inputs."""
+        layer = self._targets.layers[piece.target]
+        assert not hasattr(layer, "rows"), "embeddings have no gains"
+        own = self._in_layer(layer, piece.part)
+        if own is not None:
+            return own
+        target = self._targets.targets[piece.target]
+        if self.replaced:
+            raise UnsupportedError(
+                f"The norms of {target.name(piece.part)}, which adapters with magnitudes (use_dora) need, can't be "
+                "read after the model's weights were replaced. Restart the engine, or load an adapter without use_dora."
+            )
+        part = target.parts[piece.part]
+        if self._checkpoint is None:
+            self._checkpoint = self._open()
+        spec = TensorSpec((part.outputs, part.inputs), torch.float32, out_dim=0, in_dim=1)
+        return self._checkpoint.tensor(f"{target.name(piece.part)}.weight", spec)[kept]
+
+    def _in_layer(self, layer: Layer, part: int) -> Tensor | None:
+        """Return a part's weights if the layer has them as a plain matrix with all inputs; else None."""
+        scheme = getattr(layer, "scheme", None)
+        if not isinstance(scheme, Unquantized) or scheme.weight is None:
+            return None
+        if not isinstance(layer, Linear):
+            return scheme.weight
+        if layer.cuts[part].inputs is not None:
+            return None
+        own: Tensor = scheme.weight.split(layer.sizes)[part]
+        return own

@@ -1,0 +1,104 @@
+"""What the engine half says to the worker half: payloads of steps, names of pages, methods of `WorkerHook.call`.
+
+| method | arguments | result of each rank |
+| --- | --- | --- |
+| `targets` | | `Targets`: what adapters can change in this model |
+| `read` | `Reading` | `{}`, once the adapter is in the host's memory as pages; `load` finds them by `page_names` |
+| `drop` | `uid` | `{}`; the copy in the host's memory is freed |
+
+A uid stands for the content of an adapter, or of a weighted sum of several, and is never used again by an engine.
+`read` may be called again for a uid that was dropped. Errors of `read` are those of files: OSError's become
+`ModelFileError`, and a shape or value that can't be used is an `InvalidRequestError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from octavo.features.lora.layout import Manifest, Target
+
+NAME = "lora"
+
+_UID_BYTES = 8
+_PAGE_BYTES = 4
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """The model, for adapters.
+
+    Attributes:
+        element_size: bytes of an element of the model's dtype.
+    """
+
+    targets: tuple[Target, ...]
+    element_size: int
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """One of the adapters of a sum, or the only one.
+
+    Attributes:
+        path: its folder or file.
+        manifest: what it has, by itself.
+        weight: factor of its addition.
+    """
+
+    path: str
+    manifest: Manifest
+    weight: float = 1.0
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """Read adapters into the host's memory.
+
+    Attributes:
+        sources: the adapters, in the order in which their ranks are joined.
+        manifest: of their sum; that of the source if there is one.
+    """
+
+    uid: int
+    sources: tuple[Source, ...]
+    manifest: Manifest
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that is in blocks of the device and can be used from this step on.
+
+    Attributes:
+        index: its row of the worker's tables, below `--max-loras`; what was there before is gone.
+        blocks: those that hold it, in order.
+    """
+
+    index: int
+    uid: int
+    blocks: list[int]
+
+
+class LoraStep(msgspec.Struct, frozen=True):
+    """The adapters of a step; there is none if no row has one.
+
+    Attributes:
+        entries: adapters that came into use since the last payload. After a failed step, all in use are sent again.
+        rows: index of each row's adapter, -1 for the base model; None if the rows are those of the step before.
+        general: some row's adapter has more than low-rank additions; see `Manifest.general`.
+    """
+
+    entries: list[AdapterEntry] = []
+    rows: list[int] | None = None
+    general: bool = False
+
+
+PAYLOAD = LoraStep
+
+
+def page_names(uid: int, count: int) -> list[bytes]:
+    """Return the names of an adapter's pages, in their order."""
+    return [uid.to_bytes(_UID_BYTES, "big") + number.to_bytes(_PAGE_BYTES, "big") for number in range(count)]
+
+
+def pages_of(names: Sequence[bytes]) -> tuple[int, list[int]]:
+    """Return the uid and the numbers of pages, given their names, which are all of one adapter."""
+    uid = int.from_bytes(names[0][:_UID_BYTES], "big")
+    return uid, [int.from_bytes(name[_UID_BYTES:], "big") for name in names]

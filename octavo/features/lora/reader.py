@@ -1,0 +1,174 @@
+"""Read adapters into host memory, as the pages that go into blocks; see `layout.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ModelFileError
+from octavo.features.lora.checks import MAGNITUDE, WHOLE, A, AdapterFile, B, read_adapter
+from octavo.features.lora.layout import Geometry, Layout, Piece, Span, layout
+from octavo.features.lora.payload import Reading
+from octavo.features.lora.targets import Targets
+from octavo.hub.gguf_file import read_gguf
+from octavo.hub.safetensors_files import read_header
+from octavo.nn.linear import Linear
+from octavo.nn.pages import large
+from octavo.nn.shard import Heads
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ANY_RANK = 1 << 30
+
+Gains = Callable[[Piece, Tensor, Tensor, Tensor], Tensor]
+"""Return the gains [own outputs] float32 of a piece, from A [rank, inputs], B [outputs, rank] and magnitudes [outputs]
+of the whole projection; see `gains.py`."""
+
+
+class _Tensors(Protocol):
+    """The tensors of an open file."""
+
+    def __call__(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads adapters for one rank of a model. May be called from any thread.
+
+    Attributes:
+        dtype: of the elements in pages.
+        gains: computes the gains of adapters with magnitudes.
+    """
+
+    targets: Targets
+    geometry: Geometry
+    dtype: torch.dtype
+    gains: Gains
+
+    @torch.inference_mode()
+    def read(self, reading: Reading) -> tuple[Layout, Tensor]:
+        """Return an adapter's layout and its pages, [blocks, block bytes] uint8.
+
+        Raises:
+            ModelFileError: a file can't be read, or has changed since it was checked.
+        """
+        targets, geometry = self.targets.targets, self.geometry
+        placed = layout(targets, reading.manifest, geometry)
+        room = large(placed.num_blocks * geometry.block_bytes)[: placed.num_blocks * geometry.block_bytes]
+        filled = dict.fromkeys(placed.spans, 0)
+        for source in reading.sources:
+            file = read_adapter(Path(source.path), targets, _ANY_RANK)
+            if file.manifest != source.manifest:
+                raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
+            tensors = _open(file.weights)
+            for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True):
+                place = piece.target, piece.part
+                self._fill(room, placed.spans[place], filled[place], piece, roles, file, tensors, source.weight)
+                filled[place] += piece.rank
+        return placed, room.view(placed.num_blocks, geometry.block_bytes)
+
+    def _fill(
+        self,
+        room: Tensor,
+        span: Span,
+        first: int,
+        piece: Piece,
+        roles: Mapping[str, str],
+        file: AdapterFile,
+        tensors: _Tensors,
+        weight: float,
+    ) -> None:
+        """Write a piece's rows, its low-rank ones from row `first` of the span on."""
+        target = self.targets.targets[piece.target]
+        cut = self.targets.cuts[piece.target][piece.part]
+        if piece.whole:
+            values = _cut(tensors(roles[WHOLE]), cut.outputs, cut.inputs)
+            self._rows(room, span.whole, len(values), values.shape[1], self.dtype).copy_(values)
+            return
+        a, b = tensors(roles[A]), tensors(roles[B])
+        if file.pairs:
+            a, b = self._as_stored_by_peft(piece, a, b)
+        if piece.gain:
+            made = self.gains(piece, a, b, tensors(roles[MAGNITUDE]).flatten())
+            self._rows(room, span.gain, 1, len(made), torch.float32).copy_(made)
+        a, b = _cut(a, None, cut.inputs), _cut(b, cut.outputs, None)
+        part = target.parts[piece.part]
+        inputs, outputs = self.geometry.row_tiles(part.own_inputs), self.geometry.row_tiles(part.own_outputs)
+        into = self._rows(room, span.a + first * inputs, piece.rank, part.own_inputs, self.dtype)
+        into.copy_(a)
+        into = self._rows(room, span.b + first * outputs, piece.rank, part.own_outputs, self.dtype)
+        scale = piece.scale * weight
+        if scale == 1.0:
+            into.copy_(b.t())
+        else:
+            torch.mul(b.t(), scale, out=into)
+
+    def _rows(self, room: Tensor, tile: int, count: int, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return rows of a place as [count, elements]."""
+        size = self.geometry.tile_bytes
+        width = -(-elements * dtype.itemsize // size) * size
+        return room[tile * size : tile * size + count * width].view(dtype).view(count, -1)[:, :elements]
+
+    def _as_stored_by_peft(self, piece: Piece, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo llama.cpp's order of the rows of q and k."""
+        from octavo.models.load.gguf import in_halves
+
+        layer = self.targets.layers[piece.target]
+        if isinstance(layer, Linear) and isinstance(layer.shard, Heads) and piece.part < 2:
+            b = in_halves(b, len(b) // layer.shard.head_dim)
+        return a, b
+
+
+def _cut(matrix: Tensor, outputs: range | None, inputs: range | None) -> Tensor:
+    """Return the part [outputs, inputs] of a matrix."""
+    rows = slice(None) if outputs is None else slice(outputs.start, outputs.stop)
+    columns = slice(None) if inputs is None else slice(inputs.start, inputs.stop)
+    return matrix[rows, columns]
+
+
+def _open(path: Path) -> _Tensors:
+    return _gguf(path) if path.suffix == ".gguf" else _safetensors(path)
+
+
+def _safetensors(path: Path) -> _Tensors:
+    """Return a reader of views into the mapped file, whose pages are read from the system's cache."""
+    header = read_header(path)
+    try:
+        size = path.stat().st_size
+        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
+    except (OSError, RuntimeError) as error:
+        raise ModelFileError(f"{path} can't be read: {error}.") from error
+    content = torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def tensor(name: str) -> Tensor:
+        stored = header[name]
+        data = content[stored.offset : stored.offset + stored.num_bytes]
+        dtype = _DTYPES[stored.dtype]
+        if stored.offset % dtype.itemsize:
+            data = data.clone()
+        return data.view(dtype).view(stored.shape)
+
+    return tensor
+
+
+def _gguf(path: Path) -> _Tensors:
+    from gguf import GGMLQuantizationType
+
+    from octavo.models.load.gguf_blocks import dequantize
+
+    tensors = read_gguf(path).tensors
+
+    def tensor(name: str) -> Tensor:
+        stored = tensors[name]
+        data = np.fromfile(path, dtype=np.uint8, count=stored.num_bytes, offset=stored.offset)
+        values = dequantize(torch.from_numpy(data), GGMLQuantizationType(stored.kind), torch.float32)
+        values = values.view(stored.shape)
+        # llama.cpp looks tokens up in the rows of A.
+        return values.t() if name == "token_embd.weight.lora_a" else values
+
+    return tensor

@@ -1,0 +1,71 @@
+"""The layers of a loaded model that adapters can change, by the layers' own paths and parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from octavo.features.lora.layout import Target, TargetPart
+from octavo.models.decoder import DecoderLayer
+from octavo.nn.embedding import Embedding, TiedHead
+from octavo.nn.linear import Linear, Projection
+from octavo.nn.shard import Cut
+
+Layer = Projection | Embedding
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The targets of a model, and the layer of each.
+
+    Attributes:
+        cuts: of each target, the features of its parts on this rank.
+    """
+
+    targets: tuple[Target, ...]
+    layers: tuple[Layer, ...]
+    cuts: tuple[tuple[Cut, ...], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Targets:
+        """Return the targets of a model, in the order of its modules."""
+        late = _after_attention(model)
+        found = [
+            (_target(layer, head=layer is getattr(model, "head", None), late=layer in late), layer)
+            for layer in model.modules()
+            if isinstance(layer, Linear | TiedHead | Embedding)
+        ]
+        targets, layers = zip(*found, strict=True) if found else ((), ())
+        return cls(targets, layers, tuple(_cuts(layer) for layer in layers))
+
+
+def _after_attention(model: nn.Module) -> set[nn.Module]:
+    """Return the layers that compute only the chosen tokens of a step."""
+    layers = getattr(model, "layers", ())
+    last = layers[len(layers) - 1] if len(layers) else None
+    return set(last.after_attention) if isinstance(last, DecoderLayer) else set()
+
+
+def _target(layer: Layer, *, head: bool, late: bool) -> Target:
+    if isinstance(layer, Embedding):
+        return Target(layer.path, (TargetPart("", layer.rows, layer.size, layer.rows, layer.size),), embedding=True)
+    if isinstance(layer, TiedHead):
+        inputs, outputs = layer.source.size, layer.source.rows
+        return Target(layer.path, (TargetPart("", inputs, outputs, inputs, outputs),), head=True)
+    assert isinstance(layer, Linear)
+    parts = [
+        TargetPart(
+            part.name,
+            part.in_features,
+            part.out_features,
+            part.in_features if cut.inputs is None else len(cut.inputs),
+            part.out_features if cut.outputs is None else len(cut.outputs),
+        )
+        for part, cut in zip(layer.parts, layer.cuts, strict=True)
+    ]
+    return Target(layer.path, tuple(parts), head=head, late=late)
+
+
+def _cuts(layer: Layer) -> tuple[Cut, ...]:
+    return tuple(layer.cuts) if isinstance(layer, Linear) else (Cut(),)
