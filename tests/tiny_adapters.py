@@ -15,6 +15,8 @@ from torch import Tensor
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 EVERY = ATTENTION + MLP
+ROOT = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+"""Modules that are in no layer, and their paths."""
 
 PREFIX = "base_model.model."
 
@@ -35,10 +37,11 @@ def save_adapter(
     Args:
         config: the base model's configuration (config.json).
         rank: of each projection, unless `rank_pattern` is among the settings (keys: names of projections).
-        targets: names of projections; of all layers.
+        targets: names of projections, of all layers; `embed_tokens` and `lm_head`, too.
         alpha: PEFT's `lora_alpha`; twice the rank by default.
         strength: standard deviation of what the adapter adds to a projection's output, for inputs of unit variance.
-        settings: further fields of `adapter_config.json`. `use_dora` adds random magnitudes.
+        settings: further fields of `adapter_config.json`. `use_dora` adds random magnitudes; `modules_to_save` adds
+            random weights of `embed_tokens` or `lm_head`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     alpha = 2.0 * rank if alpha is None else alpha
@@ -47,33 +50,50 @@ def save_adapter(
     (folder / "adapter_config.json").write_text(json.dumps(stated, indent=1))
     made = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name in targets:
-            path = f"{PREFIX}{module_path(layer, name)}"
-            out_features, in_features = projection_shape(config, name)
-            r = stated.get("rank_pattern", {}).get(name, rank)
-            spread = strength / scaling_of(stated, name) / math.sqrt(r)
-            tensors[f"{path}.lora_A.weight"] = torch.randn(r, in_features, generator=made) / math.sqrt(in_features)
-            tensors[f"{path}.lora_B.weight"] = torch.randn(out_features, r, generator=made) * spread
-            if stated.get("use_dora"):
-                tensors[f"{path}.lora_magnitude_vector"] = torch.rand(out_features, generator=made) + 0.5
+    inner = [name for name in targets if name not in ROOT]
+    for path in [
+        *(module_path(layer, name) for layer in range(config["num_hidden_layers"]) for name in inner),
+        *(ROOT[name] for name in targets if name in ROOT),
+    ]:
+        name = path.rpartition(".")[2]
+        out_features, in_features = projection_shape(config, name)
+        r = stated.get("rank_pattern", {}).get(name, rank)
+        spread = strength / scaling_of(stated, name) / math.sqrt(r)
+        kind = "lora_embedding_{}" if name == "embed_tokens" else "lora_{}.weight"
+        # The columns of an embedding's A are looked up, those of others are multiplied by the whole input.
+        root = 1.0 if name == "embed_tokens" else math.sqrt(in_features)
+        tensors[f"{PREFIX}{path}.{kind.format('A')}"] = torch.randn(r, in_features, generator=made) / root
+        tensors[f"{PREFIX}{path}.{kind.format('B')}"] = torch.randn(out_features, r, generator=made) * spread
+        if stated.get("use_dora"):
+            tensors[f"{PREFIX}{path}.lora_magnitude_vector"] = torch.rand(out_features, generator=made) + 0.5
+    for name in stated.get("modules_to_save") or ():
+        shape = (config["vocab_size"], config["hidden_size"])
+        tensors[f"{PREFIX}{ROOT[name]}.weight"] = torch.randn(shape, generator=made) * strength
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
 
 def merged(weights: Mapping[str, Tensor], adapter: Path, weight: float = 1.0) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors with W + weight * scaling * B A in place of each W that the adapter changes."""
+    """Return a checkpoint's tensors with W + weight * scaling * B A in place of each W that the adapter changes.
+
+    With magnitudes m (DoRA, arXiv:2402.09353) that is m * (W + scaling * B A) / norm of each row; saved modules take
+    the place of W.
+    """
     stated = json.loads((adapter / "adapter_config.json").read_text())
     tensors = load_file(adapter / "adapter_model.safetensors")
     changed = dict(weights)
     for key, a in tensors.items():
-        if not key.endswith(".lora_A.weight"):
-            continue
-        path = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        b = tensors[key.replace("lora_A", "lora_B")]
-        base = changed[f"{path}.weight"]
-        delta = weight * scaling_of(stated, path.rpartition(".")[2]) * (b.double() @ a.double())
-        changed[f"{path}.weight"] = (base.double() + delta).to(base.dtype)
+        path, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        if kind in ("lora_A", "lora_embedding_A"):
+            b = tensors[key.replace("_A", "_B")]
+            base = changed[f"{path}.weight"]
+            delta = weight * scaling_of(stated, path.rpartition(".")[2]) * (b.double() @ a.double())
+            found = base.double() + (delta.t() if kind == "lora_embedding_A" else delta)
+            if (m := tensors.get(f"{PREFIX}{path}.lora_magnitude_vector")) is not None:
+                found *= (m.double() / found.norm(dim=1))[:, None]
+            changed[f"{path}.weight"] = found.to(base.dtype)
+        elif not kind.startswith("lora"):
+            changed[key.removeprefix(PREFIX)] = a
     return changed
 
 
@@ -103,4 +123,6 @@ def projection_shape(config: Mapping[str, Any], name: str) -> tuple[int, int]:
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
+        "embed_tokens": (hidden, config["vocab_size"]),
+        "lm_head": (config["vocab_size"], hidden),
     }[name]

@@ -79,8 +79,8 @@ class TorchDelta(Delta):
         tables = self.weights.tables
         for adapter, rows in self.batch.of(self.target).groups.items():
             spans = tables.layouts[adapter].spans
-            mine = [(part, spans.get((self.index, part))) for part in range(len(self.target.parts))]
-            mine = [(part, span) for part, span in mine if span is not None]
+            parts = range(len(self.target.parts))
+            mine = [(part, spans[self.index, part]) for part in parts if (self.index, part) in spans]
             if not mine:
                 continue
             index = torch.from_numpy(rows).to(x.device)

@@ -140,10 +140,9 @@ def _safetensors(path: Path) -> _Tensors:
     header = read_header(path)
     try:
         size = path.stat().st_size
-        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
+        content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
         raise ModelFileError(f"{path} can't be read: {error}.") from error
-    content = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def tensor(name: str) -> Tensor:
         stored = header[name]

@@ -12,13 +12,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 from torch import Tensor, nn
 
-from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.plan import StepPlan
 from octavo.features import FeatureContext
 from octavo.features.lora import payload as messages
@@ -69,11 +69,12 @@ class LoraWorker(WorkerHook):
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         if not hasattr(model, "logits"):
-            raise UnsupportedError("Encoders have no adapters. Leave out --enable-lora.")
-        source = getattr(model, "source", model)
-        assert isinstance(source, nn.Module)
+            raise ConfigError("Encoders take no adapters. Leave out --enable-lora, --lora-modules and --lora-dir.")
+        model = cast("Model", model)
+        if not isinstance(model, nn.Module):
+            raise ConfigError("Adapters need a model that runs in torch here: set --attention-backend torch.")
         self._site = site
-        self._targets = Targets.of(source)
+        self._targets = Targets.of(model)
         memory = site.blocks.memory
         self._geometry = Geometry(memory.shape[0], memory.shape[2], site.build.dtype.itemsize)
         norms = BaseNorms(self._targets, site.checkpoint)

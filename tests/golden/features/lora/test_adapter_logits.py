@@ -28,6 +28,8 @@ def expected(theirs: Any, tokens: list[int]) -> Tensor:
 def with_merged(theirs: Any, folder: Path, adapter: Path | None, tokens: list[int]) -> Tensor:
     """The logits of Transformers' model with the adapter's weights merged in."""
     weights = load_file(folder / "model.safetensors")
+    # An adapter of the embedding does not change a head that shares its table.
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     changed = weights if adapter is None else merged(weights, adapter)
     theirs.load_state_dict(changed, strict=False)
     found = expected(theirs, tokens)
@@ -65,3 +67,72 @@ def test_twelve_adapters_in_one_batch(family: str, tmp_path: Path) -> None:
             found[i].append(part)
     for parts, adapter, prompt in zip(found, chosen, prompts, strict=True):
         torch.testing.assert_close(torch.cat(parts), with_merged(theirs, tmp_path, adapter, prompt), **TOLERANCE)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "rank-stabilised": {"use_rslora": True, "rank": 12},
+    "patterns": {"rank_pattern": {"q_proj": 3, "down_proj": 24}, "alpha_pattern": {"v_proj": 5.0}},
+    "attention only": {"targets": ("q_proj", "v_proj"), "alpha": 3},
+    "magnitudes": {"use_dora": True},
+    "embedding": {"targets": ("embed_tokens", "o_proj")},
+    "head": {"targets": ("lm_head",)},
+    "magnitudes of a head": {"targets": ("lm_head", "k_proj"), "use_dora": True},
+    "saved modules": {"targets": ("up_proj",), "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+@pytest.fixture(scope="module", params=["llama-biases", "smollm"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model with biases and a head of its own, and one whose head is the embedding's table."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = make_checkpoint(request.param, folder)
+    theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone())
+    return theirs, folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_adapters(kind: str, pair: tuple[Any, Path], tmp_path: Path) -> None:
+    """In a batch with the base, where late layers compute the rows that get logits only."""
+    theirs, folder = pair
+    adapted = load(model_files(folder), ReferenceAttention())
+    adapter = save_adapter(tmp_path, theirs.config.to_dict(), seed=1, **KINDS[kind])
+    payload = adapted.enter(adapter)
+    prompts = prompts_of(3)
+    rows = [adapted.runner.row(prompt, len(prompt)) for prompt in prompts]
+    found = adapted.step(
+        rows, [len(prompt) for prompt in prompts], LoraStep(payload.entries, [0, -1, 0], payload.general)
+    )
+    expected = torch.stack(
+        [with_merged(theirs, folder, adapter if i != 1 else None, p)[-1] for i, p in enumerate(prompts)]
+    )
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert not torch.allclose(expected[0], with_merged(theirs, folder, None, prompts[0])[-1], atol=1e-2)
+
+
+def test_a_weighted_sum_of_adapters(pair: tuple[Any, Path], tmp_path: Path) -> None:
+    theirs, folder = pair
+    adapted = load(model_files(folder), ReferenceAttention())
+    config = theirs.config.to_dict()
+    first = save_adapter(tmp_path / "first", config, seed=1, rank=4)
+    second = save_adapter(tmp_path / "second", config, seed=2, rank=9, targets=("v_proj", "gate_proj"))
+    payload = adapted.enter(first, second, weights=[0.5, -1.25])
+    prompt = prompts_of(1)[0]
+    found = adapted.step([adapted.runner.row(prompt, len(prompt))], [len(prompt)], LoraStep(payload.entries, [0]))
+    weights = load_file(folder / "model.safetensors")
+    theirs.load_state_dict(merged(merged(weights, first, 0.5), second, -1.25), strict=False)
+    torch.testing.assert_close(found[0], expected(theirs, prompt)[-1], **TOLERANCE)
+    theirs.load_state_dict(weights, strict=False)
+
+
+def test_an_adapter_is_usable_after_a_new_cache_was_attached(pair: tuple[Any, Path], tmp_path: Path) -> None:
+    """As after sleep; the model is wrapped once."""
+    theirs, folder = pair
+    adapted = load(model_files(folder), ReferenceAttention())
+    adapter = save_adapter(tmp_path, theirs.config.to_dict(), seed=1, targets=("embed_tokens", "down_proj"))
+    prompt = prompts_of(1)[0]
+    for _ in range(2):
+        payload = adapted.enter(adapter)
+        row = adapted.runner.row(prompt, len(prompt))
+        found = adapted.step([row], [len(prompt)], LoraStep(payload.entries, [0], payload.general))
+        torch.testing.assert_close(found[0], with_merged(theirs, folder, adapter, prompt)[-1], **TOLERANCE)
+        adapted.attach()
