@@ -323,6 +323,16 @@ class KVCache:
         """Hold single blocks likewise."""
         return self._leased(Lease(owner, (tuple(blocks),), 0, self._end_lease))
 
+    def lease_new(self, count: int, owner: str) -> Lease | None:
+        """Hold `count` new blocks likewise; None, with nothing changed, if too few are free."""
+        if count > self.pool.num_free:
+            return None
+        blocks = [self._allocate() for _ in range(count)]
+        lease = self.lease_blocks(blocks, owner)
+        for block in blocks:
+            self.pool.drop(block, keep=False)  # the reference of its allocation
+        return lease
+
     def _leased(self, lease: Lease) -> Lease:
         for block in lease.held:
             self.pool.hold(block)

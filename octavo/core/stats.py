@@ -14,6 +14,24 @@ LIMITS = ("seats", "step_tokens", "kv_blocks")
 """Resources that a waiting request may lack: a slot, tokens of a step, blocks of the KV cache."""
 
 
+class FeatureMetric(msgspec.Struct, frozen=True, array_like=True):
+    """A gauge or counter of a feature.
+
+    Attributes:
+        name: without prefix; a counter's samples get the suffix `_total`.
+        kind: "gauge" or "counter".
+        help: its help text.
+        label: name of the label that tells its values apart; "" if it has one value.
+        values: value of the label ("" without one) -> value.
+    """
+
+    name: str
+    kind: str
+    help: str
+    label: str
+    values: dict[str, float]
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """A snapshot. Counters only grow; gauges are current values.
 
@@ -30,6 +48,8 @@ class EngineStats(msgspec.Struct, array_like=True):
         step_prompt_tokens: prompt tokens among `step_tokens`.
         step_sampled: rows of steps that got a new token.
         plan_s, launch_s, retire_s: the loop's seconds; on a CPU, launching includes the forward pass.
+        features: gauges and counters of features.
+        waits: request id -> what a feature makes it wait for, for some of the waiting requests.
         idle_s: seconds for which an asynchronous device waited for the host between two steps.
         steps_by_tokens: number of steps by computed prompt tokens plus sampled tokens, in buckets up to each of
             `STEP_TOKENS`, and above.
@@ -78,6 +98,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     launch_s: float = 0.0
     retire_s: float = 0.0
     idle_s: float = 0.0
+    features: list[FeatureMetric] = []
+    waits: dict[str, str] = {}
     steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     @property

@@ -176,6 +176,9 @@ class CoreClient:
     async def receive_weights(self, update_info: Mapping[str, Any]) -> None:
         await self._call(lambda call: wire.ReceiveWeights(call, dict(update_info)))
 
+    async def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any:
+        return await self._call(lambda call: wire.CallFeature(call, feature, method, dict(args)))
+
     async def _call(self, command: Callable[[int], wire.Command]) -> Any:
         """Send a command to the core and return its result when it is done."""
         if self._dead is not None:

@@ -7,7 +7,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
@@ -70,6 +71,8 @@ class Loop(Protocol):
 
     def stop_profile(self) -> str: ...
 
+    def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any: ...
+
     def idle(self) -> None: ...
 
     def stats(self) -> EngineStats: ...
@@ -108,6 +111,8 @@ class CoreServer:
         self._remaining: dict[str, int] = {}
         self._settling: list[tuple[Connection, wire.Pause | wire.Sleep | Update]] = []
         self._updates: Updates[Connection] = Updates()
+        self._calls: list[tuple[Connection, int, Future[Any]]] = []
+        """Calls of features that have no result yet, each with its number."""
         self._info: ModelInfo | None = None
         self._loop: Loop | None = None
         self._lost: wire.Lost | None = None
@@ -176,6 +181,8 @@ class CoreServer:
                 loop.check_idle()
         for job in self._updates.done():
             self._end_job(loop, job)
+        if self._calls:
+            self._answer_calls()
         if self._settling and loop.settled:
             self._settle(loop)
 
@@ -183,6 +190,8 @@ class CoreServer:
         """Return how long to wait for a message, in milliseconds."""
         if loop.busy:
             return _STARVED_POLL_MS if loop.starved else 0
+        if self._calls:
+            return _STARVED_POLL_MS
         return _UPDATE_POLL_MS if self._updates.busy else _IDLE_POLL_MS
 
     def _receive(self, wait_ms: int) -> None:
@@ -239,6 +248,11 @@ class CoreServer:
                     self._loop.start_profile(prefix)
                 case wire.StopProfile():
                     value = self._loop.stop_profile()
+                case wire.CallFeature(number, feature, method, args):
+                    value = self._loop.call(feature, method, args)
+                    if isinstance(value, Future):
+                        self._calls.append((client, number, value))
+                        return
                 case wire.UpdateWeights() | wire.BeginWeights() | wire.ReceiveWeights():
                     self._updates.begin(client, command, partial(_do, self._loop.check_weights(), command))
                     return
@@ -255,6 +269,19 @@ class CoreServer:
         for request_id in ended:
             self._send_news(loop.abort(request_id))
         return len(ended)
+
+    def _answer_calls(self) -> None:
+        """Send the results of features' calls that have one by now."""
+        calls, self._calls = self._calls, []
+        for client, number, result in calls:
+            if not result.done():
+                self._calls.append((client, number, result))
+                continue
+            try:
+                done = wire.Done(number, result.result())
+            except Exception as error:
+                done = _failed(number, error)
+            self._send(client, done)
 
     def _end_job(self, loop: Loop, job: WeightUpdate[Connection]) -> None:
         """Answer a job that has read tensors, or pause the loop for the update if the weights are to be replaced."""

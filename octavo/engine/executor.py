@@ -6,10 +6,12 @@ Both are implemented in the engine's process (`octavo/worker/port.py`) and over 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from octavo.core.errors import DeviceLostError, EngineStateError, UnsupportedError
+from octavo.core.futures import failed
 from octavo.core.output import StepOutput
 from octavo.core.pausing import SleepTag
 from octavo.core.plan import StepPlan
@@ -172,6 +174,18 @@ class WorkerPort(Protocol):
         """
         ...
 
+    def call_hook(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
+        """Call `WorkerHook.call` of a feature in each rank, in order with its steps; does not wait.
+
+        Returns:
+            The ranks' results. It has the error of `core.errors` that the method raised, an EngineStateError while the
+            worker sleeps, and a RuntimeError for other failures.
+
+        Raises:
+            DeviceLostError: a worker process has ended.
+        """
+        ...
+
     def close(self) -> None:
         """Free the device. No step may follow."""
         ...
@@ -248,6 +262,9 @@ class FixedWorker:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         raise UnsupportedError("This engine has no worker to call.")
+
+    def call_hook(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
+        return failed(UnsupportedError("This engine has no worker to call."))
 
     def close(self) -> None:
         """Do nothing: no device is held."""

@@ -68,9 +68,10 @@ class FakeEngine:
     Attributes:
         requests: all requests, in order.
         aborts: `(request id, choice)` of every explicit abort; the choice is None for the whole request.
-        commands: pauses, sleeps, profiles and their ends, with their arguments, in order.
+        commands: pauses, sleeps, profiles and their ends, and calls of features, with their arguments, in order.
         abandoned: ids of requests whose iterator was closed before the end.
         running: ids of running requests.
+        answers: (feature, method) -> function of the arguments that gives the result of `call`.
         current: the snapshot that `stats` returns; `num_running` is updated, tests may set the rest.
 
     Args:
@@ -93,6 +94,7 @@ class FakeEngine:
         self.abandoned: list[str] = []
         self.running: set[str] = set()
         self.current = EngineStats()
+        self.answers: dict[tuple[str, str], Callable[[dict[str, Any]], Any]] = {}
         self.slow_readers = 0
         self.closed = False
         self._script = script
@@ -185,6 +187,14 @@ class FakeEngine:
     async def stop_profile(self) -> str:
         self.commands.append(("stop_profile",))
         return "/profiles/fake.json"
+
+    async def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any:
+        """Record the command; return the result of the function for it in `answers`."""
+        self._check_alive()
+        self.commands.append(("call", feature, method, dict(args)))
+        if (feature, method) not in self.answers:
+            raise InvalidRequestError(f"The feature {feature!r} has no method {method!r}.", param="method")
+        return self.answers[feature, method](dict(args))
 
     def stats(self) -> EngineStats:
         self.current.num_running = len(self.running)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from octavo.core.errors import DeviceLostError, EngineStateError, internal_error
 from octavo.core.output import TokenDelta
@@ -223,6 +225,7 @@ class EngineLoop:
         with self._guarded():
             staged.put_in_place(version, rescale=flush_cache)
         self._realms.replaced(version, flushed=flush_cache)
+        self._scheduler.weights_replaced()
 
     def start_profile(self, prefix: str = "") -> None:
         """Profile each step until `stop_profile`, or until the profile reaches its limits.
@@ -260,6 +263,15 @@ class EngineLoop:
     def _end_profile(self) -> None:
         if self._profiler is not None:
             self._profiler.end()
+
+    def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
+        """Call `EngineHook.call` of a feature; return its result, or a future of it that needs further steps or none.
+
+        Raises:
+            InvalidRequestError: there is no such feature, or it refuses the call.
+        """
+        self.check_alive()
+        return self._scheduler.call(feature, method, args)
 
     def idle(self) -> None:
         """Check workers and profile; call periodically while the engine is idle. Raises DeviceLostError."""

@@ -26,6 +26,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from octavo.core.errors import DeviceLostError, UnsupportedError
+from octavo.core.futures import mapped
 from octavo.core.output import StepOutput
 from octavo.core.pausing import SleepTag
 from octavo.core.plan import StepPlan
@@ -343,6 +344,10 @@ class RankWorker:
             "The model is in a separate process (--distributed-executor-backend mp), which can't call functions of "
             "this one; leave that setting out."
         )
+
+    def call_hook(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
+        answer = self._rank.post("call_hook", feature, method, dict(args))
+        return mapped(answer, lambda found: msgspec.msgpack.decode(found, type=list[Any]))
 
     def abandon(self) -> None:
         self._rank.kill()

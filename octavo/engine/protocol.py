@@ -125,6 +125,15 @@ class EngineClient(Protocol):
         """Stop the profile; return the path of its trace on the engine's machine, or "" if none was running."""
         ...
 
+    async def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any:
+        """Call `EngineHook.call` of a feature; return its result when it is there. All values are of built-in types.
+
+        Raises:
+            InvalidRequestError: there is no such feature or method, or it refuses the arguments.
+            EngineStateError: it can't be done now.
+        """
+        ...
+
     def stats(self) -> EngineStats:
         """Return the newest snapshot, without waiting."""
         ...

@@ -7,7 +7,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -75,6 +75,9 @@ class RankServer:
                 self._fetch(number)
             case wire.CallMethod(method=name) if name in _BESIDE_STEPS:
                 self._reading.submit(self._answer, message)
+            case wire.CallMethod(number, "call_hook", [feature, method, args]):
+                result = self._methods.call_hook(feature, method, args)
+                result.add_done_callback(lambda ended: self._reply(number, ended))
             case wire.CallMethod():
                 self._answer(message)
 
@@ -121,6 +124,16 @@ class RankServer:
             lost = self._methods.loss(error)
             self._send(wire.RankReply(call.number, msgspec.Raw(b"\xc0"), Failure.of(error), lost))
             _end_if(lost)
+
+    def _reply(self, number: int, ended: Future[Any]) -> None:
+        """Send the result of a call that was not waited for."""
+        error = ended.exception()
+        if isinstance(error, Exception):
+            if not isinstance(error, OctavoError):
+                log.error("a feature's call failed", exc_info=error)
+            self._send(wire.RankReply(number, msgspec.Raw(b"\xc0"), Failure.of(error)))
+        else:
+            self._send(wire.RankReply(number, msgspec.Raw(msgspec.msgpack.encode(ended.result()))))
 
     def _send(self, message: wire.FromRank) -> None:
         with self._sending:
@@ -221,6 +234,9 @@ class _RankMethods:
         tracer, self._tracer = self._tracer, None
         if tracer is not None:
             tracer.stop(Path(path))
+
+    def call_hook(self, feature: str, method: str, args: dict[str, Any]) -> Future[list[Any]]:
+        return self._there().call_hook(feature, method, args)
 
     def close(self) -> None:
         with contextlib.suppress(OctavoError):

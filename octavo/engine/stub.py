@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from octavo.core.errors import DeviceLostError, UnsupportedError
 from octavo.core.info import ModelInfo
@@ -147,6 +148,9 @@ class StubLoop:
     def stop_profile(self) -> str:
         """Return "": no profile is ever running."""
         return ""
+
+    def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any:
+        raise UnsupportedError("A stub has no features.")
 
     def idle(self) -> None:
         """Do nothing."""

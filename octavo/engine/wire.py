@@ -127,6 +127,15 @@ class ReceiveWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
     update_info: dict[str, Any]
 
 
+class CallFeature(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Call `EngineHook.call` of a feature with a method's name and its arguments. The result is the method's."""
+
+    call: int
+    feature: str
+    method: str
+    args: dict[str, Any]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stop now; running requests are aborted."""
 
@@ -190,7 +199,7 @@ class StepDeltas(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 WeightCommand = UpdateWeights | BeginWeights | ReceiveWeights
-Command = Pause | Resume | Sleep | WakeUp | AbortNamed | StartProfile | StopProfile | WeightCommand
+Command = Pause | Resume | Sleep | WakeUp | AbortNamed | StartProfile | StopProfile | WeightCommand | CallFeature
 ToCore = Hello | Add | Abort | Reset | Command | Shutdown
 ToClient = Phase | Ready | Failed | Lost | RequestRefused | Done | StepDeltas
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
 
 from octavo.core.errors import EngineStateError
 from octavo.core.output import TokenDelta
@@ -105,6 +107,23 @@ class SharedLoop:
         finally:
             if not was_paused:
                 self._deliver(self.loop.resume())
+
+    def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any:
+        """Call `EngineHook.call` of a feature and return its result; steps run meanwhile, if it takes a while.
+
+        Raises:
+            InvalidRequestError: there is no such feature or method, or it refuses the arguments.
+            EngineStateError: it can't be done now.
+        """
+        value = self.loop.call(feature, method, args)
+        if not isinstance(value, Future):
+            return value
+        while not value.done():
+            if self.loop.busy:
+                self._step()
+            else:
+                wait([value], _STARVED_PAUSE_S)
+        return value.result()
 
     def stats(self) -> EngineStats:
         return self.loop.stats()

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from octavo.core.info import ModelInfo
 from octavo.core.stats import STEP_TOKENS, EngineStats
-from octavo.server.metrics.engine import ENGINE_METRICS
+from octavo.server.metrics.engine import ENGINE_METRICS, feature_metrics
 from octavo.server.metrics.metrics import PREFIXES
 
 
@@ -50,7 +50,7 @@ def metrics_of(info: ModelInfo, stats: EngineStats) -> list[Metric]:
 
 
 def _metrics(prefix: str, labels: dict[str, str], stats: EngineStats) -> Iterator[Metric]:
-    for metric in ENGINE_METRICS:
+    for metric in (*ENGINE_METRICS, *feature_metrics(stats)):
         kind = Gauge if metric.kind == "gauge" else Counter
         for more, value in metric.samples(stats):
             yield kind(prefix + metric.name, labels | more, value)

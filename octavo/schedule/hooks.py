@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from octavo.cache.cache import KVCache
 from octavo.cache.lease import Lease
 from octavo.cache.tier import Tier
-from octavo.core.errors import InvalidRequestError, internal_error
+from octavo.core.errors import InvalidRequestError, OctavoError, internal_error
 from octavo.core.output import FinishReason, TokenLogprobs
 from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import GenerateRequest
+from octavo.core.stats import FeatureMetric
+from octavo.schedule.pages import Pages
 from octavo.schedule.request import Request
 
 log = logging.getLogger(__name__)
@@ -64,6 +68,10 @@ class Lockstep(ABC):
         """Return how each sequence ends, at least one entry; sequences beyond the list take the last entry."""
 
 
+NO_ROOM = -1
+"""What `EngineHook.admit` returns for a request that lacks a shared resource."""
+
+
 class EngineHook:
     """The engine half of a feature. It keeps its own state per request and never sees the scheduler."""
 
@@ -82,6 +90,18 @@ class EngineHook:
     max_drafts: int = 0
     """Most draft tokens that the worker half proposes after one sampled token; 0 for none. Buffers are sized by it."""
 
+    def call(self, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
+        """Do what another part of the feature asks for, through `EngineClient.call`. Called between steps.
+
+        Returns:
+            A value of built-in types, or a future of one. This must not wait: work that takes long goes to a thread.
+
+        Raises:
+            InvalidRequestError: there is no such method, or it refuses the arguments. The caller gets this error, or
+                any other of `core.errors`; the same holds for the future's.
+        """
+        raise InvalidRequestError(f"The feature {self.name!r} has no method {method!r}.", param="method", value=method)
+
     def lockstep(self, spec: GenerateRequest) -> Lockstep | None:
         """Return the rule that keeps the request's sequences in lockstep; None if they are independent.
 
@@ -92,10 +112,60 @@ class EngineHook:
     def admit(self, request: Request, num_tokens: int) -> int:
         """Return how many of `num_tokens` the request may compute now; 0 makes it wait, and others may pass it.
 
+        `NO_ROOM` makes it wait, too, but no other request is admitted before it: it lacks something that others would
+        take away as soon as it becomes free.
+
         Raises:
             InvalidRequestError: the request can't be served; it ends with this error.
         """
         return num_tokens
+
+    def attach(self, pages: Pages) -> None:
+        """Get access to KV blocks for the feature's own data. Called once, before any request."""
+
+    def namespace(self, spec: GenerateRequest) -> str:
+        """Return what else the KV of a new request depends on, such as its adapter; "" for nothing.
+
+        Requests share KV only within one namespace. Called when the request arrives, only if it has options for this
+        feature; changes nothing.
+
+        Raises:
+            InvalidRequestError: the request can't be served; it is refused.
+        """
+        return ""
+
+    def held_blocks(self, spec: GenerateRequest) -> int:
+        """Return the KV blocks that the feature holds for the request while it runs, besides the request's own.
+
+        A request that can't fit even alone is refused. Called likewise.
+        """
+        return 0
+
+    def on_add(self, request: Request) -> None:
+        """A sequence with options for this feature was accepted and waits. `on_release` is its end."""
+
+    def reclaim(self, num_blocks: int, request: Request) -> None:
+        """Release leases of up to `num_blocks` blocks that no launched step reads, for a request that lacks them.
+
+        Called before other requests are preempted. Don't release what `request` itself is waiting for.
+        """
+
+    def on_failure(self) -> None:
+        """Launched steps are lost, and the worker half may not have seen their payloads. Leases are as they were."""
+
+    def on_park(self) -> None:
+        """All blocks lose their contents; nothing is in flight and no request has a slot. Release all leases."""
+
+    def on_weights(self) -> None:
+        """The model's weights were replaced, after `on_park` if the KV cache was dropped. Nothing is in flight."""
+
+    def waits_for(self, request: Request) -> str:
+        """Return what the feature makes a waiting request wait for, for display; "" for nothing."""
+        return ""
+
+    def metrics(self) -> Sequence[FeatureMetric]:
+        """Return the feature's gauges and counters, as of now."""
+        return ()
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
         """Add `draft.payload[name]`, or set `draft.needs_feedback`. If `draft.repeats`, `rows` equals that of the
@@ -160,6 +230,58 @@ def lockstep_of(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> Lockstep 
     return next((one for one in wanted if one is not None), None) if spec.options else None
 
 
+def namespaced(spec: GenerateRequest, hooks: Sequence[EngineHook], life: str) -> GenerateRequest:
+    """Return the request in the namespace that its features make.
+
+    Args:
+        life: of this engine, unguessable: no user's namespace, and none of another engine, can equal those made here.
+    """
+    found = [(hook.name, hook.namespace(spec)) for hook in hooks if hook.name in spec.options]
+    if not any(name for _, name in found):
+        return spec
+    return structs.replace(spec, namespace=repr((life, found, spec.namespace)))
+
+
+def held_blocks(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> int:
+    """Return the blocks that features hold for the request while it runs."""
+    return sum(hook.held_blocks(spec) for hook in hooks if hook.name in spec.options)
+
+
+def added(hooks: Sequence[EngineHook], choices: Sequence[Request]) -> None:
+    """Call `on_add` for the sequences of a request that was accepted. Failures are logged."""
+    for hook in hooks:
+        for request in choices:
+            try:
+                if hook.name in request.spec.options:
+                    hook.on_add(request)
+            except Exception:
+                log.exception("feature %r failed to note request %s", hook.name, request.id)
+
+
+def measured(hook: EngineHook) -> Sequence[FeatureMetric]:
+    """Return a feature's metrics; none if it fails, which is logged."""
+    try:
+        return hook.metrics()
+    except Exception:
+        log.exception("feature %r failed to return its metrics", hook.name)
+        return ()
+
+
+def reason(hooks: Sequence[EngineHook], request: Request) -> str:
+    """Return what features make a waiting request wait for; "" for nothing."""
+    texts = (hook.waits_for(request) for hook in hooks if hook.name in request.spec.options)
+    return ", ".join(text for text in texts if text) if request.finish is None else ""
+
+
+def told(hooks: Sequence[EngineHook], event: str) -> None:
+    """Call a method without arguments of all hooks, such as `on_failure`. Failures are logged."""
+    for hook in hooks:
+        try:
+            getattr(hook, event)()
+        except Exception:
+            log.exception("feature %r failed in %s", hook.name, event)
+
+
 def hooks_of(request: Request, hooks: Sequence[EngineHook]) -> tuple[EngineHook, ...]:
     """Return the hooks that must be called for this request."""
     return tuple(hook for hook in hooks if not hook.opt_in or hook.name in request.spec.options)
@@ -177,6 +299,8 @@ def admitted(
             num_tokens = min(num_tokens, hook.admit(request, num_tokens))
         except InvalidRequestError as error:
             return 0, error
+        except OctavoError as error:
+            return 0, RuntimeError(str(error))
         except Exception as exc:
             log.exception("feature %r failed to admit request %s; the request ends", hook.name, request.id)
             return 0, RuntimeError(internal_error(exc))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from octavo.cache.cache import KVCache
+from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
 from octavo.schedule.tiers import Tiers
 
@@ -16,13 +17,21 @@ class KvPlanner:
         share_prefixes: let requests reuse each other's KV.
         watermark: fraction of the cache (0 to 1) kept free for the growth of running requests when one is admitted.
         tiers: transfers from and to tiers; None for none. They need shared prefixes.
+        hooks: features that may hold blocks.
     """
 
     def __init__(
-        self, cache: KVCache, *, share_prefixes: bool, watermark: float = 0.0, tiers: Tiers | None = None
+        self,
+        cache: KVCache,
+        *,
+        share_prefixes: bool,
+        watermark: float = 0.0,
+        tiers: Tiers | None = None,
+        hooks: Sequence[EngineHook] = (),
     ) -> None:
         self._cache = cache
         self._tiers = tiers
+        self._lenders = [hook for hook in hooks if type(hook).reclaim is not EngineHook.reclaim]
         self._share_prefixes = share_prefixes
         self._reserve = int(watermark * cache.num_blocks)
 
@@ -81,6 +90,15 @@ class KvPlanner:
     def let_go(self) -> bool:
         """Hold blocks that were loaded for a waiting request no longer; False if there are none."""
         return self._tiers is not None and self._tiers.let_go()
+
+    def reclaim(self, count: int, request: Request) -> bool:
+        """Have features give back about `count` blocks for a request that lacks them; return whether any came free."""
+        before = self._cache.num_free
+        for hook in self._lenders:
+            lacking = before + count - self._cache.num_free
+            if lacking > 0:
+                hook.reclaim(lacking, request)
+        return self._cache.num_free > before
 
     def shortage(self, request: Request, num_running: int) -> int:
         """Return the blocks missing to admit the request, with some growth of the running ones; <= 0 means it fits."""

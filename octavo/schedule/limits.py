@@ -33,8 +33,10 @@ class Limits:
     whole_prompts: bool = False
 
 
-def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits, lockstep: Lockstep | None = None) -> int:
-    """Return the request's `max_tokens`, resolved to a number.
+def checked_max_tokens(
+    spec: GenerateRequest, cache: KVCache, limits: Limits, lockstep: Lockstep | None = None, held: int = 0
+) -> int:
+    """Return the request's `max_tokens`, resolved to a number. `held`: blocks that features hold while it runs.
 
     Raises:
         InvalidRequestError: the request can never be computed to its end; the text has the numbers and the remedy.
@@ -43,7 +45,7 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits, lo
         raise InvalidRequestError("The prompt has no tokens; send at least one.", param="prompt", value=[])
     room = limits.max_model_len - len(spec.tokens)
     if spec.prompt_only:
-        return _checked_prompt(spec, room, cache, limits)
+        return _checked_prompt(spec, room, cache, limits, held)
     max_tokens = room if spec.params.max_tokens is None else spec.params.max_tokens
     if max_tokens > room or room < 1:
         raise InvalidRequestError(
@@ -54,9 +56,9 @@ def checked_max_tokens(spec: GenerateRequest, cache: KVCache, limits: Limits, lo
     need = cache.blocks_for(len(spec.tokens) + max_tokens)
     if lockstep is not None:
         need += _checked_width(lockstep, limits) * (cache.blocks_for(max_tokens) + 1)
-    if need > cache.num_blocks:
+    if need + held > cache.num_blocks:
         raise InvalidRequestError(
-            f"{len(spec.tokens)} prompt tokens and max_tokens={max_tokens} need {need} KV blocks, but the whole "
+            f"{len(spec.tokens)} prompt tokens and max_tokens={max_tokens} need {_blocks(need, held)}, but the whole "
             f"cache has {cache.num_blocks} ({cache.longest(limits.max_model_len)} tokens). "
             "Lower max_tokens, shorten the prompt, or start the server with a larger --kv-cache-memory-bytes.",
             param="max_tokens",
@@ -78,15 +80,19 @@ def _checked_width(lockstep: Lockstep, limits: Limits) -> int:
     return width - 1
 
 
-def _checked_prompt(spec: GenerateRequest, room: int, cache: KVCache, limits: Limits) -> int:
+def _blocks(need: int, held: int) -> str:
+    return f"{need} KV blocks" + (f" and {held} for what its features load" if held else "")
+
+
+def _checked_prompt(spec: GenerateRequest, room: int, cache: KVCache, limits: Limits, held: int) -> int:
     """Check that the prompt fits; return 0, the tokens to sample."""
     if room < 0:
         sentence = context_error(limits.max_model_len, len(spec.tokens), field="input")
         raise InvalidRequestError(sentence, param="input")
     need = cache.blocks_for(len(spec.tokens))
-    if need > cache.num_blocks:
+    if need + held > cache.num_blocks:
         raise InvalidRequestError(
-            f"{len(spec.tokens)} tokens need {need} KV blocks, but the whole cache has {cache.num_blocks} "
+            f"{len(spec.tokens)} tokens need {_blocks(need, held)}, but the whole cache has {cache.num_blocks} "
             f"({cache.longest(limits.max_model_len)} tokens). Shorten the input, or start the server with a larger "
             "--kv-cache-memory-bytes.",
             param="input",

@@ -13,7 +13,7 @@ from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError
 from octavo.schedule.counters import Counters
 from octavo.schedule.drafts import DraftBounds
-from octavo.schedule.hooks import EngineHook, admitted
+from octavo.schedule.hooks import NO_ROOM, EngineHook, admitted
 from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Pace, Policy, Rank, displaced_by, victim_of
 from octavo.schedule.quarantine import Quarantine
@@ -27,7 +27,7 @@ class Planner:
     """Lays out steps, and admits and preempts requests for them.
 
     Attributes:
-        num_deferred: requests that wait for something other than slots, tokens or blocks, as of the last step.
+        deferred: requests that wait for something other than slots, tokens or blocks, as of the last step.
         refused: requests that a feature refused or failed on, each with its error; the caller ends them.
         at: the request being planned, so that a failure is attributed to it.
     """
@@ -43,7 +43,7 @@ class Planner:
         counters: Counters,
         drafts: DraftBounds,
     ) -> None:
-        self.num_deferred = 0
+        self.deferred: list[Request] = []
         self.at: Request | None = None
         self.refused: list[tuple[Request, InvalidRequestError | RuntimeError]] = []
         self._requests = requests
@@ -76,11 +76,11 @@ class Planner:
                     step.starved = None
                     self._fill(step)
         finally:
-            self.num_deferred = len(step.deferred)
+            self.deferred = step.deferred
             for request in step.deferred:
                 self._requests.waiting.push(request)
         self.at = None
-        left = 0 if self._quarantine.current is not None else len(self._requests.waiting) - self.num_deferred
+        left = 0 if self._quarantine.current is not None else len(self._requests.waiting) - len(self.deferred)
         head = self._requests.waiting.peek() if left else None
         tokens = self._budget(step, head) if head else step.budget
         self._counters.left(left, self._requests.num_free_slots, tokens)
@@ -134,7 +134,8 @@ class Planner:
             if num_tokens > certain:  # drafts are not worth another request's blocks
                 num_tokens = certain
                 continue
-            if self._kv.let_go():
+            lacking = self._cache.missing(request.table, request.num_computed, request.num_computed + num_tokens)
+            if self._kv.let_go() or self._kv.reclaim(max(1, lacking - self._cache.num_free), request):
                 continue
             victim = victim_of(request, self._requests.running, set(step.rows), self._policy)
             if victim is None:
@@ -165,9 +166,9 @@ class Planner:
             return AdmitResult.WAIT
         shared = request.num_computed
         num_tokens = self._allowed(step, request)
-        if num_tokens <= 0 or self._kv.shortage(request, len(self._requests.running)) > 0:
+        if num_tokens <= 0 or not self._fits(request):
             self._kv.unshare(request)
-            waits = num_tokens <= 0 and not self._limits.whole_prompts
+            waits = NO_ROOM < num_tokens <= 0 and not self._limits.whole_prompts
             return AdmitResult.WAIT if waits else AdmitResult.FULL
         if self._kv.load(request):
             self._kv.unshare(request)
@@ -178,6 +179,12 @@ class Planner:
         step.add_new(request, shared)
         self._counters.admission(request, shared)
         return AdmitResult.DONE
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there are blocks to admit the request, after features gave back those that it lacks."""
+        running = len(self._requests.running)
+        shortage = self._kv.shortage(request, running)
+        return shortage <= 0 or (self._kv.reclaim(shortage, request) and self._kv.shortage(request, running) <= 0)
 
     def _admit_if_slot(self, step: StepBuilder, request: Request) -> AdmitResult:
         return self._admit(step, request) if self._requests.num_free_slots else AdmitResult.FULL
@@ -244,24 +251,27 @@ class Planner:
         requests = self._requests
         others = sorted((r for r in requests.running if r is not suspect), key=self._policy.victim_rank)
         if suspect.slot < 0:
-            while (found := self._admit_if_slot(step, suspect)) is AdmitResult.FULL and self._take_room(others):
+            while (found := self._admit_if_slot(step, suspect)) is AdmitResult.FULL and self._take_room(
+                others, suspect
+            ):
                 pass
             if found is AdmitResult.DONE:
                 requests.waiting.remove(suspect)
             return found is AdmitResult.DONE
         num_tokens = self._allowed(step, suspect)
         while num_tokens > 0 and not self._add_row(step, suspect, num_tokens):
-            if not self._take_room(others):
+            if not self._take_room(others, suspect):
                 return False
         return num_tokens > 0
 
-    def _take_room(self, others: list[Request]) -> bool:
-        """Free loaded blocks that no request uses yet, or else preempt the last of `others`, which is removed.
+    def _take_room(self, others: list[Request], suspect: Request) -> bool:
+        """Free loaded blocks that no request uses yet, or blocks of features, or else preempt the last of `others`,
+        which is removed.
 
         Returns:
             False if there was nothing to free.
         """
-        if self._kv.let_go():
+        if self._kv.let_go() or self._kv.reclaim(1, suspect):
             return True
         if others:
             self.preempt(others.pop())
@@ -282,6 +292,7 @@ class Planner:
         self.at = first
         if not self._kv.share(first, step.prompts):
             return
+        self._fits(first)
         shortage = self._kv.shortage(first, len(running))
         victims: list[Request] = []
         if (shortage > 0 or not self._requests.num_free_slots) and self._allowed(step, first) > 0:

@@ -30,7 +30,9 @@ class Requests:
     ) -> None:
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
-        self.kv = KvPlanner(cache, share_prefixes=limits.share_prefixes, watermark=limits.watermark, tiers=tiers)
+        self.kv = KvPlanner(
+            cache, share_prefixes=limits.share_prefixes, watermark=limits.watermark, tiers=tiers, hooks=hooks
+        )
         self._cache = cache
         self._policy = policy
         self._hooks = hooks

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 from octavo.cache.cache import KVCache
 from octavo.core.errors import InvalidRequestError, internal_error
@@ -21,9 +23,21 @@ from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.schedule.counters import Counters
 from octavo.schedule.drafts import DraftBounds
-from octavo.schedule.hooks import EngineHook, committed, lockstep_of, results
+from octavo.schedule.hooks import (
+    EngineHook,
+    added,
+    committed,
+    held_blocks,
+    lockstep_of,
+    measured,
+    namespaced,
+    reason,
+    results,
+    told,
+)
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.outputs import Last, append, last_news, prompt_news, times_at_first_token
+from octavo.schedule.pages import HookCall, PageLoads, Pages, PageShape, is_pages, merged, tickets
 from octavo.schedule.planner import Planner
 from octavo.schedule.policy import Policy
 from octavo.schedule.quarantine import Quarantine
@@ -34,6 +48,9 @@ from octavo.schedule.steady import Steady
 from octavo.schedule.tiers import Tiers
 
 log = logging.getLogger(__name__)
+
+_MOST_WAITS = 64
+"""Most requests in `EngineStats.waits`."""
 
 
 class Scheduler:
@@ -58,7 +75,10 @@ class Scheduler:
         self._num_arrivals = self._num_plans = 0
         self._quarantine = Quarantine()
         tiers = [hook.tier for hook in hooks if hook.tier is not None]
-        self._tiers = Tiers(tiers, cache, self.counters) if tiers and limits.share_prefixes else None
+        numbers = tickets()
+        self._tiers = Tiers(tiers, cache, self.counters, tickets=numbers) if tiers and limits.share_prefixes else None
+        self._loads = PageLoads(numbers)
+        self._life = uuid4().hex
         self._requests = Requests(cache, policy, limits, hooks, self._tiers)
         self._drafts = DraftBounds(hooks, limits, cache)
         self._planner = Planner(
@@ -72,6 +92,19 @@ class Scheduler:
         self._steady: Steady | None = None
         self._repeats = all(hook.opt_in for hook in hooks)
 
+    def attach(self, shape: PageShape, call: HookCall) -> None:
+        """Give the features access to KV blocks and to their worker halves; called once, when the worker is there.
+
+        Args:
+            shape: of a block.
+            call: `WorkerPort.call_hook`.
+        """
+        for hook in self._hooks:
+            hook.attach(Pages(hook.name, shape, self.cache, self._shortage, self._loads, call))
+
+    def _shortage(self, request: Request) -> int:
+        return self._requests.kv.shortage(request, len(self._requests.running))
+
     # Adding and ending requests
 
     def add(self, spec: GenerateRequest) -> None:
@@ -83,10 +116,16 @@ class Scheduler:
         if spec.id in self._requests:
             raise InvalidRequestError("request_id is in use by a running request.", param="request_id", value=spec.id)
         lockstep = lockstep_of(spec, self._hooks)
-        max_tokens = checked_max_tokens(spec, self.cache, self.limits, lockstep)
+        held = 0
+        if spec.options:
+            spec = namespaced(spec, self._hooks, self._life)
+            held = held_blocks(spec, self._hooks)
+        max_tokens = checked_max_tokens(spec, self.cache, self.limits, lockstep, held)
         choices = make_siblings(spec, max_tokens, self._eos, self._seeds, self._num_arrivals, lockstep)
         self._num_arrivals += len(choices)
         self._requests.add(choices)
+        if spec.options:
+            added(self._hooks, choices)
 
     def abort(self, request_id: str | None, index: int | None = None) -> list[TokenDelta]:
         """End a request (None: all), or one choice of it; ended requests and unknown ids are ignored."""
@@ -112,6 +151,8 @@ class Scheduler:
         self._requests.rebuild(lost)
         if self._tiers is not None:
             self._tiers.lost()
+        self._loads.lost()
+        told(self._hooks, "on_failure")
         for request in guilty:
             self._end(request, FinishReason.ERROR, error=error)
         return self._take_news()
@@ -135,13 +176,19 @@ class Scheduler:
         self._steady = None
         if self._tiers is not None:
             self._tiers.clear()
+        told(self._hooks, "on_park")
         self.cache.reset()
 
+    def weights_replaced(self) -> None:
+        """The model has other weights now; nothing is in flight."""
+        self._steady = None
+        told(self._hooks, "on_weights")
+
     def lessees(self) -> list[str]:
-        """Return who holds leases; prefixes that were loaded for waiting requests are given up."""
+        """Return who holds leases beyond `park`; prefixes that were loaded for waiting requests are given up."""
         while self._requests.kv.let_go():
             pass
-        return sorted({lease.owner for lease in self.cache.leases})
+        return sorted({lease.owner for lease in self.cache.leases if not is_pages(lease)})
 
     def enter(self, realm: str) -> None:
         """Exchange pages with tiers under this name of the model and its weights; see `BlockNames`."""
@@ -171,7 +218,7 @@ class Scheduler:
     @property
     def transferring(self) -> bool:
         """Whether transfers hold blocks, so that steps go on even if nothing is computed."""
-        return self._tiers is not None and self._tiers.active
+        return self._loads.active or (self._tiers is not None and self._tiers.active)
 
     @property
     def storing(self) -> bool:
@@ -182,8 +229,19 @@ class Scheduler:
     def is_stuck(self) -> bool:
         """Whether a request waits although nothing runs, no block is leased and no feature delays it. Never true, by
         design."""
-        waits = bool(self._requests.waiting) and not self._planner.num_deferred and not self.cache.leases
-        return waits and not self._requests.running and not self._quarantine
+        waits = bool(self._requests.waiting) and not self._planner.deferred and not self.transferring
+        if not waits or self._requests.running or self._quarantine:
+            return False
+        return all(is_pages(lease) for lease in self.cache.leases)
+
+    def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
+        """Call `EngineHook.call` of a feature. Raise InvalidRequestError if there is none of this name."""
+        hook = next((hook for hook in self._hooks if hook.name == feature), None)
+        if hook is None:
+            raise InvalidRequestError(
+                f"This engine does not have the feature {feature!r}.", param="feature", value=feature
+            )
+        return hook.call(method, args)
 
     # Plan
 
@@ -200,8 +258,10 @@ class Scheduler:
         return self._freeze([], PlanDraft())
 
     def _freeze(self, rows: list[Request], draft: PlanDraft) -> StepPlan | None:
-        if self._tiers is not None:
-            draft.transfers = self._tiers.take(ask=not rows and not self._computing)
+        if self._tiers is not None or self._loads.active:
+            ask = not rows and not self._computing
+            tiers = None if self._tiers is None else self._tiers.take(ask=ask)
+            draft.transfers = merged(tiers, self._loads.take(ask=ask))
         if not rows and draft.transfers is None:
             return None
         steady = self._steady if draft.repeats else None
@@ -273,6 +333,8 @@ class Scheduler:
         self.cache.finished(plan.id)
         if self._tiers is not None:
             self._tiers.committed(plan.id, output.moved)
+        if output.moved:
+            self._loads.committed(output.moved)
         if steady is not None and steady is self._steady and not (output.errors or output.logprobs):
             self.counters.stats.generation_tokens += len(rows)
             steady.take(output.tokens, self._news, self._append, self._fail)
@@ -387,7 +449,12 @@ class Scheduler:
         """Return the counters with current gauges."""
         running, waiting = self._requests.running, len(self._requests.waiting)
         unfilled = self.counters.unfilled(running) if self._steady is None else self._steady.unfilled
-        return self.counters.snapshot(len(running), waiting, self._planner.num_deferred, unfilled)
+        stats = self.counters.snapshot(len(running), waiting, len(self._planner.deferred), unfilled)
+        stats.features = [metric for hook in self._hooks for metric in measured(hook)]
+        head = self._requests.waiting.peek()
+        delayed = ([head] if head else []) + self._planner.deferred[:_MOST_WAITS]
+        stats.waits = {request.id: text for request in delayed if (text := reason(self._hooks, request))}
+        return stats
 
     def check_idle(self) -> None:
         """Raise AssertionError if blocks are held although no request is alive."""

@@ -117,7 +117,7 @@ class Steady:
     def _admitted(self) -> bool:
         """Return whether no feature delays a request; if one does or fails, the scheduler handles it."""
         try:
-            return all(hook.admit(request, 1) for request, hooks in self._asked for hook in hooks)
+            return all(hook.admit(request, 1) > 0 for request, hooks in self._asked for hook in hooks)
         except Exception:
             return False
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from octavo.cache.cache import KVCache
@@ -66,6 +66,7 @@ class Tiers:
     Args:
         tiers: where prefixes are looked for, in this order; blocks are stored in all of them.
         clock: seconds.
+        tickets: numbers for transfers.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Tiers:
         cache: KVCache,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
+        tickets: Iterator[int] | None = None,
     ) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
         self._owners = {tier.name: f"transfers of {tier.name}" for tier in tiers}
@@ -81,7 +83,7 @@ class Tiers:
         self._counters = counters
         self._clock = clock
         self._realm = ""
-        self._tickets = itertools.count()
+        self._tickets = itertools.count() if tickets is None else tickets
         self._names: dict[Request, tuple[list[int], BlockNames]] = {}
         """With the list of tokens that the names are of: siblings in lockstep exchange theirs."""
         self._unsent: dict[int, Load] = {}

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.core.futures import done, mapped
 from octavo.core.output import StepOutput
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.base import Device
@@ -143,6 +145,14 @@ class WorkerHook:
     def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
         """Update state after the step's tokens have arrived."""
 
+    def call(self, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
+        """Do what the engine half asks for, through `Pages.call`. Called between steps, in order with them.
+
+        Returns:
+            A value of built-in types, or a future of one. This must not wait: work that takes long goes to a thread.
+        """
+        raise InvalidRequestError(f"The feature {self.name!r} has no method {method!r}.", param="method", value=method)
+
     def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
         """Keep pages of the KV cache. Called between steps for a feature with a `Tier`; must not wait for I/O.
 
@@ -201,6 +211,14 @@ class Hooks:
     def lay_out(self, plan: StepPlan) -> None:
         for hook in self._laying_out:
             hook.lay_out(plan, plan.payload.get(hook.name))
+
+    def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
+        """Call the hook of this name; see `WorkerPort.call_hook`. Raises what its `call` raises."""
+        hook = next((hook for hook in self._hooks if hook.name == feature), None)
+        if hook is None:
+            raise UnsupportedError(f"The worker does not have the feature {feature!r}.")
+        value = hook.call(method, args)
+        return mapped(value if isinstance(value, Future) else done(value), lambda result: [result])
 
     def bind(self, step: StepInput) -> None:
         """Set the hooks' buffers as fields of a step's input."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
 
-from octavo.core.errors import DeviceLostError, UnsupportedError
+from octavo.core.errors import DeviceLostError, EngineStateError, UnsupportedError
+from octavo.core.futures import failed
 from octavo.core.pausing import SleepTag
 from octavo.core.profiling import ProfileSettings
 from octavo.worker.encoder.worker import EncoderWorker
@@ -98,6 +100,14 @@ class LocalWorker:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call the function with the `Worker`, or the `EncoderWorker`."""
         return [function(self._worker, *args, **kwargs)]
+
+    def call_hook(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
+        if self._runner is None:
+            return failed(EngineStateError("The engine sleeps; wake it up first."))
+        try:
+            return self._runner.hooks.call(feature, method, args)
+        except Exception as error:  # the caller's, as if it had come later
+            return failed(error)
 
     def close(self) -> None:
         runner, self._runner = self._runner, None

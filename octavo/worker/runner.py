@@ -36,6 +36,7 @@ class Runner:
     """Runs steps one after another on one device.
 
     Attributes:
+        hooks: the worker halves of the features.
         replay: computes recorded steps, and counts them.
     """
 
@@ -60,13 +61,13 @@ class Runner:
         self._blocks = blocks
         self._slots = slots
         self._sampler = sampler
-        self._hooks = hooks
+        self.hooks = hooks
         self._mover = Mover(blocks, link, hooks.tiers) if hooks.tiers else None
         self._last: Step | None = None
         self.replay = replay
 
     def forward(self, plan: StepPlan) -> Step:
-        hooks = self._hooks
+        hooks = self.hooks
         if plan.transfers is not None:
             assert self._mover is not None, "a feature has the engine half of a tier only"
             self._mover.begin(plan.transfers)
@@ -99,7 +100,7 @@ class Runner:
         """Return whether the step needs more than a replay supports: all hidden states, given embeddings or, if the
         replay samples, changed logits."""
         payload = step.plan.payload
-        hooks = self._hooks
+        hooks = self.hooks
         if step.prompts or not payload:
             return bool(step.prompts)
         changed = self.replay.draws and hooks.change_logits(payload)
@@ -108,7 +109,7 @@ class Runner:
     def _known_masks(self, plan: StepPlan) -> Allowed | None:
         if not plan.payload or not self.replay.draws:
             return None
-        return self._hooks.allowed(plan.slots, plan.payload)
+        return self.hooks.allowed(plan.slots, plan.payload)
 
     @torch.inference_mode()
     def _compute(self, step: Step) -> None:
@@ -118,10 +119,10 @@ class Runner:
         batch = layout.input
         for one in (batch, *batch.others):
             one.attn = self._attention.prepare(one, self._blocks.size)
-        if len(batch.logit_rows) < batch.num_tokens and not step.prompts and not self._hooks.read_hidden(payload):
+        if len(batch.logit_rows) < batch.num_tokens and not step.prompts and not self.hooks.read_hidden(payload):
             batch.hidden_rows = batch.logit_rows
-        hidden = compute(self._model, batch, self._hooks, payload)
-        step.findings = self._hooks.after_forward(hidden, payload)
+        hidden = compute(self._model, batch, self.hooks, payload)
+        step.findings = self.hooks.after_forward(hidden, payload)
         self._slots.advance(plan, layout)
         for prompt in step.prompts:
             prompt.hidden = hidden[prompt.start : prompt.start + len(prompt.following)]
@@ -137,7 +138,7 @@ class Runner:
 
     @torch.inference_mode()
     def _sample(self, step: Step, payload: dict[str, Any]) -> None:
-        plan, hooks = step.plan, self._hooks
+        plan, hooks = step.plan, self.hooks
         order = plan.logit_slots
         if not order and not step.prompts:
             return
@@ -161,7 +162,7 @@ class Runner:
     def _propose(self, step: Step, payload: dict[str, Any]) -> None:
         """Let hooks propose drafts after the step's tokens, and store them for the next step."""
         drafting = self._slots.drafting(step.plan)
-        step.drafts = self._slots.draft(drafting, self._hooks.propose(drafting, step.plan.payload | payload))
+        step.drafts = self._slots.draft(drafting, self.hooks.propose(drafting, step.plan.payload | payload))
 
     def watch(self, spans: Spans) -> None:
         """Record the host's work for a step, and the kernels of a native program, in a profile's spans."""

@@ -122,7 +122,7 @@ def test_one_call_a_step_changes_no_token(overlap, hooked):
         runner = runner_of(loop)
         assert isinstance(runner.replay, NativeReplay)
         loop._scheduler._hooks.extend(one() for one, _ in HOOKS[hooked])
-        runner._hooks = Hooks([*runner._hooks._hooks, *(other() for _, other in HOOKS[hooked])])
+        runner.hooks = Hooks([*runner.hooks._hooks, *(other() for _, other in HOOKS[hooked])])
         if not quick:
             runner.replay = NoReplay()
         tokens = tokens_of(drive(loop, requests(seed), at_once=1))
@@ -138,7 +138,7 @@ def test_one_call_a_step_changes_no_token(overlap, hooked):
 def test_a_feature_that_follows_every_step_leaves_them_native():
     loop = engine()
     runner, hook = runner_of(loop), Following()
-    runner._hooks = Hooks([hook])
+    runner.hooks = Hooks([hook])
     replayed = runner.replay.count
     tokens = tokens_of(drive(loop, requests(5), at_once=1))
     assert all(tokens.values())

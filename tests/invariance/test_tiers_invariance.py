@@ -22,7 +22,7 @@ from toy_recurrent import build_hybrid
 import octavo.features
 import octavo.replay
 from octavo.build import build_core
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError, UnsupportedError
 from octavo.core.params import SamplingParams
 from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
@@ -225,6 +225,30 @@ def test_transfers_reach_a_worker_in_a_process_of_its_own(monkeypatch: pytest.Mo
     assert tokens == expected
     assert stats.blocks_loaded > 0
     assert stats.loads_failed == 0
+
+    loop = engine(distributed_executor_backend="mp")
+    assert loop.call("shelf", "count", {"above": 0}).result(60) == {"of each rank": [0]}
+    with pytest.raises(InvalidRequestError, match="above must be at least 0"):
+        loop.call("shelf", "count", {"above": -1}).result(60)
+    with pytest.raises(InvalidRequestError, match="'shelf' has no method 'sort'"):
+        loop.worker.call_hook("shelf", "sort", {}).result(60)
+    loop.close()
+
+
+def test_calls_reach_the_worker_half() -> None:
+    loop = engine(enable_sleep_mode=True)
+    _, stats = run(loop, requests(), close=False)
+    assert loop.call("shelf", "count", {"above": 0}).result(60) == {"of each rank": [stats.blocks_stored]}
+    assert loop.call("shelf", "count", {"above": 1 << 40}).result(60) == {"of each rank": [0]}
+    with pytest.raises(InvalidRequestError, match="above must be at least 0"):
+        loop.call("shelf", "count", {"above": -1}).result(60)
+    with pytest.raises(UnsupportedError, match="does not have the feature 'tally'"):
+        loop.worker.call_hook("tally", "count", {}).result(60)
+    loop.pause(PauseMode.KEEP)
+    loop.sleep(1)
+    with pytest.raises(EngineStateError, match="The engine sleeps"):
+        loop.call("shelf", "count", {"above": 0}).result(60)
+    loop.close()
 
 
 def in_tests(make: type[RankProcess], module: str, payload: Any) -> RankProcess:

@@ -28,6 +28,7 @@ from octavo.core.params import RepetitionDetection
 from octavo.core.plan import PlanDraft
 from octavo.engine.toy import ToyDevice, ToyStep
 from octavo.schedule.counters import Counters
+from octavo.schedule.pages import PageLoads
 from octavo.schedule.requests import Requests
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.tiers import Tiers
@@ -37,7 +38,7 @@ Point = tuple[Any, str]
 
 HANDOVERS = {"commit", "plan", "_take_news"}
 """Methods of the scheduler after whose work its result belongs to the caller: nothing inside is left to fail."""
-RECOVERY = [(Requests, "rebuild"), (Tiers, "lost")]
+RECOVERY = [(Requests, "rebuild"), (Tiers, "lost"), (PageLoads, "lost")]
 """Calls that repair the books after a failure; a second failure meanwhile is not survived."""
 
 

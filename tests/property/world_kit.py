@@ -129,7 +129,8 @@ class World:
         except InvalidRequestError:
             generated = 0 if request.prompt_only else request.params.max_tokens
             need = len(request.tokens) + generated
-            assert need > MAX_LEN or self.cache.blocks_for(need) > self.num_blocks, "refused although it fits"
+            held = sum(hook.held_blocks(request) for hook in self.extra if hook.name in request.options)
+            assert need > MAX_LEN or self.cache.blocks_for(need) + held > self.num_blocks, "refused although it fits"
             del self.asked[request.id]
 
     def take(self, deltas: list[TokenDelta]) -> None:

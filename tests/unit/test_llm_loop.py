@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,9 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
 from octavo.python_api.loop import SharedLoop
+from octavo.schedule.hooks import EngineHook
 from octavo.schedule.policy import make_policy
+from octavo.schedule.request import Request
 from octavo.schedule.scheduler import Limits, Scheduler
 
 A, B = [3, 1, 4], [2, 7, 1, 8]
@@ -90,3 +94,30 @@ def test_milestones_come_with_the_first_token_and_with_the_end(loop: EngineLoop)
     assert all(delta.times is None for delta in between)
     assert last.times is not None
     assert last.times.first_token == first.times.first_token <= last.times.finished
+
+
+def test_a_call_of_a_feature_that_needs_steps_gets_its_result() -> None:
+    class Waiter(EngineHook):
+        name = "waiter"
+
+        def __init__(self) -> None:
+            self.count = 0
+            self.result: Future[int] = Future()
+
+        def call(self, method: str, args: Mapping[str, Any]) -> Any:
+            return self.result if method == "after" else self.count
+
+        def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
+            self.count += 1
+            if self.count == 3:
+                self.result.set_result(self.count)
+            return False
+
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
+    scheduler = Scheduler(KVCache(32, 4), limits, make_policy("fcfs"), hooks=[Waiter()])
+    shared = SharedLoop(EngineLoop(scheduler, ToyDevice(32, 4)))
+    stream = shared.run([request("a", A, 5)])
+    first = next(stream)
+    assert shared.call("waiter", "after", {}) == 3
+    assert shared.call("waiter", "now", {}) == 3
+    assert first.tokens + tokens(stream) == toy_generate(A, 5, stop_ids=())

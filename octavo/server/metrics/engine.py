@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from octavo.core.pausing import AWAKE
 from octavo.core.stats import LIMITS, EngineStats
@@ -152,3 +153,14 @@ ENGINE_METRICS = (
         lambda s: s.idle_s,
     ),
 )
+
+
+def feature_metrics(stats: EngineStats) -> Iterator[EngineMetric]:
+    """Yield the metrics of the engine's features."""
+    for one in stats.features:
+        values: float | Samples = one.values if one.label else one.values.get("", 0.0)
+        yield EngineMetric(one.name, one.kind, one.help, partial(_fixed, values), one.label or None)
+
+
+def _fixed(values: float | Samples, stats: EngineStats) -> float | Samples:
+    return values

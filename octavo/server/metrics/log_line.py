@@ -52,6 +52,8 @@ class StatsLine:
             line += f", Preempted: {preempted} reqs"
         if stats.waits_for:
             line += f", Waiting for: {_REMEDIES[stats.waits_for]}"
+        elif stats.waits:
+            line += f", Waiting for: {next(iter(stats.waits.values()))}"
         return line
 
     def _remember(self, stats: EngineStats, now: float) -> None:

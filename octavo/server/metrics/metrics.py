@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from octavo.core.stats import STEP_TOKENS, EngineStats
 from octavo.engine.protocol import EngineClient
-from octavo.server.metrics.engine import ENGINE_METRICS, EngineMetric
+from octavo.server.metrics.engine import ENGINE_METRICS, EngineMetric, feature_metrics
 from octavo.server.metrics.histogram import BucketCounts
 from octavo.server.metrics.http import HttpMetrics
 from octavo.server.metrics.merge import Families, total
@@ -90,7 +90,7 @@ class Metrics(Collector):
         yield from self._process.collect()
 
     def _engine_families(self, prefix: str, stats: EngineStats) -> Iterator[Metric]:
-        for metric in ENGINE_METRICS:
+        for metric in (*ENGINE_METRICS, *feature_metrics(stats)):
             yield self._family(prefix, metric, metric.samples(stats))
         yield self._step_family(prefix, stats)
         info = self._engine.info

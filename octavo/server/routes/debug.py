@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import APIRouter
@@ -20,6 +21,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: "first token" until that has arrived: the request is queued, or its prompt is computed.
         since_last_token: None before the first token.
+        waits_for: what a feature makes it wait for, such as an adapter; "" for nothing.
     """
 
     id: str
@@ -31,6 +33,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None
     n: int
     priority: int
+    waits_for: str
 
 
 def debug_routes(ctx: ServerContext) -> APIRouter:
@@ -54,7 +57,7 @@ def debug_routes(ctx: ServerContext) -> APIRouter:
                     "preemptions": stats.num_preemptions,
                     "last_step_seconds": round(stats.last_step_s, 4),
                 },
-                "requests": [_live(ctx, record, now) for record in oldest_first],
+                "requests": [_live(ctx, record, now, stats.waits) for record in oldest_first],
             }
         )
 
@@ -62,7 +65,7 @@ def debug_routes(ctx: ServerContext) -> APIRouter:
     return router
 
 
-def _live(ctx: ServerContext, record: RequestRecord, now: float) -> LiveRequest:
+def _live(ctx: ServerContext, record: RequestRecord, now: float, waits: Mapping[str, str]) -> LiveRequest:
     request = record.request
     received = ctx.frontend.engine.received(request.id)
     return LiveRequest(
@@ -75,4 +78,5 @@ def _live(ctx: ServerContext, record: RequestRecord, now: float) -> LiveRequest:
         max_tokens=request.params.max_tokens,
         n=request.params.n,
         priority=request.priority,
+        waits_for=waits.get(request.id, ""),
     )

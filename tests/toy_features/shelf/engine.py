@@ -1,9 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from octavo.core.futures import mapped
 from octavo.features import FeatureContext
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.pages import Pages
 
 INDEX: set[bytes] = set()
 
@@ -26,6 +29,16 @@ class ShelfEngine(EngineHook):
     name = "shelf"
     opt_in = True
     tier = ShelfTier()
+    pages: Pages
+
+    def attach(self, pages: Pages) -> None:
+        self.pages = pages
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Any:
+        """Count the worker half's pages that are larger than some bytes."""
+        if method != "count":
+            return super().call(method, args)
+        return mapped(self.pages.call("count", args), lambda counts: {"of each rank": counts})
 
 
 def build_engine(context: FeatureContext) -> ShelfEngine:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from torch import Tensor
 
+from octavo.core.errors import InvalidRequestError
 from octavo.features import FeatureContext
 from octavo.worker.hooks import WorkerHook
 
@@ -16,6 +18,13 @@ class ShelfWorker(WorkerHook):
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="shelf")
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Any:
+        if method != "count":
+            return super().call(method, args)
+        if args["above"] < 0:
+            raise InvalidRequestError("above must be at least 0.", param="above", value=args["above"])
+        return self._threads.submit(lambda: sum(page.nbytes > args["above"] for page in PAGES.values()))
 
     def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
         return self._threads.submit(self._store, names, pages)

@@ -29,10 +29,10 @@ class ThreadCore:
     `lost_at` is the step at which the device is lost.
     """
 
-    def __init__(self, folder, *, fail=None, gate=None, lost_at=None):
+    def __init__(self, folder, *, fail=None, gate=None, lost_at=None, hooks=()):
         self.address = f"{folder}/core.sock"
         self._listener = listen_at(self.address)
-        self.fail, self.gate, self.lost_at = fail, gate, lost_at
+        self.fail, self.gate, self.lost_at, self.hooks = fail, gate, lost_at, hooks
         self.code = None
         self.killed = threading.Event()
         self.loop = None
@@ -52,7 +52,9 @@ class ThreadCore:
         cache = KVCache(64, 4)
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
         self.loop = GatedLoop(
-            Scheduler(cache, limits, make_policy("fcfs")), ToyDevice(64, 4, lost_at=self.lost_at), gate=self.gate
+            Scheduler(cache, limits, make_policy("fcfs"), hooks=self.hooks),
+            ToyDevice(64, 4, lost_at=self.lost_at),
+            gate=self.gate,
         )
         return self.loop, fake_info()
 

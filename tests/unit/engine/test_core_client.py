@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 
 import pytest
 from core_kit import Turnstile, ask, client_of, run, tokens_of, until
@@ -28,6 +29,7 @@ from octavo.engine.frames import frame
 from octavo.engine.inbox import Inbox
 from octavo.engine.process import CoreElsewhere
 from octavo.engine.toy import toy_generate
+from octavo.schedule.hooks import EngineHook
 
 
 def test_many_requests_each_get_their_own_tokens(short_path):
@@ -328,5 +330,52 @@ def test_a_client_sees_that_a_core_elsewhere_has_died(short_path):
                 with pytest.raises(EngineDeadError):
                     await tokens_of(guest, ask("r"))
                 await guest.close()
+
+    run(main())
+
+
+class Counter(EngineHook):
+    """A feature that counts the calls it gets, in a thread if they are slow."""
+
+    name = "counter"
+
+    def __init__(self):
+        self.count = 0
+        self.gate = threading.Event()
+
+    def call(self, method, args):
+        if method == "fail":
+            raise InvalidRequestError("by must be positive.", param="by", value=args["by"])
+        if method not in ("add", "add slowly"):
+            return super().call(method, args)
+        self.count += args["by"]
+        if method == "add":
+            return {"count": self.count}
+        result = Future()
+        threading.Thread(target=lambda: self.gate.wait() and result.set_result(self.count)).start()
+        return result
+
+
+def test_calls_of_a_feature_reach_it_and_come_back(short_path):
+    """From any client, in order; a slow one holds up neither steps nor other calls."""
+
+    async def main():
+        counter = Counter()
+        async with client_of(short_path, hooks=[counter]) as (owner, process), guest_of(process) as guest:
+            assert await owner.call("counter", "add", {"by": 2}) == {"count": 2}
+            slow = asyncio.create_task(guest.call("counter", "add slowly", {"by": 5}))
+            await until(lambda: counter.count == 7)
+            assert len(await tokens_of(owner, ask("r"))) > 0
+            assert await guest.call("counter", "add", {"by": 1}) == {"count": 8}
+            assert not slow.done()
+            counter.gate.set()
+            assert await slow == 8
+            with pytest.raises(InvalidRequestError, match="by must be positive") as refused:
+                await owner.call("counter", "fail", {"by": -1})
+            assert refused.value.param == "by"
+            with pytest.raises(InvalidRequestError, match="'counter' has no method 'subtract'"):
+                await owner.call("counter", "subtract", {})
+            with pytest.raises(InvalidRequestError, match="does not have the feature 'missing'"):
+                await owner.call("missing", "add", {})
 
     run(main())

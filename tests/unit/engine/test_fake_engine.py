@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo.core.errors import EngineDeadError
+from octavo.core.errors import EngineDeadError, InvalidRequestError
 from octavo.core.output import TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
@@ -123,3 +123,15 @@ def test_death() -> None:
         assert engine.stats().num_running == 0
 
     asyncio.run(scenario())
+
+
+def test_calls_of_features_are_recorded_and_answered() -> None:
+    async def main() -> None:
+        engine = FakeEngine(lambda request: [5])
+        engine.answers["shelf", "count"] = lambda args: args["above"] + 1
+        assert await engine.call("shelf", "count", {"above": 2}) == 3
+        assert engine.commands == [("call", "shelf", "count", {"above": 2})]
+        with pytest.raises(InvalidRequestError, match="no method 'clear'"):
+            await engine.call("shelf", "clear", {})
+
+    asyncio.run(main())

@@ -1,0 +1,178 @@
+"""`Pages`: KV blocks that hold a feature's own data, such as weights, in place of keys and values.
+
+Requests and features take blocks from one pool. A feature gets a block by a lease, has its worker half fill it while
+other steps run (`WorkerHook.load`), and gives it back when requests lack blocks (`EngineHook.reclaim`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.cache.cache import KVCache
+from octavo.cache.lease import Lease
+from octavo.core.output import Moved, TransferState
+from octavo.core.plan import Transfer, Transfers
+from octavo.schedule.request import Request
+
+log = logging.getLogger(__name__)
+
+HookCall = Callable[[str, str, Mapping[str, Any]], Future[list[Any]]]
+"""(feature, method, arguments) -> the result of each rank's `WorkerHook.call`."""
+
+Loaded = Callable[[bool], None]
+"""Called at the end of a load, between steps, with whether all of it arrived."""
+
+
+_OWNER = "pages of "
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """The memory of one block: `slice_bytes` bytes in each of `num_slices` slices of the KV cache.
+
+    A slice is the cache of one layer of each group; a page in the host's memory has its slices one after the other.
+    """
+
+    num_slices: int
+    slice_bytes: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_slices * self.slice_bytes
+
+
+class PageLoads:
+    """The loads of all features' pages.
+
+    Args:
+        tickets: numbers of transfers; those of tiers are from the same iterator.
+    """
+
+    def __init__(self, tickets: Iterator[int]) -> None:
+        self._tickets = tickets
+        self._unsent: dict[int, tuple[Transfer, Loaded]] = {}
+        self._sent: dict[int, tuple[Transfer, Loaded]] = {}
+        self._doubted: list[int] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether loads have not reported yet, so that plans must be made."""
+        return bool(self._unsent or self._sent)
+
+    def begin(self, feature: str, names: Sequence[bytes], blocks: Sequence[int], loaded: Loaded) -> None:
+        """Begin a load with the next plan."""
+        ticket = next(self._tickets)
+        self._unsent[ticket] = Transfer(ticket, feature, list(names), list(blocks)), loaded
+
+    def take(self, *, ask: bool) -> Transfers | None:
+        """Return what the next plan is to begin; None for nothing. `ask` as in `Tiers.take`."""
+        if not (self._unsent or self._doubted or (ask and self._sent)):
+            return None
+        plan = Transfers(loads=[transfer for transfer, _ in self._unsent.values()], doubted=self._doubted)
+        self._sent |= self._unsent
+        self._unsent, self._doubted = {}, []
+        return plan
+
+    def committed(self, moved: Sequence[Moved]) -> None:
+        """A step's output was taken in, with this news of transfers."""
+        for news in moved:
+            transfer, loaded = self._sent.pop(news.ticket, (None, None))
+            if transfer is not None and loaded is not None:
+                self._tell(transfer, loaded, whole=not news.failed and news.state is TransferState.ENDED)
+
+    def lost(self) -> None:
+        """Launched steps are lost, and with them what the worker knows of loads; the next plan asks for it."""
+        self._doubted = list(self._sent)
+
+    def _tell(self, transfer: Transfer, loaded: Loaded, *, whole: bool) -> None:
+        """A failure is the feature's own."""
+        try:
+            loaded(whole)
+        except Exception:
+            log.exception("the feature %r failed to take in that its pages were loaded", transfer.tier)
+
+
+class Pages:
+    """What one feature can do with blocks; see `EngineHook.attach`.
+
+    Attributes:
+        shape: of a block's memory.
+        block_size: tokens of a block.
+    """
+
+    def __init__(
+        self,
+        feature: str,
+        shape: PageShape,
+        cache: KVCache,
+        shortage: Callable[[Request], int],
+        loads: PageLoads,
+        call: HookCall,
+    ) -> None:
+        """
+        Args:
+            shortage: blocks missing to admit a request, as of now; negative if some are left over.
+            call: `WorkerPort.call_hook`.
+        """
+        self.shape = shape
+        self.block_size = cache.block_size
+        self._owner = _OWNER + feature
+        self._feature = feature
+        self._cache = cache
+        self._shortage = shortage
+        self._loads = loads
+        self._call = call
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, used ones included."""
+        return self._cache.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had now. Those with cached prefixes count: they are evicted."""
+        return self._cache.num_free
+
+    def missing(self, count: int, request: Request | None = None) -> int:
+        """Return the blocks that lack for `count` blocks and then for the request to be admitted; <= 0 if none do."""
+        return count - self._cache.num_free if request is None else count + self._shortage(request)
+
+    def take(self, count: int) -> Lease | None:
+        """Take blocks, evicting cached prefixes, least recently used first; None if too few are free.
+
+        Release the lease when no launched step reads the blocks: no request that uses them has a slot.
+        """
+        return self._cache.lease_new(count, self._owner)
+
+    def load(self, names: Sequence[bytes], blocks: Sequence[int], loaded: Loaded) -> None:
+        """Have the worker half's `load` fill blocks under these names while steps run.
+
+        The blocks must stay leased, and be read by no step, until `loaded` is called.
+        """
+        self._loads.begin(self._feature, names, blocks, loaded)
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
+        """Call the worker half in each rank; see `WorkerPort.call_hook`."""
+        return self._call(self._feature, method, args)
+
+
+def is_pages(lease: Lease) -> bool:
+    """Whether the lease was taken by `Pages.take`, so that its feature gives it back when it must."""
+    return lease.owner.startswith(_OWNER)
+
+
+def merged(first: Transfers | None, second: Transfers | None) -> Transfers | None:
+    """Return both together."""
+    if first is None or second is None:
+        return first or second
+    return Transfers([*first.loads, *second.loads], [*first.stores, *second.stores], [*first.doubted, *second.doubted])
+
+
+def tickets() -> Iterator[int]:
+    """Return the numbers of an engine's transfers."""
+    return itertools.count()
