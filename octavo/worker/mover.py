@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,6 +79,15 @@ class Mover:
         self._advance()
         news, self._news = self._news, []
         return news
+
+    def close(self) -> None:
+        """Wait for copies under way, since the blocks' memory is freed next. What has not ended is never reported."""
+        for work in (*self._stores.values(), *self._loads.values()):
+            if work.copy is not None:
+                with suppress(Exception):  # from a lost device, which copies nothing any more
+                    work.copy.wait()
+        self._stores.clear()
+        self._loads.clear()
 
     def _begin_store(self, transfer: Transfer) -> None:
         copy = self._copier.out(partial(self._blocks.gather, transfer.blocks))

@@ -173,6 +173,8 @@ class Runner:
 
     def close(self) -> None:
         """Free recordings and KV cache. The model is freed with the runner."""
+        if self._mover is not None:
+            self._mover.close()
         self._blocks.close()
         self.replay.close()
         self.replay = NoReplay()

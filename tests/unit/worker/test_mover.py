@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from octavo.core.cache_groups import CacheGroup, GroupKind
 from octavo.core.output import Moved, TransferState
 from octavo.core.plan import Transfer, Transfers
-from octavo.device.transfer import HostLink
+from octavo.device.transfer import HostCopier, HostCopy, HostLink
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.worker.blocks import Blocks
@@ -96,6 +97,47 @@ def test_a_store_and_a_load_report_when_blocks_are_free_and_pages_are_there() ->
     assert torch.equal(raw[:, 6], stored)
     mover.begin(Transfers(doubted=[2]))
     assert mover.take() == [moved(2, TransferState.UNKNOWN)]
+
+
+class Waited(HostCopy):
+    """A copy that has not ended before somebody waits for it."""
+
+    waited = 0
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> Tensor:
+        Waited.waited += 1
+        if Waited.waited == 1:
+            raise RuntimeError("the device is lost")
+        return self.values
+
+
+class LateLink(HostLink):
+    def copier(self) -> Any:
+        copier = HostCopier()
+        copier.out = lambda read: Waited(read())  # type: ignore[method-assign]
+        copier.into = lambda values, write: Waited(values)  # type: ignore[method-assign]
+        return copier
+
+
+def test_memory_is_freed_when_nothing_is_copied_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All copies under way are waited for, although the first one fails."""
+    monkeypatch.setattr(Waited, "waited", 0)
+    blocks, _ = blocks_of(torch.float32)
+    hook = Slow()
+    mover = Mover(blocks, LateLink(torch.device("cpu")), {"slow": hook})
+    stores = [Transfer(1, "slow", [b"a"], [3]), Transfer(2, "slow", [b"b"], [4])]
+    loads = [Transfer(3, "slow", [b"c"], [5]), Transfer(4, "slow", [b"d"], [6])]
+    mover.begin(Transfers(loads=loads, stores=stores))
+    hook.futures[0].set_result(())
+    assert mover.take() == []
+    mover.close()
+    assert Waited.waited == 3, "the fourth has not begun to copy"
+    mover.close()
+    assert Waited.waited == 3
+    assert mover.take() == []
 
 
 def test_a_load_that_fails_writes_nothing() -> None:
