@@ -1,0 +1,86 @@
+"""Which kernels of steps are compiled ahead. Nothing is compiled or launched here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from toy_models import QWEN3, VOCAB
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
+from octavo.models.registry import spec_of
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.triton import TritonAttention
+from octavo.worker.resident import ahead
+from octavo.worker.resident.batches import Ragged, Singles
+from octavo.worker.resident.slots import DeviceSlots
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TWO = (CacheGroup(layers=(0,)), CacheGroup(GroupKind.WINDOW, (1,), window=16))
+WINDOWS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+SPEC = spec_of(QWEN3 | WINDOWS)
+ATTENTION = TritonAttention(torch.float32, AttentionSpec(SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim, 0.25))
+SIZES = {"block_size": 16, "max_model_len": 256}
+
+
+class Collected:
+    """In place of `Ahead`: notes each kernel's name with the variant of its launch.
+
+    Slots' kernels are specialized by dtype and alignment of addresses, and by constants: their integers are not.
+    """
+
+    def __init__(self, target: Any = None) -> None:
+        self.variants: set[tuple[Any, ...]] = set()
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+            addresses = [(arg.dtype, arg.data_ptr() % 16) for arg in args if isinstance(arg, torch.Tensor)]
+            self.variants.add((kernel.fn.__name__, *addresses, *constants.items()))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(JITFunction, "run", note)
+            patch.setattr(InterpretedFunction, "run", note)
+            yield
+
+    def of(self, *names: str) -> set[tuple[Any, ...]]:
+        return {variant for variant in self.variants if variant[0] in names}
+
+
+def compiled_ahead(groups: tuple[CacheGroup, ...], monkeypatch: pytest.MonkeyPatch) -> Collected:
+    monkeypatch.setattr(ahead, "Ahead", Collected)
+    monkeypatch.setattr(ahead, "target_of", lambda device: None)
+    float32 = torch.float32
+    found: Any = ahead.compile_ahead(SPEC, float32, float32, float32, ATTENTION, DEVICE, groups=groups, **SIZES)
+    assert isinstance(found, Collected)
+    return found
+
+
+@pytest.mark.parametrize("groups", [FULL, TWO], ids=["one group", "two groups"])
+def test_a_recorded_steps_layout_is_compiled_ahead(
+    groups: tuple[CacheGroup, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recording a step compiles nothing for it, whatever its size and kind."""
+    found = compiled_ahead(groups, monkeypatch)
+    slots = DeviceSlots(40, SIZES["max_model_len"], SIZES["block_size"], VOCAB, DEVICE, groups=groups)
+    singles, ragged = Singles(slots, ATTENTION, 40, shares=False), Ragged(slots, ATTENTION, 128)
+    launched = Collected()
+    with launched.collecting():
+        for size in singles.sizes:
+            slots.write_step(singles.batch(size), singles.step(size, shares=False))
+            slots.count(singles.batch(size))
+        for count in ragged.counts:
+            slots.write_step(ragged.batch(count), ragged.step(count))
+            slots.count(ragged.batch(count))
+    names = {"layout_kernel", "advance_kernel", *(["cells_kernel"] if len(groups) > 1 else [])}
+    assert {variant[0] for variant in launched.variants} == names
+    assert launched.variants <= found.variants
+    assert found.of("fill_kernel", "extend_kernel", "append_kernel")
