@@ -82,10 +82,11 @@ class Mover:
 
     def close(self) -> None:
         """Wait for copies under way, since the blocks' memory is freed next. What has not ended is never reported."""
-        for work in (*self._stores.values(), *self._loads.values()):
-            if work.copy is not None:
+        copies = [*(store.copy for store in self._stores.values()), *(load.copy for load in self._loads.values())]
+        for copy in copies:
+            if copy is not None:
                 with suppress(Exception):  # from a lost device, which copies nothing any more
-                    work.copy.wait()
+                    copy.wait()
         self._stores.clear()
         self._loads.clear()
 
