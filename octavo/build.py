@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.build_worker import build_worker
+from octavo.build_worker import build_worker, implementation_of
 from octavo.cache.cache import KVCache
 from octavo.config import EngineConfig
 from octavo.core.cache_groups import GroupKind, blocks_held
@@ -59,7 +59,8 @@ def build_core(
     """
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
-    check_overrides(files, config.model.config_overrides)
+    if config.model.config_overrides:
+        check_overrides(files, config.model.config_overrides, implementation_of(config, files))
     with memory_errors():
         return _build(config, files, timer, profile)
 

@@ -15,11 +15,12 @@ from octavo.engine.executor import WorkerBuild
 from octavo.engine.multiproc import RankBuild, RankProcess
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
-from octavo.features import FeatureContext, build_worker_halves, payload_types
+from octavo.features import FeatureContext, build_worker_halves, other_implementation, payload_types
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids
 from octavo.hub.sentence_transformers import is_sentence_transformer
 from octavo.models.encoders.registry import is_encoder
+from octavo.models.implementation import OWN, Implementation
 from octavo.models.overrides import blamed
 from octavo.text.sources import tokenizer_files
 from octavo.text.tokenizers.tokenizer import load_tokenizer
@@ -43,6 +44,15 @@ def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, 
 def build_local(config: EngineConfig, files: ModelFiles) -> DecoderBuild | EncoderBuild:
     """Start to build a worker in this process."""
     return EncoderBuild(config, files) if is_encoder(files.config) else DecoderBuild(config, files)
+
+
+def implementation_of(config: EngineConfig, files: ModelFiles) -> Implementation:
+    """Return what builds this model.
+
+    Raises:
+        ConfigError: the settings ask for an implementation that can't build it.
+    """
+    return other_implementation(config, files) or OWN
 
 
 def begin_rank(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, FeatureContext]:
@@ -119,7 +129,7 @@ class DecoderBuild:
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._config = config
-        self._worker = Worker(config.model, config.device, files, config.cache)
+        self._worker = Worker(config.model, config.device, files, config.cache, implementation_of(config, files))
         self.facts = _facts(self._worker)
         self.context = feature_context(config, files, self.facts)
 

@@ -49,7 +49,7 @@ _MEDIA = "images, audio and video are"
 _ONE_ENGINE = "there is one engine with one execution mode"
 
 _MODEL: dict[str, Missing | Needless] = {
-    "code-revision": Needless("Octavo never runs code shipped with a model", takes_value=True),
+    "code-revision": Needless("code is run from the model's own folder only", takes_value=True),
     "hf-token": Missing(
         "a token on the command line can be read by other users and is not supported: set the variable HF_TOKEN"
     ),
@@ -145,11 +145,9 @@ FLAGS: dict[str, Missing | Needless] = {
     "guided-decoding-backend": Needless("one backend serves every form of output", takes_value=True),
     "task": _value("the older name of --runner (for embeddings say --runner pooling) is", "auto", "generate"),
     "tokenizer-mode": _value("another tokenizer mode is", "auto", "hf"),
-    "model-impl": _value("another model implementation is", "auto"),
     "limit-mm-per-prompt": _value("images, audio and video are"),
     "allowed-local-media-path": _value("images, audio and video are", ""),
     "enable-auto-tool-choice": Needless("automatic tool choice is always enabled"),
-    "trust-remote-code": Needless("Octavo never runs code shipped with a model"),
     "swap-space": Needless("there is no swap space: preempted requests are recomputed", takes_value=True),
     "preemption-mode": Needless("preemption is by recompute, helped by the prefix cache", takes_value=True),
     "disable-log-requests": Needless("requests are logged only with --enable-log-requests"),

@@ -10,6 +10,8 @@ A feature's parts are modules of its folder. Each is optional, and imported only
 - `text.py` has `TEXT`, a subclass of `TextHook`: the half in front ends. It needs no torch.
 - `settings.py` has `SETTINGS`, a dataclass derived from `FeatureSettings`; its fields carry their flags.
 - `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: the feature's routes.
+- `models.py` has `implementation(config, files) -> Implementation | None`, which builds models in another way than by
+  Octavo's own layers.
 - `offline.py` and `online.py` have `METHODS`, a mixin of `LLM` and `AsyncLLM`.
 
 Without a folder the engine lacks that feature and works otherwise. Requests that use it are refused by name
@@ -25,12 +27,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
+    from octavo.config import EngineConfig
     from octavo.hub.files import ModelFiles
+    from octavo.models.implementation import Implementation
     from octavo.schedule.hooks import EngineHook
     from octavo.text.tokenizers.tokenizer import Tokenizer
     from octavo.worker.hooks import WorkerHook
 
-FEATURES = ("beams", "grammar", "logits_processors", "lora", "pooling", "prompt_embeds", "thinking")
+FEATURES = ("beams", "bridge", "grammar", "logits_processors", "lora", "pooling", "prompt_embeds", "thinking")
 
 S = TypeVar("S", bound="FeatureSettings")
 
@@ -103,6 +107,16 @@ def build_worker_halves(context: FeatureContext) -> list[WorkerHook]:
     """Return the worker halves of the same features."""
     built = (module.build_worker(context) for _, module in parts("worker"))
     return [hook for hook in built if hook is not None]
+
+
+def other_implementation(config: EngineConfig, files: ModelFiles) -> Implementation | None:
+    """Return the implementation of the first feature that builds this model; None for Octavo's own layers.
+
+    Raises:
+        ConfigError: the settings ask for an implementation that can't build it.
+    """
+    built = (module.implementation(config, files) for _, module in parts("models"))
+    return next((one for one in built if one is not None), None)
 
 
 def payload_types() -> dict[str, type]:

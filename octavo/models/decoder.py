@@ -158,6 +158,8 @@ class CausalLM(nn.Module):
         cached_layers: these and the recurrent layers' states, in layer order; the worker binds each one's `cache`.
     """
 
+    recordable = True
+
     def __init__(self, b: Build, spec: DecoderSpec) -> None:
         super().__init__()
         model = b.at("model")

@@ -1,17 +1,17 @@
-"""`Model`: the runner's interface to language models; and `compiled`, the fastest implementation of one."""
+"""`Model`: the runner's interface to language models; and `compiled`, the fastest form of one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, Self
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from octavo.core.spans import Spans, Watched
 from octavo.models.decoder import CausalLM
 from octavo.models.native import NativeDecoder, reason_against
-from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import NativeAttention
@@ -21,11 +21,58 @@ from octavo.nn.step import StepInput
 log = logging.getLogger(__name__)
 
 
+class ModelSpec(Protocol):
+    """What worker and scheduler must know of a decoder: a dataclass, whose fields say which weights fit.
+
+    Attributes:
+        intermediate_size: outputs of the widest linear layer in front of another one.
+        windows: each layer's sliding window in tokens; None for full attention.
+        tied: whether the output head is the embedding table.
+        max_position: maximum number of tokens of a sequence.
+    """
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def windows(self) -> Sequence[int | None]: ...
+
+    @property
+    def tied(self) -> bool: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+    def without_windows(self) -> Self:
+        """Return the spec with full attention in all layers, for sequences shorter than any window."""
+        ...
+
+
 class Model(Protocol):
     """A decoder-only language model in three steps; see `CausalLM`."""
 
-    spec: DecoderSpec
     attention_layers: list[PagedAttention]
+
+    @property
+    def spec(self) -> ModelSpec: ...
 
     @property
     def cached_layers(self) -> Sequence[CachedLayer]: ...
@@ -37,6 +84,20 @@ class Model(Protocol):
     def final(self, hidden: Tensor) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class LayeredModel(Model, Protocol):
+    """A model of layers in torch, which the loader fills.
+
+    Attributes:
+        residual_dtype: of the residual stream.
+        recordable: whether its steps can be recorded in graphs: they neither read nor send data between host and device.
+    """
+
+    residual_dtype: torch.dtype
+    recordable: bool
+
+    def modules(self) -> Iterator[nn.Module]: ...
 
 
 class EncoderModel(Protocol):
@@ -58,9 +119,9 @@ def watch_model(spans: Spans, model: Model | EncoderModel) -> None:
             spans.watch(Watched(model, method, name))
 
 
-def compiled(model: CausalLM, attention: AttentionBackend, activation_dtype: str = "int16") -> Model:
+def compiled(model: LayeredModel, attention: AttentionBackend, activation_dtype: str = "int16") -> Model:
     """Compile the model to a native program if possible, else return it unchanged. Its weights must be loaded."""
-    if not isinstance(attention, NativeAttention):
+    if not isinstance(attention, NativeAttention) or not isinstance(model, CausalLM):
         return model
     reason = reason_against(model.spec)
     if len(model.cached_layers) > len(model.attention_layers):

@@ -12,7 +12,7 @@ from octavo.core.errors import ConfigError, ModelFileError
 from octavo.hub.files import ModelFiles
 from octavo.hub.overrides import ROPE_SETTINGS
 from octavo.models.encoders.registry import encoder_spec, is_encoder
-from octavo.models.registry import spec_of
+from octavo.models.implementation import OWN, Implementation
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _READ_ELSEWHERE = {
 """Fields that are read outside the model's architecture."""
 
 
-def check_overrides(files: ModelFiles, overrides: Mapping[str, Any]) -> None:
+def check_overrides(files: ModelFiles, overrides: Mapping[str, Any], implementation: Implementation = OWN) -> None:
     """Check that each overridden field exists; log fields of the model that Octavo does not read.
 
     Args:
@@ -47,7 +47,7 @@ def check_overrides(files: ModelFiles, overrides: Mapping[str, Any]) -> None:
         return
     watched, encoder = _ReadTracker(files.config), is_encoder(files.config)
     try:
-        (encoder_spec if encoder else spec_of)(watched)
+        (encoder_spec if encoder else implementation.spec_of)(watched)
     except (TypeError, ValueError) as exc:
         raise ConfigError(f"--hf-overrides {', '.join(overrides)}: a value is of the wrong kind ({exc}).") from exc
     read = watched.read | _READ_ELSEWHERE

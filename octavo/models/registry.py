@@ -31,6 +31,17 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
 }
 
 
+def is_own(config: Config) -> bool:
+    """Return whether a checkpoint's architecture is one of these families."""
+    names = config.get("architectures") or []
+    return bool(names) and _with_head(names[0]) in ARCHITECTURES
+
+
+def _with_head(name: str) -> str:
+    """Return the architecture with a language-model head of a bare model's, or the name itself."""
+    return name.removesuffix("Model") + "ForCausalLM" if name.endswith("Model") else name
+
+
 def spec_of(config: Config) -> DecoderSpec:
     """Convert a checkpoint's configuration to a `DecoderSpec`.
 
@@ -44,7 +55,7 @@ def spec_of(config: Config) -> DecoderSpec:
             "The model's config has no 'architectures', so Octavo can't tell what kind of model it is. "
             "Get the config.json that belongs to the model."
         )
-    name = names[0].removesuffix("Model") + "ForCausalLM" if names[0].endswith("Model") else names[0]
+    name = _with_head(names[0])
     if name not in ARCHITECTURES:
         known = ", ".join(sorted([*ARCHITECTURES, *ENCODERS]))
         raise ConfigError(

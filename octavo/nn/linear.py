@@ -114,6 +114,10 @@ class Projection(WeightLayer):
         self._matrix = other._matrix
 
     @property
+    def holders(self) -> tuple[object, ...]:
+        return self, self.scheme
+
+    @property
     def matrix(self) -> Matrix:
         assert self._matrix is not None, "the layer is not packed"
         return self._matrix

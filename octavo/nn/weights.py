@@ -109,6 +109,14 @@ class WeightLayer(nn.Module, ABC):
         self.path = path
         self.device = device
 
+    @property
+    def holders(self) -> tuple[object, ...]:
+        """The objects among whose attributes are the placed tensors."""
+        return (self,)
+
+    def replaced(self) -> None:
+        """Use the holders' tensors, after they were replaced by others."""
+
     @abstractmethod
     def wanted(self) -> list[Wanted]:
         """Return the tensors to fetch, in the order that `place` expects."""

@@ -19,17 +19,16 @@ from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
 from octavo.models.hf_config import Config
+from octavo.models.implementation import OWN, Implementation
 from octavo.models.load import open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.load.renamed import with_root
 from octavo.models.load.weights import LoadReport, load_weights, replace_weights, wanted_bytes
-from octavo.models.model import Model, compiled
+from octavo.models.model import LayeredModel, Model, ModelSpec, compiled
 from octavo.models.native import NativeDecoder, reason_against
-from octavo.models.registry import build_model, spec_of
 from octavo.models.spec import DecoderSpec
 from octavo.native.isa import activation_advice
 from octavo.native.needs import needed_libraries
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec, BackendRequest, FusedBackend
+from octavo.nn.attention.base import AttentionBackend, BackendRequest, FusedBackend
 from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.select import select
@@ -53,7 +52,6 @@ from octavo.worker.slots import HostSlots
 
 if TYPE_CHECKING:
     from octavo.device.ahead import Ahead
-    from octavo.models.decoder import CausalLM
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class LoadedModel:
     """
 
     model: Model
-    source: CausalLM
+    source: LayeredModel
     report: LoadReport
     scales: dict[str, Tensor]
 
@@ -95,12 +93,20 @@ class Worker:
         ModelFileError: the weights don't match the configuration.
     """
 
-    def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles, cache: CacheConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: DeviceConfig,
+        files: ModelFiles,
+        cache: CacheConfig,
+        implementation: Implementation = OWN,
+    ) -> None:
         self.device: Device = select_device(device.device)
         self.device.setup(device.threads, device.cpu_bind)
         self.config = config
+        self._implementation = implementation
         self.files, self.load_format = files, config.load_format
-        self.spec = spec = self.spec_of(files.config)
+        self.spec: ModelSpec = self.spec_of(files.config)
         self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
         self.kv_dtype = kv_dtype(cache.kv_cache_dtype, self.dtype)
         if is_fp8(self.kv_dtype) and not self.device.resident:
@@ -115,13 +121,7 @@ class Worker:
             )
         self.kv_form = name_of(self.kv_dtype)
         self._stored_scales: dict[str, Tensor] = {}
-        self._layer = AttentionSpec(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            scale=spec.head_dim**-0.5,
-            window=next((window for window in spec.windows if window is not None), None),
-        )
+        self._layer = implementation.attention(self.spec)
         self._settings = device
         self._block_size, self._kv_cache_dtype = cache.block_size, cache.kv_cache_dtype
         self.cache_groups: tuple[CacheGroup, ...] = ()
@@ -132,9 +132,10 @@ class Worker:
         self.step_parameters = 0
         self.files_version = self.weight_version = "default"
 
-    def spec_of(self, config: Config) -> DecoderSpec:
-        """Return the spec of a checkpoint's configuration under the worker's settings. Raises as `registry.spec_of`."""
-        stated = spec_of(config)
+    def spec_of(self, config: Config) -> ModelSpec:
+        """Return the spec of a checkpoint's configuration under the worker's settings. Raises as
+        `Implementation.spec_of`."""
+        stated = self._implementation.spec_of(config)
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def prepare_kernels(self) -> None:
@@ -183,7 +184,7 @@ class Worker:
         self,
         checkpoint: Checkpoint,
         device: torch.device,
-        before: Callable[[CausalLM], None] = lambda model: None,
+        before: Callable[[LayeredModel], None] = lambda model: None,
     ) -> LoadedModel:
         """Build another model of the worker's spec with a checkpoint's weights. May be called from any thread.
 
@@ -191,22 +192,18 @@ class Worker:
             device: device of the weights.
             before: called with the model before its weights are loaded.
         """
-        model = build_model(
-            self.spec,
-            dtype=self.dtype,
-            device=device,
-            attention=self.attention,
-            scheme=self._scheme(),
-            keep=LargePages().keep if self._takes_native else fused,
-        )
+        keep = LargePages().keep if self._takes_native else fused
+        schemes = everywhere(self._scheme(), self.dtype, device, keep)
+        build = Build(self.dtype, device, self.attention, schemes, keep=keep)
+        model = self._implementation.build(build, self.spec)
         before(model)
-        rooted = with_root(checkpoint, "model")
-        report = load_weights(model, rooted)
-        scales = stored_scales(model.attention_layers, rooted) if is_fp8(self.kv_dtype) else {}
+        named = self._implementation.named(checkpoint)
+        report = load_weights(model, named)
+        scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
         form = compiled(model, self.attention, self.config.activation_dtype)
         return LoadedModel(form, model, report, scales)
 
-    def _before_weights(self, model: CausalLM) -> None:
+    def _before_weights(self, model: LayeredModel) -> None:
         self.cache_groups = groups_of([layer.keeps(self._block_size) for layer in model.cached_layers])
         self._check_states([layer for layer in model.cached_layers if isinstance(layer, StateCache)])
         self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)
@@ -268,7 +265,11 @@ class Worker:
     @property
     def _takes_native(self) -> bool:
         """Whether the model will run as a native program."""
-        return isinstance(self.attention, NativeAttention) and reason_against(self.spec) is None
+        return (
+            isinstance(self.attention, NativeAttention)
+            and isinstance(self.spec, DecoderSpec)
+            and reason_against(self.spec) is None
+        )
 
     def _scheme(self) -> type[Unquantized]:
         """Return the quantization scheme of linear layers. Quantized weights are kept where that is fast and no dtype
@@ -293,9 +294,12 @@ class Worker:
     @property
     def kernels(self) -> str:
         """Names of the kernels, for display."""
+        name = self._implementation.name
         if not isinstance(self.attention, NativeAttention):
-            return self.attention.name
+            return f"{self.attention.name}; all but attention in {name}" if name else self.attention.name
         form = f"{self.attention.name}, {self.attention.pool.level}"
+        if name:
+            return f"{form}; all but attention in {name}"
         return form if isinstance(self.model, NativeDecoder) else f"{form}; all but attention in torch"
 
     @property
@@ -383,10 +387,10 @@ class Worker:
     def _open(self) -> Checkpoint:
         return open_checkpoint(self.files, self.load_format, self.config.seed, self.device.torch_device.type)
 
-    def _compile_ahead(self, model: CausalLM) -> None:
+    def _compile_ahead(self, model: LayeredModel) -> None:
         """Start to compile the kernels of steps while the weights are loaded."""
         device = self.device.torch_device
-        if self.device.resident and device.type == "cuda":
+        if self.device.resident and device.type == "cuda" and isinstance(self.spec, DecoderSpec):
             from octavo.worker.resident.ahead import compile_ahead
 
             self._ahead = compile_ahead(
@@ -430,7 +434,7 @@ class Worker:
         drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
         drawing = DeviceSampler(slots, sampler, drafted)
         runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks)
-        fused = isinstance(attention, FusedBackend) and not self._settings.enforce_eager
+        fused = isinstance(attention, FusedBackend) and not self._settings.enforce_eager and _recordable(model)
         recorder = device.recorder() if fused else None
         recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []
         chosen = choose_products(model, recorded, self._await_kernels)
@@ -439,7 +443,7 @@ class Worker:
             shares = not self._settings.disable_cascade_attn
             replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, shares=shares)
             runner.replay = replay
-        if self._ahead is not None:
+        if device.torch_device.type == "cuda":
             warm_up(runner, slots, room.max_step_tokens)
         return runner
 
@@ -457,3 +461,8 @@ class Worker:
         logits = min(num_seqs * (1 + max_drafts), max(num_seqs, step_tokens)) * spec.vocab_size * 16
         slots = num_seqs * spec.max_position * (19 + len(self.cache_groups)) // 4
         return step_tokens * token + logits + slots
+
+
+def _recordable(model: Model) -> bool:
+    """Return whether steps of the model can be recorded in graphs."""
+    return getattr(model, "recordable", True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,12 @@ logger = logging.getLogger(__name__)
 _SCALES = (".k_scale", ".v_scale")
 # Buffers in older checkpoints that are computed, not learned.
 _NOT_WEIGHTS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "embeddings.position_ids")
+
+
+class HasModules(Protocol):
+    """A model, as far as the loader walks it."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class LoadReport:
     unread: tuple[str, ...]
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, *, unneeded: tuple[str, ...] = ()) -> LoadReport:
+def load_weights(model: HasModules, checkpoint: Checkpoint, *, unneeded: tuple[str, ...] = ()) -> LoadReport:
     """Load every layer's tensors, a few layers at a time, so that little more memory than the model's is used.
 
     Unread tensors are logged as a warning, since they often mean that the checkpoint has parts that Octavo's model
@@ -97,12 +104,12 @@ def _fill_one(layer: WeightLayer, sharer: WeightLayer | None, checkpoint: Checkp
         sharer.place([])
 
 
-def weight_layers(model: nn.Module) -> Iterator[WeightLayer]:
+def weight_layers(model: HasModules) -> Iterator[WeightLayer]:
     """Yield the layers with weights, in the order of registration."""
     return (module for module in model.modules() if isinstance(module, WeightLayer))
 
 
-def replace_weights(model: nn.Module, other: nn.Module, *, in_place: bool) -> None:
+def replace_weights(model: HasModules, other: HasModules, *, in_place: bool) -> None:
     """Replace a model's weights by those of another model of the same spec.
 
     Args:
@@ -110,9 +117,9 @@ def replace_weights(model: nn.Module, other: nn.Module, *, in_place: bool) -> No
             other model, which must not be used any more.
     """
     for mine, its in zip(weight_layers(model), weight_layers(other), strict=True):
-        _replace(mine, its, in_place=in_place)
-        if hasattr(mine, "scheme"):
-            _replace(mine.scheme, its.scheme, in_place=in_place)
+        for own, other_part in zip(mine.holders, its.holders, strict=True):
+            _replace(own, other_part, in_place=in_place)
+        mine.replaced()
 
 
 def _replace(mine: object, its: object, *, in_place: bool) -> None:
@@ -124,7 +131,7 @@ def _replace(mine: object, its: object, *, in_place: bool) -> None:
                 setattr(mine, name, tensor)
 
 
-def wanted_bytes(model: nn.Module) -> int:
+def wanted_bytes(model: HasModules) -> int:
     """Return the size in bytes of all tensors that the model needs, before any is loaded."""
     wanted = (want for layer in weight_layers(model) for want in layer.wanted() if not want.optional)
     return sum(math.prod(local_shape(want.spec.shape, want.index)) * want.spec.dtype.itemsize for want in wanted)

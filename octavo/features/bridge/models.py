@@ -1,0 +1,81 @@
+"""`Bridge`: the implementation of models by `transformers`' modules. Imports the library only where it is used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from octavo.core.errors import ConfigError
+from octavo.features.bridge.settings import BridgeSettings
+from octavo.models.encoders.registry import is_encoder
+from octavo.models.registry import is_own
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.features.bridge.build import Bridge
+    from octavo.hub.files import ModelFiles
+
+log = logging.getLogger(__name__)
+
+
+def implementation(config: EngineConfig, files: ModelFiles) -> Bridge | None:
+    """Return the bridge if the settings ask for it, or if Octavo itself lacks the architecture.
+
+    Raises:
+        ConfigError: transformers is not installed or can't build the model, or a setting doesn't go with it.
+    """
+    settings = next((one for one in config.features.values() if isinstance(one, BridgeSettings)), BridgeSettings())
+    own = is_own(files.config) or is_encoder(files.config)
+    if settings.model_impl == "octavo" or (own and settings.model_impl == "auto"):
+        return None
+    if not files.config.get("architectures"):
+        return None  # Octavo's own error says what is missing
+    _check_settings(config, files)
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(_not_installed(files.config, own=own)) from error
+    from octavo.features.bridge.build import Bridge
+
+    bridge = Bridge(transformers.__version__, files, trusts_code=settings.trust_remote_code)
+    log.info(
+        "%s is computed by the modules of %s, with Octavo's attention, KV cache and linear layers",
+        files.config["architectures"][0],
+        bridge.name,
+    )
+    return bridge
+
+
+def _check_settings(config: EngineConfig, files: ModelFiles) -> None:
+    """Raise ConfigError for settings that the bridge doesn't support."""
+    kept = config.cache.kv_cache_dtype
+    if kept.startswith("fp8"):
+        raise ConfigError(
+            f"--kv-cache-dtype {kept}: keys and values are stored in FP8 only for Octavo's own implementations, and "
+            f"{files.name} is computed by transformers' modules. Leave it out."
+        )
+    quantization = files.config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ConfigError(
+            f"The model's weights are quantized with {method or 'an unnamed method'}; with transformers' modules Octavo "
+            "reads unquantized safetensors only. Serve the unquantized model."
+        )
+    if files.format == "gguf":
+        raise ConfigError(
+            f"{files.name} is a GGUF file, and with transformers' modules Octavo reads safetensors only. Leave out "
+            "--model-impl, or serve the model's safetensors."
+        )
+
+
+def _not_installed(config: Mapping[str, object], *, own: bool) -> str:
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) else architectures
+    remedy = "pip install 'octavo[transformers]'"
+    if own:
+        return f"--model-impl transformers needs the package transformers, which is not installed: {remedy}"
+    return (
+        f"The model's architecture is {name}, which Octavo has no implementation of. Other architectures are computed "
+        f"by the modules of transformers, which is not installed: {remedy}"
+    )
