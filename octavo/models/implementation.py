@@ -1,4 +1,4 @@
-"""`Implementation`: what builds the models of an architecture. Octavo's own layers are one; a feature may bring another."""
+"""`Implementation`: what builds the models of an architecture. Octavo's own layers, or a feature's."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ class ModelSpec(Protocol):
         tied: whether the output head is the embedding table.
         max_position: maximum number of tokens of a sequence.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def hidden_size(self) -> int: ...
@@ -91,7 +94,7 @@ class LayeredModel(Model, Protocol):
 
     Attributes:
         residual_dtype: of the residual stream.
-        recordable: whether its steps can be recorded in graphs: they neither read nor send data between host and device.
+        recordable: whether its steps can be recorded in graphs, since no data passes between host and device.
     """
 
     residual_dtype: torch.dtype

@@ -104,11 +104,11 @@ def _reason_against(name: str, kind: str) -> str:
 
 def check_class(model: type[PreTrainedModel], config: PreTrainedConfig, name: str) -> None:
     """Raise ConfigError if a class can't use Octavo's attention, or keeps more than keys and values."""
+    if model._is_stateful:
+        raise refusal(name, "it keeps a recurrent state between tokens (linear attention or a state space)")
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENDING)
     if kinds:
         raise refusal(name, f"it has layers of type {', '.join(kinds)}, only {', '.join(sorted(_ATTENDING))} work so")
-    if model._is_stateful:
-        raise refusal(name, "it keeps a recurrent state between tokens (linear attention or a state space)")
     if not model.is_backend_compatible():
         raise refusal(
             name,

@@ -89,9 +89,9 @@ class Bridge:
         try:
             with _WithoutStorage():
                 model = self._classes.model(config)
-        except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
+        except Exception as error:
             raise ConfigError(
-                f"transformers can't build {self._architecture} from the model's config: {type(error).__name__}: {error}"
+                f"transformers can't build {self._architecture} from the model's config: {_said(error)}"
             ) from error
         check_rope(model, self._architecture)
         return model.eval().requires_grad_(False)
@@ -103,11 +103,15 @@ class Bridge:
             fields["tie_word_embeddings"] = True  # a checkpoint of the bare model has no head
         try:
             config = self._classes.config.from_dict(fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"transformers can't read the model's config: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"transformers can't read the model's config: {_said(error)}") from error
         config.use_cache = False
         config._attn_implementation = attention.NAME
         return config
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class _WithoutStorage(TorchFunctionMode):

@@ -103,8 +103,8 @@ class ConvertedCheckpoint:
         tensor = made.get(name)
         if tensor is None:
             raise ModelFileError(
-                f"Tensor {name} can't be made from {self.origin}: transformers' conversion gives {', '.join(made)}. Use "
-                "another version of transformers."
+                f"Tensor {name} can't be made from {self.origin}: transformers' conversion gives {', '.join(made)}. "
+                "Use another version of transformers."
             )
         whole: Tensor = tensor[0] if isinstance(tensor, list) else tensor
         return whole

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from octavo.core.errors import ConfigError
 
 
-class FinalStates(BaseModelOutputWithPast):
+class FinalStates(BaseModelOutputWithPast):  # type: ignore[misc] # transformers' types are not read
     """The output of a base model that has states only: whatever else a family's output has is None."""
 
     def __getattr__(self, name: str) -> None:
@@ -32,11 +32,12 @@ def halves(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     The rest's `forward(inputs_embeds=states).logits` are the logits of final states, with all that the family does to
     them.
     """
-    body = model.base_model
+    body: nn.Module = model.base_model
     if body is model or getattr(model, model.base_model_prefix, None) is not body:
         raise ConfigError(
             f"{type(model).__name__} can't be computed by transformers' modules in Octavo: it has no base model under "
             f"its base_model_prefix ({model.base_model_prefix!r}). Serve another model."
         )
     setattr(model, model.base_model_prefix, GivenStates())
-    return body, model
+    rest: nn.Module = model
+    return body, rest

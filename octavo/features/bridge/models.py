@@ -59,8 +59,8 @@ def _check_settings(config: EngineConfig, files: ModelFiles) -> None:
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ConfigError(
-            f"The model's weights are quantized with {method or 'an unnamed method'}; with transformers' modules Octavo "
-            "reads unquantized safetensors only. Serve the unquantized model."
+            f"The model's weights are quantized with {method or 'an unnamed method'}; with transformers' modules "
+            "Octavo reads unquantized safetensors only. Serve the unquantized model."
         )
     if files.format == "gguf":
         raise ConfigError(

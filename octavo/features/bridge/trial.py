@@ -13,21 +13,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from octavo.core.errors import ConfigError
+from octavo.features.bridge.architecture import refusal
 from octavo.features.bridge.attention import STEP, NoStepError
 from octavo.features.bridge.halves import halves
 from octavo.nn.attention.base import AttentionSpec
 
 _TOKENS = 8
-_USED = ("scaling", "sliding_window", "softcap", "is_causal")
-_WITHOUT_EFFECT = (
+_USED = {"scaling", "sliding_window", "softcap", "is_causal"}
+_WITHOUT_EFFECT = {
     "dropout",
     "position_ids",
     "use_cache",
+    "cache_position",
     "output_attentions",
     "output_hidden_states",
-    "cache_position",
-)
+}
 """Options of attention functions that change nothing here: positions are in the queries and keys already."""
 
 
@@ -79,28 +79,24 @@ def run_trial(model: PreTrainedModel, name: str) -> Trial:
             x = embedding(ids)
             states = body(inputs_embeds=x, position_ids=positions, use_cache=False, **{STEP: calls}).last_hidden_state
             logits = head(inputs_embeds=states, use_cache=False).logits
-    except _Unsupported as error:
-        raise _refusal(name, str(error)) from error
+    except _UnsupportedError as error:
+        raise refusal(name, str(error)) from error
     except NoStepError as error:
-        raise _refusal(
+        raise refusal(
             name,
-            f"its {error} does not pass its keyword arguments to its attention function, so the step is lost there",
+            f"its {error} does not pass its keyword arguments on to its attention function",
         ) from error
     except Exception as error:
-        raise _refusal(
+        raise refusal(
             name,
             "its module can't be tried without weights, which happens if it reads results of the device while it "
             f"computes, or needs other inputs than tokens and positions ({type(error).__name__}: {_short(error)})",
         ) from error
     if not calls.layers:
-        raise _refusal(name, "it has no attention layer")
+        raise refusal(name, "it has no attention layer")
     if states.shape[-1] != x.shape[-1]:
-        raise _refusal(name, f"its embeddings have {x.shape[-1]} elements and its hidden states {states.shape[-1]}")
+        raise refusal(name, f"its embeddings have {x.shape[-1]} elements and its hidden states {states.shape[-1]}")
     return Trial(tuple(_alike(calls.layers, name)), states.shape[-1], logits.shape[-1], not transfers.found)
-
-
-def _refusal(name: str, why: str) -> ConfigError:
-    return ConfigError(f"{name} can't be computed by transformers' modules in Octavo: {why}. Serve another model.")
 
 
 def _short(error: Exception) -> str:
@@ -113,11 +109,11 @@ def _alike(layers: Sequence[BridgedAttention], name: str) -> Iterator[BridgedAtt
     sizes = {(one.spec.num_heads, one.spec.num_kv_heads, one.spec.head_dim) for one in layers}
     if len(sizes) > 1:
         listed = ", ".join(f"{heads} of {kv} with {dim} channels" for heads, kv, dim in sorted(sizes))
-        raise _refusal(name, f"its layers have attention heads of different sizes ({listed})")
+        raise refusal(name, f"its layers have attention heads of different sizes ({listed})")
     yield from layers
 
 
-class _Unsupported(Exception):
+class _UnsupportedError(Exception):
     """The module computes something that Octavo's attention doesn't."""
 
 
@@ -137,11 +133,11 @@ class _Calls:
     ) -> Tensor:
         path = self._paths[module]
         if any(one.path == path for one in self.layers):
-            raise _Unsupported(f"{path} attends more than once in a step, which needs several KV caches")
+            raise _UnsupportedError(f"{path} attends more than once in a step, which needs several KV caches")
         if mask is not None:
-            raise _Unsupported(f"{path} computes an attention mask of its own")
+            raise _UnsupportedError(f"{path} computes an attention mask of its own")
         if k.shape[2] != _TOKENS or v.shape[2] != _TOKENS or q.shape[2] != _TOKENS:
-            raise _Unsupported(f"{path} attends to other positions than the step's")
+            raise _UnsupportedError(f"{path} attends to other positions than the step's")
         _check(path, module, options)
         width = max(q.shape[-1], v.shape[-1])
         scale = options.get("scaling")
@@ -160,12 +156,10 @@ class _Calls:
 def _check(path: str, module: nn.Module, options: Mapping[str, Any]) -> None:
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise _Unsupported(f"{path} attends in both directions, as encoders do, and Octavo runs decoders so")
-    others = [name for name, value in options.items() if value is not None and name not in _USED + _WITHOUT_EFFECT]
+        raise _UnsupportedError(f"{path} attends in both directions, as encoders do, and Octavo runs decoders so")
+    others = [name for name, value in options.items() if value is not None and name not in _USED | _WITHOUT_EFFECT]
     if others:
-        raise _Unsupported(
-            f"{path} passes {', '.join(others)} to its attention, which Octavo's attention does not have"
-        )
+        raise _UnsupportedError(f"{path} passes {', '.join(others)} to its attention, which Octavo's attention lacks")
 
 
 class _Transfers(TorchDispatchMode):
@@ -176,7 +170,7 @@ class _Transfers(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -52,7 +52,7 @@ def test_missing_features_are_refused_with_the_reason(
         ["--pipeline-parallel-size=1"],
         ["--quantization", "none"],
         ["--no-enable-expert-parallel"],
-        ["--model-impl", "auto"],
+        ["--tokenizer-mode", "auto"],
     ],
 )
 def test_neutral_values_pass_silently(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
@@ -63,7 +63,7 @@ def test_neutral_values_pass_silently(capsys: pytest.CaptureFixture[str], argv: 
 
 @pytest.mark.parametrize(
     "argv",
-    [["--swap-space", "4"], ["--preemption-mode=swap"], ["--disable-log-requests"], ["--trust_remote_code"],
+    [["--swap-space", "4"], ["--preemption-mode=swap"], ["--disable-log-requests"], ["--enable_auto_tool_choice"],
      ["--enable-chunked-prefill"], ["-O3"], ["-O", "3"]],
 )  # fmt: skip
 def test_needless_flags_pass_with_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
@@ -75,7 +75,7 @@ def test_needless_flags_pass_with_one_line(capsys: pytest.CaptureFixture[str], a
 
 
 def test_a_needless_switch_does_not_swallow_the_model() -> None:
-    assert make_parser().parse_args(["--trust-remote-code", "my-model"]).model_name == "my-model"
+    assert make_parser().parse_args(["--enable-auto-tool-choice", "my-model"]).model_name == "my-model"
 
 
 def test_unknown_flags_get_near_matches(capsys: pytest.CaptureFixture[str]) -> None:

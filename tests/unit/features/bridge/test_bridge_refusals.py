@@ -1,0 +1,121 @@
+"""What the bridge refuses, and why."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_engine import tiny_config
+from toy_models import LLAMA, model_files
+
+from octavo.build_worker import implementation_of
+from octavo.core.errors import ConfigError
+
+TINY: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def refused(config: dict[str, Any], folder: Path = Path("tiny"), **settings: Any) -> str:
+    """The error of a configuration."""
+    files = model_files(config, folder)
+    with pytest.raises(ConfigError) as caught:
+        implementation_of(tiny_config(**settings), files).spec_of(files.config)
+    return str(caught.value)
+
+
+def of(architecture: str, kind: str, **changes: Any) -> dict[str, Any]:
+    return {**TINY, "architectures": [architecture], "model_type": kind, **changes}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (of("MambaForCausalLM", "mamba"), "layers of type linear_attention"),
+        (of("RecurrentGemmaForCausalLM", "recurrent_gemma"), "keeps a recurrent state"),
+        (of("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"]), "layers of type conv"),
+        (of("BloomForCausalLM", "bloom"), "_supports_attention_backend is false"),
+        (of("LlavaForConditionalGeneration", "llava"), "takes images"),
+        (of("T5ForConditionalGeneration", "t5"), "an encoder and a decoder"),
+        (of("ElectraForMaskedLM", "electra"), "is not a language model"),
+        (of("ElectraForCausalLM", "electra"), "attends in both directions"),
+        (of("ArceeForSequenceClassification", "arcee"), "Octavo runs ArceeForCausalLM"),
+        (of("DiffLlamaForCausalLM", "diffllama"), "attends more than once in a step"),
+        (of("NemotronForCausalLM", "nemotron"), "does not pass its keyword arguments on"),
+        (
+            of("GptOssForCausalLM", "gpt_oss", num_local_experts=2, num_experts_per_tok=1, head_dim=16),
+            "passes s_aux to its attention",
+        ),
+        (
+            of("ArceeForCausalLM", "arcee", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "from the longest sequence of a batch",
+        ),
+        (of("ArceForCausalLM", "arce"), "The nearest known one is ArceeForCausalLM"),
+        (of("ArceeForCausalLM", "arcee", quantization_config={"quant_method": "awq"}), "quantized with awq"),
+        (of("ArceeForCausalLM", "arcee", num_attention_heads="4"), "num_attention_heads"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_architectures_are_refused_by_name(config: dict[str, Any], says: str) -> None:
+    assert says in refused(config)
+
+
+def test_the_reason_names_the_architecture_and_the_remedy() -> None:
+    text = refused(of("BloomForCausalLM", "bloom"))
+    assert text.startswith("BloomForCausalLM can't be computed by transformers' modules")
+    assert text.endswith("Serve another model.")
+
+
+def test_settings_that_do_not_go_with_it() -> None:
+    assert "--kv-cache-dtype fp8" in refused(of("ArceeForCausalLM", "arcee"), kv_cache_dtype="fp8")
+
+
+def test_own_families_are_computed_by_own_layers_unless_asked() -> None:
+    assert implementation_of(tiny_config(), model_files(LLAMA)).name == ""
+    assert implementation_of(tiny_config(model_impl="transformers"), model_files(LLAMA)).name.startswith("transformers")
+
+
+def test_without_the_bridge_others_are_refused() -> None:
+    assert "Octavo supports" in refused(of("ArceeForCausalLM", "arcee"), model_impl="octavo")
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "says"),
+    [
+        (of("ArceeForCausalLM", "arcee"), {}, "The model's architecture is ArceeForCausalLM"),
+        (LLAMA, {"model_impl": "transformers"}, "--model-impl transformers needs"),
+    ],
+)
+def test_the_missing_package_is_named_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], settings: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    text = refused(config, **settings)
+    assert says in text
+    assert "pip install 'octavo[transformers]'" in text
+
+
+CODE = of(
+    "MyForCausalLM",
+    "my-own",
+    auto_map={"AutoConfig": "configuration_my.MyConfig", "AutoModelForCausalLM": "modeling_my.MyForCausalLM"},
+)
+
+
+def test_code_of_a_model_is_not_run_by_default() -> None:
+    text = refused(CODE)
+    assert "modeling_my.py" in text
+    assert "--trust-remote-code if you trust it" in text
+
+
+def test_code_that_is_not_in_the_folder(tmp_path: Path) -> None:
+    text = refused(CODE, tmp_path, trust_remote_code=True)
+    assert f"modeling_my.py, which {tmp_path} lacks" in text
