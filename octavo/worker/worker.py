@@ -464,5 +464,8 @@ class Worker:
 
 
 def _recordable(model: Model) -> bool:
-    """Return whether steps of the model can be recorded in graphs."""
-    return getattr(model, "recordable", True)
+    """Return whether steps of the model can be recorded in graphs; log it if not."""
+    if getattr(model, "recordable", True):
+        return True
+    log.warning("steps are not recorded in graphs, which makes decoding slower: the model copies data from the host")
+    return False

@@ -36,7 +36,7 @@ def test_a_scripts_own_arguments_stay_its_own() -> None:
 
 
 def test_flags_of_other_engines_are_judged_when_an_engine_is_made() -> None:
-    EngineArgs.from_cli_args(parsed("--tensor-parallel-size", "1", "--disable-log-requests", "--enable-chunked-prefill"))
+    EngineArgs.from_cli_args(parsed("--tensor-parallel-size", "1", "--swap-space", "4", "--enable-chunked-prefill"))
     with pytest.raises(ConfigError, match="tensor parallelism is not supported"):
         EngineArgs.from_cli_args(parsed("-tp", "2"))
 

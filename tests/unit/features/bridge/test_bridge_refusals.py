@@ -39,8 +39,7 @@ def of(architecture: str, kind: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (of("MambaForCausalLM", "mamba"), "layers of type linear_attention"),
-        (of("RecurrentGemmaForCausalLM", "recurrent_gemma"), "keeps a recurrent state"),
+        (of("MambaForCausalLM", "mamba"), "keeps a recurrent state"),
         (of("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"]), "layers of type conv"),
         (of("BloomForCausalLM", "bloom"), "_supports_attention_backend is false"),
         (of("LlavaForConditionalGeneration", "llava"), "takes images"),
