@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from octavo.core.params import RequestOutputKind, SamplingParams
     from octavo.core.structured import StructuredOutputsParams
     from octavo.features.beams.api import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from octavo.features.lora.api import LoRARequest
     from octavo.features.pooling.api import PoolingParams
     from octavo.python_api.async_llm import AsyncLLM
     from octavo.python_api.async_llm import AsyncLLM as AsyncLLMEngine
@@ -34,6 +35,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
@@ -55,6 +57,7 @@ _HOMES = {
     "CompletionOutput": "octavo.core.output",
     "EngineArgs": "octavo.python_api.engine_args",
     "LLMEngine": "octavo.python_api.engine",
+    "LoRARequest": "octavo.features.lora.api",
     "PoolingParams": "octavo.features.pooling.api",
     "RequestOutput": "octavo.core.output",
     "RequestOutputKind": "octavo.core.params",

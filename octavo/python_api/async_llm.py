@@ -8,6 +8,8 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import msgspec
+
 from octavo.config import EngineConfig
 from octavo.core.errors import EngineDeadError
 from octavo.core.info import ModelInfo
@@ -22,7 +24,7 @@ from octavo.engine.process import CoreProcess
 from octavo.features import methods
 from octavo.hub.progress import Progress, silent
 from octavo.python_api.async_worker import AsyncWorkerMethods
-from octavo.python_api.inputs import no_running_reset, refuse, tokenization
+from octavo.python_api.inputs import feature_arguments, no_running_reset, refuse, tokenization
 from octavo.python_api.tokenizer import ScriptTokenizer
 from octavo.text.chat.content_format import ContentFormat
 from octavo.text.frontend import Frontend
@@ -31,12 +33,13 @@ from octavo.text.recipe import FrontendRecipe
 from octavo.text.sources import model_files
 
 if TYPE_CHECKING:
+    from octavo.features.lora.online import AsyncLoraMethods
     from octavo.features.pooling.online import AsyncPoolingMethods
     from octavo.python_api.engine_args import EngineArgs
 
 if TYPE_CHECKING:
 
-    class OnlineMethods(AsyncPoolingMethods):
+    class OnlineMethods(AsyncLoraMethods, AsyncPoolingMethods):
         """Methods that features add to `AsyncLLM`."""
 else:
     OnlineMethods = methods("online")
@@ -161,7 +164,8 @@ class AsyncLLM(OnlineMethods, AsyncWorkerMethods):
         """Yield the request's outputs in the form of `sampling_params.output_kind`. Closing the generator aborts it.
 
         Args:
-            lora_request, trace_headers, data_parallel_rank: refused, unless their value requests nothing.
+            lora_request: an adapter, or a list of adapters to add up.
+            trace_headers, data_parallel_rank: refused, unless their value requests nothing.
             tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`.
             options: of `Preparer.prepare`, such as `priority`.
 
@@ -169,8 +173,9 @@ class AsyncLLM(OnlineMethods, AsyncWorkerMethods):
             InvalidRequestError: the request can't be served; the message names the field.
             EngineDeadError: the engine has stopped.
         """
-        refuse(lora_request=lora_request, trace_headers=trace_headers, data_parallel_rank=data_parallel_rank)
+        refuse(trace_headers=trace_headers, data_parallel_rank=data_parallel_rank)
         await self._started()
+        options["options"] = await self._feature_options(lora_request=None if lora_request is None else [lora_request])
         params = sampling_params.clone() if sampling_params else self.frontend.default_params()
         options |= tokenization(tokenization_kwargs)
         request = await self.frontend.prepare_async(prompt, params, request_id=request_id, **{"fit": True, **options})
@@ -178,6 +183,13 @@ class AsyncLLM(OnlineMethods, AsyncWorkerMethods):
         async with aclosing(cast("AsyncGenerator[RequestOutput]", self.frontend.generate(request, text))) as outputs:
             async for output in outputs:
                 yield output
+
+    async def _feature_options(self, **given: Any) -> dict[str, msgspec.Raw]:
+        """Do what the arguments for a prompt ask of features; return the prompt's options."""
+        asked = feature_arguments(self.frontend.preparer.hooks, 1, **given)
+        for feature, method, args in asked.calls:
+            await self._client.call(feature, method, args)
+        return asked.options[0]
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests; their generators yield the output so far with the finish reason "abort"."""

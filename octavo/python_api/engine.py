@@ -56,8 +56,9 @@ class LLMEngine:
         Raises:
             InvalidRequestError: it can't be served, or its id belongs to an unfinished request.
         """
-        refuse(lora_request=lora_request, trace_headers=trace_headers)
-        options = tokenization(tokenization_kwargs)
+        refuse(trace_headers=trace_headers)
+        (asked,) = self._engine.feature_options(1, lora_request=lora_request)
+        options = tokenization(tokenization_kwargs) | {"options": asked}
         assembler = self._engine.open(prompt, params.clone(), request_id=request_id, priority=priority, **options)
         self._engine.core.loop.add(assembler.request)
         self._open[request_id] = assembler

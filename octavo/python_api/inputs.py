@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast, get_args
+
+import msgspec
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.params import OutputKind, SamplingParams
 from octavo.text.chat.content_format import ContentFormat
+from octavo.text.hooks import TextHook
 from octavo.text.prompts.prompt import Prompt
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -20,7 +24,7 @@ _TOKENIZATION = {
     "truncation_side": "side",
 }
 _REMEDIES = {
-    "lora_request": "LoRA adapters are not supported; merge the adapter into the weights and load the result",
+    "lora_request": "adapters are not supported; merge the adapter into the weights and load the result",
     "mm_processor_kwargs": "images, audio and video are not supported; leave it out",
     "trace_headers": "only a server traces requests; leave it out",
     "data_parallel_rank": "there is one engine; leave it out",
@@ -79,6 +83,39 @@ def refuse(**given: Any) -> None:
             raise UnsupportedError(f"{_REMEDIES[name]}.", param=name, value=value)
 
 
+@dataclass(frozen=True, slots=True)
+class FeatureArguments:
+    """What a call's arguments ask of features.
+
+    Attributes:
+        calls: feature, method and arguments of each `EngineClient.call` to make first.
+        options: feature -> option, for each prompt.
+    """
+
+    calls: list[tuple[str, str, dict[str, Any]]]
+    options: list[dict[str, msgspec.Raw]]
+
+
+def feature_arguments(hooks: Sequence[TextHook], count: int, **given: Any) -> FeatureArguments:
+    """Read arguments of a call with `count` prompts that features claim.
+
+    Raises:
+        InvalidRequestError: a feature refuses one.
+        UnsupportedError: no feature claims one, and it asks for something.
+    """
+    found = FeatureArguments([], [{} for _ in range(count)])
+    for name, value in given.items():
+        hook = next((hook for hook in hooks if name in hook.arguments), None)
+        if hook is None or value is None:
+            refuse(**{name: value})
+            continue
+        read = hook.read_argument(name, value, count)
+        found.calls.extend((hook.name, method, args) for method, args in read.calls)
+        for options, option in zip(found.options, read.options, strict=True):
+            options |= {} if option is None else {hook.name: option}
+    return found
+
+
 def tokenization(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Convert `tokenization_kwargs` to arguments of a preparer."""
     unknown = next((name for name in given or () if name not in _TOKENIZATION), None)
@@ -104,7 +141,7 @@ def written_options(given: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: an argument affects something else, or is unknown.
     """
     options = dict(given)
-    refuse(**{name: options.pop(name, None) for name in ("lora_request", "mm_processor_kwargs")})
+    refuse(mm_processor_kwargs=options.pop("mm_processor_kwargs", None))
     options["content_format"] = options.pop("chat_template_content_format", "auto")
     check_chat(options["content_format"], options.get("tools"))
     options["template_kwargs"] = options.pop("chat_template_kwargs", None)

@@ -44,12 +44,13 @@ from octavo.text.tokenizers.no_tokenizer import needs_tokenizer
 
 if TYPE_CHECKING:
     from octavo.features.beams.offline import BeamSearchMethods
+    from octavo.features.lora.offline import LoraMethods
     from octavo.features.pooling.offline import PoolingMethods
     from octavo.python_api.engine_args import EngineArgs
 
 if TYPE_CHECKING:
 
-    class OfflineMethods(BeamSearchMethods, PoolingMethods):
+    class OfflineMethods(BeamSearchMethods, LoraMethods, PoolingMethods):
         """Methods that features add to `LLM`."""
 else:
     OfflineMethods = methods("offline")
@@ -117,15 +118,17 @@ class LLM(OfflineMethods, WorkerMethods):
             sampling_params: one for all, or one each; by default the model's recommendation.
             use_tqdm: show progress on standard error; None only if that is a terminal; or a factory of bars, such as
                 `tqdm`.
-            lora_request, mm_processor_kwargs: refused unless None.
+            lora_request: adapter, one for all or one each; a list of adapters for a prompt adds them up.
+            mm_processor_kwargs: refused unless None.
             priority: one for all, or one each; lower ones run earlier, with `scheduling_policy="priority"`.
             tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`.
 
         Raises:
             InvalidRequestError: a prompt or its parameters can't be served; nothing was computed.
         """
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        assemblers = self._prepare(prompts, sampling_params, priority, tokenization(tokenization_kwargs))
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        tokenizing = tokenization(tokenization_kwargs)
+        assemblers = self._prepare(prompts, sampling_params, priority, tokenizing, lora_request=lora_request)
         return self._complete(assemblers, use_tqdm)
 
     def chat(
@@ -158,7 +161,7 @@ class LLM(OfflineMethods, WorkerMethods):
                 writes them.
             chat_template_kwargs: further variables for the template.
         """
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         check_chat(chat_template_content_format, tools)
         prompts = self._written(
             messages,
@@ -169,7 +172,8 @@ class LLM(OfflineMethods, WorkerMethods):
             template_kwargs=chat_template_kwargs,
             content_format=chat_template_content_format,
         )
-        assemblers = self._prepare(prompts, sampling_params, priority, tokenization(tokenization_kwargs))
+        tokenizing = tokenization(tokenization_kwargs)
+        assemblers = self._prepare(prompts, sampling_params, priority, tokenizing, lora_request=lora_request)
         return self._complete(assemblers, use_tqdm)
 
     def enqueue(
@@ -189,8 +193,8 @@ class LLM(OfflineMethods, WorkerMethods):
         Raises:
             InvalidRequestError: a prompt or its parameters can't be served; none of these prompts was queued.
         """
-        refuse(lora_request=lora_request)
-        assemblers = self._prepare(prompts, sampling_params, priority, tokenization(tokenization_kwargs))
+        tokenizing = tokenization(tokenization_kwargs)
+        assemblers = self._prepare(prompts, sampling_params, priority, tokenizing, lora_request=lora_request)
         self._queue += assemblers
         return [one.request.id for one in assemblers]
 
@@ -199,13 +203,14 @@ class LLM(OfflineMethods, WorkerMethods):
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
         *,
+        lora_request: Any = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: UseTqdm = None,
         **options: Any,
     ) -> list[str]:
         """Like `enqueue`, for conversations; `options` are the arguments of `chat` that affect the prompt."""
         prompts = self._written(messages, **{"add_generation_prompt": True, **written_options(options)})
-        return self.enqueue(prompts, sampling_params, priority=priority)
+        return self.enqueue(prompts, sampling_params, lora_request, priority)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: UseTqdm = None) -> list[RequestOutput]:
         """Compute all queued requests; return their outputs in the order of queueing.
@@ -321,14 +326,16 @@ class LLM(OfflineMethods, WorkerMethods):
         sampling_params: Params,
         priority: int | Sequence[int] | None,
         tokenizing: dict[str, Any],
+        **arguments: Any,
     ) -> list[RequestAssembler]:
-        """Check and tokenize prompts for which only final outputs are needed."""
+        """Check and tokenize prompts for which only final outputs are needed. `arguments` are those of features."""
         prompts = as_list(prompts)
         params = sampling_of(sampling_params, self.get_default_sampling_params(), len(prompts))
         priorities = one_each(0 if priority is None else priority, len(prompts), "priority")
+        given = self._engine.feature_options(len(prompts), **arguments)
         return [
-            self._engine.open(prompt, one, priority=rank, **tokenizing)
-            for prompt, one, rank in zip(prompts, params, priorities, strict=True)
+            self._engine.open(prompt, one, priority=rank, options=options, **tokenizing)
+            for prompt, one, rank, options in zip(prompts, params, priorities, given, strict=True)
         ]
 
     def _complete(

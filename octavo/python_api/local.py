@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
+
 from octavo.build import build_core
 from octavo.config import EngineConfig
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
 from octavo.hub.progress import Progress, silent
+from octavo.python_api.inputs import feature_arguments
 from octavo.python_api.loop import SharedLoop
 from octavo.python_api.tokenizer import ScriptTokenizer
 from octavo.text.answers.formats import AnswerFormats
 from octavo.text.detokenize.assembler import RequestAssembler
+from octavo.text.hooks import TextHook
 from octavo.text.model_text import load_text
 from octavo.text.prompts.defaults import sampling_defaults, with_defaults
 from octavo.text.prompts.prepare import Preparer
@@ -70,6 +74,21 @@ class LocalEngine:
         name = request_id or f"llm-{next(self._ids)}"
         prepared = self._preparer.prepare(prompt, params, request_id=name, fit=True, **options)
         return RequestAssembler(prepared.request, self.tokenizer, prepared.prompt_text, self._preparer.hooks)
+
+    def feature_options(self, count: int, **given: Any) -> list[dict[str, msgspec.Raw]]:
+        """Do what a call's arguments ask of features; return the options of each of its `count` prompts.
+
+        Raises:
+            InvalidRequestError: an argument can't be served.
+        """
+        asked = feature_arguments(self._preparer.hooks, count, **given)
+        for feature, method, args in asked.calls:
+            self.core.call(feature, method, args)
+        return asked.options
+
+    def hook(self, name: str) -> TextHook:
+        """Return the text half of an existing feature."""
+        return self._preparer.hook(name)
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters recommended by the model's authors."""

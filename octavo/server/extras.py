@@ -19,7 +19,7 @@ Limited = tuple[str, tuple[Any, ...]]
 """The alternative to an unsupported field, and its neutral values."""
 
 LEAVE_OUT = "leave it out"
-_ADAPTERS = "it has no LoRA adapters: merge the adapter into the weights and serve the result"
+_ADAPTERS = "name an adapter as the model, if the server has some, or merge it into the weights"
 _SPECULATION = "it has no speculative decoding: leave it out"
 _MEDIA = "it reads only text"
 _SAMPLER = "use temperature, top_p, top_k or min_p"

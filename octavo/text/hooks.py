@@ -79,6 +79,19 @@ class AddedModel:
     parent: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadArgument:
+    """What an argument of the Python API asks for.
+
+    Attributes:
+        calls: methods of the engine half to call first, each with its arguments; see `EngineClient.call`.
+        options: the engine half's input for each prompt; None for none.
+    """
+
+    calls: list[tuple[str, dict[str, Any]]]
+    options: list[msgspec.Raw | None]
+
+
 class TextHook:
     """The text half of a feature. It keeps no state of requests and may be called from any thread.
 
@@ -88,6 +101,7 @@ class TextHook:
         text_params: the `params` that need a tokenizer.
         body_fields: fields of HTTP bodies that only this feature reads.
         prompt_fields: keys of a prompt object that select this feature's form.
+        arguments: arguments of `LLM.generate` and its like that only this feature reads.
     """
 
     name: ClassVar[str] = ""
@@ -95,6 +109,7 @@ class TextHook:
     text_params: ClassVar[tuple[str, ...]] = ()
     body_fields: ClassVar[tuple[str, ...]] = ()
     prompt_fields: ClassVar[tuple[str, ...]] = ()
+    arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: TextContext) -> None:
         self.context = context
@@ -133,6 +148,14 @@ class TextHook:
 
         Raises:
             InvalidRequestError: it can't be served.
+        """
+        raise NotImplementedError
+
+    def read_argument(self, name: str, value: Any, count: int) -> ReadArgument:
+        """Read one of `arguments` of a call of the Python API with `count` prompts; its value is not None.
+
+        Raises:
+            InvalidRequestError: it is invalid.
         """
         raise NotImplementedError
 

@@ -55,7 +55,12 @@ def test_a_parameter_of_requests_is_no_setting(given: str, meant: str) -> None:
         EngineConfig.of(**{given: 0.5})
 
 
-_TEXTS = {"cache.memory_bytes": "256M", "cache.memory_utilization": "0.5", "scheduler.watermark": "0.5"}
+_TEXTS = {
+    "cache.memory_bytes": "256M",
+    "cache.memory_utilization": "0.5",
+    "scheduler.watermark": "0.5",
+    "lora.max_lora_rank": "128",
+}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,7 @@ _TEXTS = {"cache.memory_bytes": "256M", "cache.memory_utilization": "0.5", "sche
 def test_a_setting_is_read_as_its_flag_is(flag: Flag) -> None:
     if isinstance(set_by(EngineConfig(), flag), tuple):
         return  # a list, not a number
-    text = _TEXTS.get(flag.target, "8" if flag.read is quantities.natural else "128")
+    text = _TEXTS.get(flag.target, "8" if flag.read is quantities.natural else "8k")
     text = "5e5" if flag.read is quantities.positive else text
     config = EngineConfig.of(**{flag.name.replace("-", "_"): text})
     assert set_by(config, flag) == flag.read(text)

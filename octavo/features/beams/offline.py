@@ -9,7 +9,7 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import RequestOutput
 from octavo.features.beams.api import BeamSearchOutput, BeamSearchParams
-from octavo.python_api.inputs import as_list, refuse
+from octavo.python_api.inputs import as_list
 from octavo.python_api.local import LocalEngine
 from octavo.python_api.progress import UseTqdm
 from octavo.text.detokenize.assembler import RequestAssembler
@@ -39,13 +39,15 @@ class BeamSearchMethods:
         Args:
             concurrency_limit: prompts to search for at a time; None leaves it to the scheduler.
         """
-        refuse(lora_request=lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
             raise InvalidRequestError(
                 "concurrency_limit must be at least 1, or None.", param="concurrency_limit", value=concurrency_limit
             )
         sampling = params.sampling()
-        assemblers = [self._engine.open(prompt, sampling) for prompt in as_list(prompts)]
+        prompts = as_list(prompts)
+        given = self._engine.feature_options(len(prompts), lora_request=lora_request)
+        pairs = zip(prompts, given, strict=True)
+        assemblers = [self._engine.open(prompt, sampling, options=options) for prompt, options in pairs]
         found = self._complete(assemblers, use_tqdm, at_once=concurrency_limit)
         return [params.output(output, self._engine.tokenizer) for output in found]
 

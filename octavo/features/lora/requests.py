@@ -4,12 +4,13 @@
 | --- | --- | --- |
 | `list` | | `{"adapters": [Adapter]}`, in the order in which they were loaded |
 | `find` | `name` | `{"adapter": Adapter}`, or `{"adapter": None}`; looks into `--lora-dir`, too |
-| `load` | `name`, `path`, `in_place` | `{"adapter": Adapter}`, once requests can name it |
+| `load` | `name`, `path`, `in_place`, `again` | `{"adapter": Adapter}`, once requests can name it |
 | `unload` | `name` | `{}`, once its last request has ended and its memory is free |
 | `pin` | `name`, `pinned` | `{}`, once it is in the device's memory (if `pinned`) |
 
-Errors are `InvalidRequestError`; `param` is the argument at fault. A request whose adapter is gone is refused with the
-param "model".
+With `again`, a name that is there already is no error if its path is the same. Errors are `InvalidRequestError`; for a
+file that can't be used, `ModelFileError`; for a name or path that is not there, `ModelNotFoundError`. A request whose
+adapter is gone is refused with `gone(name)`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import InvalidRequestError, ModelNotFoundError
+from octavo.core.info import ModelInfo
+from octavo.features.lora.payload import NAME
 
 MOST_PARTS = 8
 """Most adapters of one request: their ranks add up."""
+CHANGES = "lora_changes"
+"""The counter among the feature's metrics that grows when a name comes, goes or means another adapter."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -35,6 +40,20 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 Selection = tuple[Part, ...]
 """The option of a request: the adapters whose additions are summed, each name once."""
+
+
+class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The feature's entry in `ModelInfo.feature_info`.
+
+    Attributes:
+        adapters: number of adapters known at the start.
+        updates: whether clients of a server may load and unload adapters.
+    """
+
+    max_rank: int
+    max_adapters: int
+    adapters: int = 0
+    updates: bool = False
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +73,31 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     state: str = "disk"
     pinned: bool = False
+
+
+def info_of(info: ModelInfo) -> LoraInfo | None:
+    """Return the engine half's facts; None if it serves no adapters."""
+    found = info.feature_info.get(NAME)
+    return None if found is None else msgspec.msgpack.decode(found, type=LoraInfo)
+
+
+def already_loaded(name: str) -> InvalidRequestError:
+    """Return the error for loading a name that is there."""
+    text = (
+        f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+        "'load_inplace' to True."
+    )
+    return InvalidRequestError(text, param="lora_name", value=name)
+
+
+def not_loaded(name: str) -> ModelNotFoundError:
+    """Return the error for unloading or pinning a name that is not there."""
+    return ModelNotFoundError(f"The lora adapter '{name}' cannot be found.")
+
+
+def gone(name: str) -> InvalidRequestError:
+    """Return the error for a request that names an adapter that is not there."""
+    return InvalidRequestError(f"The model `{name}` does not exist.", param="model", value=name)
 
 
 def encode(selection: Selection) -> msgspec.Raw:

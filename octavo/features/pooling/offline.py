@@ -28,7 +28,7 @@ from octavo.features.pooling.params import (
 )
 from octavo.features.pooling.requests import Pair, PoolingPreparer, pooled_output
 from octavo.features.pooling.scoring import ScorePlan, paired, plan_scores
-from octavo.python_api.inputs import as_list, refuse, tokenization
+from octavo.python_api.inputs import as_list, tokenization
 from octavo.python_api.local import LocalEngine
 from octavo.python_api.loop import SharedLoop
 from octavo.python_api.progress import PromptProgress, UseTqdm, open_progress
@@ -78,7 +78,7 @@ class PoolingMethods(ABC):
     Common arguments:
         truncate_prompt_tokens: cut longer prompts; -1 to the model's maximum.
         use_tqdm: as in `LLM.generate`.
-        lora_request: refused unless None.
+        lora_request: adapter, one for all prompts or one for each.
         pooling_params: one for all prompts, or one for each, in place of `dimensions` and `normalize`.
         tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`.
     """
@@ -114,14 +114,13 @@ class PoolingMethods(ABC):
         Raises:
             InvalidRequestError: a prompt can't be served, or the model makes no vectors.
         """
-        refuse(lora_request=lora_request)
         prompts = as_list(prompts)
         settings = settings_of(pooling_params, len(prompts), dimensions=dimensions, normalize=normalize)
         params = [self._pooling.preparer.params("embed", **one) for one in settings]
         tokenizing = _tokenizing(truncate_prompt_tokens, tokenization_kwargs)
         return [
             EmbeddingRequestOutput(one.request_id, EmbeddingOutput(one.pooled.values()), tokens, one.num_cached_tokens)
-            for tokens, one in self._pool(prompts, params, use_tqdm, tokenizing)
+            for tokens, one in self._pool(prompts, params, use_tqdm, tokenizing, lora_request)
         ]
 
     def encode(
@@ -137,7 +136,6 @@ class PoolingMethods(ABC):
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the task's result for each prompt, in `outputs.data`: by default a vector for each token."""
-        refuse(lora_request=lora_request)
         if pooling_task not in get_args(Task):
             raise InvalidRequestError(
                 f"pooling_task must be one of {', '.join(get_args(Task))}.", param="pooling_task", value=pooling_task
@@ -154,7 +152,7 @@ class PoolingMethods(ABC):
                 tokens,
                 one.num_cached_tokens,
             )
-            for tokens, one in self._pool(prompts, params, use_tqdm, tokenizing)
+            for tokens, one in self._pool(prompts, params, use_tqdm, tokenizing, lora_request)
         ]
 
     def classify(
@@ -168,13 +166,12 @@ class PoolingMethods(ABC):
         pooling_params: GivenPoolingParams = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the classification head's probabilities for each prompt, in `outputs.probs`."""
-        refuse(lora_request=lora_request)
         prompts = as_list(prompts)
         params = [self._pooling.preparer.params("classify", **one) for one in settings_of(pooling_params, len(prompts))]
         tokenizing = _tokenizing(truncate_prompt_tokens, tokenization_kwargs)
         return [
             ClassificationRequestOutput(one.request_id, ClassificationOutput(one.pooled.values()), tokens)
-            for tokens, one in self._pool(prompts, params, use_tqdm, tokenizing)
+            for tokens, one in self._pool(prompts, params, use_tqdm, tokenizing, lora_request)
         ]
 
     def score(
@@ -191,9 +188,9 @@ class PoolingMethods(ABC):
 
         The score is the output of a cross-encoder's head, or else the cosine of the two embeddings.
         """
-        refuse(lora_request=lora_request)
         first, second = ([one] if isinstance(one, str) else list(one) for one in (data_1, data_2))
-        tokenizing = _tokenizing(truncate_prompt_tokens, tokenization_kwargs)
+        (asked,) = self._engine.feature_options(1, lora_request=lora_request)
+        tokenizing = _tokenizing(truncate_prompt_tokens, tokenization_kwargs) | {"options": asked}
         plan = self._pooling.plan_scores(paired(first, second, ("data_1", "data_2")), **tokenizing)
         with open_progress(use_tqdm, len(plan.requests)) as progress:
             results = [one.pooled for one in self._pooling.run(self._core, plan.requests, progress)]
@@ -203,11 +200,17 @@ class PoolingMethods(ABC):
         ]
 
     def _pool(
-        self, prompts: Sequence[Prompt], params: Sequence[PoolingSpec], use_tqdm: UseTqdm, tokenizing: dict[str, Any]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[PoolingSpec],
+        use_tqdm: UseTqdm,
+        tokenizing: dict[str, Any],
+        lora_request: Any,
     ) -> list[tuple[list[int], PooledOutput]]:
         """Return each prompt's tokens and result."""
-        pairs = zip(prompts, params, strict=True)
-        requests = [self._pooling.prepare(prompt, one, **tokenizing) for prompt, one in pairs]
+        given = self._engine.feature_options(len(prompts), lora_request=lora_request)
+        parts = zip(prompts, params, given, strict=True)
+        requests = [self._pooling.prepare(prompt, one, options=asked, **tokenizing) for prompt, one, asked in parts]
         with open_progress(use_tqdm, len(requests)) as progress:
             done = self._pooling.run(self._core, requests, progress)
         return [(request.tokens, one) for request, one in zip(requests, done, strict=True)]

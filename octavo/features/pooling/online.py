@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import msgspec
+
 from octavo.engine.client import CoreClient
 from octavo.features.pooling.params import PoolingOutput, PoolingRequestOutput, Task
 from octavo.features.pooling.payload import NAME
@@ -28,6 +30,9 @@ class AsyncPoolingMethods(ABC):
     @abstractmethod
     async def _started(self) -> None: ...
 
+    @abstractmethod
+    async def _feature_options(self, **given: Any) -> dict[str, msgspec.Raw]: ...
+
     async def encode(
         self,
         prompt: Prompt,
@@ -36,6 +41,7 @@ class AsyncPoolingMethods(ABC):
         dimensions: int | None = None,
         normalize: bool | None = None,
         request_id: str | None = None,
+        lora_request: Any = None,
         **options: Any,
     ) -> PoolingRequestOutput:
         """Return the task's result for a prompt, in `outputs.data`: one vector, or one for each token ("token_embed").
@@ -47,6 +53,7 @@ class AsyncPoolingMethods(ABC):
             EngineDeadError: the engine has stopped.
         """
         await self._started()
+        options["options"] = await self._feature_options(lora_request=None if lora_request is None else [lora_request])
         hook = self.frontend.preparer.hook(NAME)
         assert isinstance(hook, PoolingText)
         pooling = hook.preparer

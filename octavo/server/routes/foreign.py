@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 ROUTES = {
-    "/v1/load_lora_adapter": "LoRA adapters are not supported by this version",
-    "/v1/unload_lora_adapter": "LoRA adapters are not supported by this version",
+    "/v1/load_lora_adapter": "this server serves no adapters",
+    "/v1/unload_lora_adapter": "this server serves no adapters",
     "/v1/audio/": "speech is not supported by this version",
     "/v1/realtime": "speech is not supported by this version",
     "/v1/images/": "image generation is not supported by this version",

@@ -314,10 +314,7 @@ def test_only_json_is_read() -> None:
     ("body", "said"),
     [
         ({"functions": [{"name": "f"}]}, "functions is not supported by this version; declare them as tools."),
-        (
-            {"lora_request": {"lora_name": "a"}},
-            "lora_request is not supported by this version; it has no LoRA adapters:",
-        ),
+        ({"adapter_id": "a"}, "adapter_id is not supported by this version; name an adapter as the model, if"),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens is not supported by this version; it has no specul"),
         ({"images": ["aGk="]}, "images is not supported by this version; it reads only text."),
         ({"mirostat": 2}, "mirostat is not supported by this version; use temperature, top_p, top_k or min_p."),
@@ -337,7 +334,7 @@ def test_routes_and_methods_that_do_not_exist() -> None:
     for path, meant in (("/models", "/v1/models"), ("/v1/v1/models", "/v1/models"), ("/helth", "/health")):
         assert f"did you mean {meant}?" in get_now(APP, path).error()["message"]
     assert "Ollama's API is not served" in get_now(APP, "/api/tags").error()["message"]
-    for path in ("/v1/load_lora_adapter", "/v1/audio/speech"):
+    for path in ("/v1/realtime", "/v1/audio/speech"):
         assert get_now(APP, path).error()["message"].endswith("not supported by this version.")
     for path, flag in (
         ("/is_sleeping", "--server-dev-mode"),

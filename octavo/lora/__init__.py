@@ -1,0 +1,1 @@
+"""The module path by which vLLM's users import `LoRARequest`."""
