@@ -7,13 +7,13 @@ machine's fastest: recorded steps with Triton's kernels on a GPU, native program
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from toy_drafter import DrafterEngine, DrafterWorker, runner_of, with_drafter
-from toy_engine import GPU, drive, tiny_config, tokens_of
+from toy_engine import device_of, drive, tiny_config, tokens_of
 from toy_models import LLAMA, VOCAB, model_files
 
 from octavo.build import build_core
@@ -68,7 +68,7 @@ def test_windows_that_release_blocks_change_no_token(
     settings = settings_of(backend, async_scheduling=overlap)
     loop, info = build_core(tiny_config(**settings, num_blocks=40 * groups), model_files(config))
     assert info.kv_groups == groups
-    replay = replay_of(loop, backend)
+    replay = replay_of(loop, settings)
     recorded = replay.count
     found = tokens_of(drive(loop, requests()))
     assert replay.count > recorded or backend == "torch"
@@ -82,11 +82,11 @@ def test_windows_that_release_blocks_change_no_token(
     loop.close()
 
 
-def replay_of(loop: EngineLoop, backend: str) -> Replay:
-    """Return what replays steps; fail if it is not the kind that this machine has for the backend."""
+def replay_of(loop: EngineLoop, settings: Mapping[str, Any]) -> Replay:
+    """Return what replays steps; fail if it is not the kind that this machine has for the settings."""
     replay = runner_of(loop).replay
-    fastest = "GraphReplay" if GPU else "NativeReplay"
-    assert type(replay).__name__ == ("NoReplay" if backend == "torch" else fastest)
+    fastest = "GraphReplay" if device_of(settings) == "cuda" else "NativeReplay"
+    assert type(replay).__name__ == ("NoReplay" if settings.get("attention_backend") == "torch" else fastest)
     return replay
 
 
@@ -124,6 +124,7 @@ def test_drafts_that_are_rejected_leave_the_window_where_it_was(layout: str, mon
     with_drafter(monkeypatch, drafter, DrafterWorker(texts, VOCAB))
     loop, info = build_core(tiny_config(**settings), model_files(config))
     assert info.kv_groups == groups
+    replay_of(loop, settings)
     assert tokens_of(drive(loop, requests())) == expected
     assert min(drafter.accepted, drafter.rejected) > 10
     loop.close()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from shelf_kit import TOYS
-from test_cache_groups_invariance import MIXED, WINDOWED
+from test_cache_groups_invariance import MIXED, WINDOWED, replay_of
 from toy_engine import GPU, drive, tiny_config, tokens_of
 from toy_models import LLAMA, QWEN3, VOCAB, behind, model_files
 from toy_recurrent import build_hybrid
@@ -121,9 +121,14 @@ def test_a_second_engine_goes_on_from_what_the_first_has_computed(name: str, ove
     assert first == expected
     assert stats.blocks_stored > 0
     assert stats.blocks_loaded == 0
-    again, stats = run(engine(config, **settings), requests())
+    loop = engine(config, **settings)
+    replay = replay_of(loop, settings)
+    recorded = replay.count
+    again, stats = run(loop, requests(), close=False)
     assert again == expected
     assert stats.blocks_loaded > 0
+    assert replay.count > recorded or settings.get("attention_backend") == "torch"
+    loop.close()
     rest = [len(one.tokens) - (len(one.tokens) - 1) // 16 * 16 for one in requests()]
     choices = sum(one.params.n - 1 for one in requests())  # each computes the prompt's last token again
     more = stats.prompt_tokens_computed - sum(rest) - choices
