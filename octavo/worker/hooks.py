@@ -103,6 +103,14 @@ class WorkerHook:
     def select(self, variant: Hashable | None) -> None:
         """Make the wrapped layers compute this variant from now on; called before they compute or are recorded."""
 
+    def only_row(self, row: int | None) -> None:
+        """All rows of logits that are computed from now on are of the prompt of this row of the plan; None: they are
+        those of the plan, in its order, as after `lay_out`."""
+
+    def detach(self) -> None:
+        """Drop all references to the memory of `Site.blocks`, which is about to be freed. No step follows before
+        `attach`."""
+
     def embed(self, x: Tensor, payload: Any) -> None:
         """Overwrite embeddings in `x` [T, H], the input of the first layer. Called only with a payload."""
 
@@ -181,6 +189,7 @@ class Hooks:
         self._hooks = tuple(hooks)
         self._laying_out = _with_own(hooks, "lay_out")
         self._varying = _with_own(hooks, "variant")
+        self._narrowing = _with_own(hooks, "only_row")
         self._embedding = _with_own(hooks, "embed")
         self._reading = _with_own(hooks, "after_forward")
         self._allowing = _with_own(hooks, "allowed")
@@ -240,6 +249,16 @@ class Hooks:
         if self._varying:
             for hook, one in zip(self._varying, variant or itertools.repeat(None), strict=False):
                 hook.select(one)
+
+    def only_row(self, row: int | None) -> None:
+        for hook in self._narrowing:
+            hook.only_row(row)
+
+    def detach(self) -> None:
+        """Let all hooks drop the KV cache; the layers compute the model as loaded."""
+        self.select(ORDINARY)
+        for hook in self._hooks:
+            hook.detach()
 
     def embed(self, x: Tensor, payload: Mapping[str, Any]) -> None:
         for hook in _concerned(self._embedding, payload):

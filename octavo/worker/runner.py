@@ -143,8 +143,13 @@ class Runner:
         if not order and not step.prompts:
             return
         logits_of = cast("Model", self._model).logits
-        step.prompted = {prompt.row: self._sampler.prompt(prompt, logits_of) for prompt in step.prompts}
-        step.prompts = ()
+        if step.prompts:
+            step.prompted = {}
+            for prompt in step.prompts:
+                hooks.only_row(prompt.row)
+                step.prompted[prompt.row] = self._sampler.prompt(prompt, logits_of)
+            hooks.only_row(None)
+            step.prompts = ()
         if not order:
             return
         payload = plan.payload | payload
@@ -175,6 +180,7 @@ class Runner:
         """Free recordings and KV cache. The model is freed with the runner."""
         if self._mover is not None:
             self._mover.close()
+        self.hooks.detach()
         self._blocks.close()
         self.replay.close()
         self.replay = NoReplay()

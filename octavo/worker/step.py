@@ -65,7 +65,7 @@ class Step:
     recorded: Any = None
     drawn: Drawn | None = None
     prompts: Sequence[PromptRow] = ()
-    prompted: Mapping[int, Callable[[], list[TokenLogprobs]]] | None = None
+    prompted: dict[int, Callable[[], list[TokenLogprobs]]] | None = None
     failed: Mapping[int, str] | None = None
     findings: Mapping[str, Findings] | None = None
     drafts: Callable[[], dict[int, int]] | None = None

@@ -5,7 +5,8 @@ It also has what no kernel has: gains, saved modules and embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from octavo.device.transfer import Link
 from octavo.features.lora.layout import Span, Target
-from octavo.features.lora.tables import Batch, Tables
+from octavo.features.lora.tables import Assigned, Batch, Tables
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.linear import Linear, Projection
 from octavo.worker.blocks import Blocks
@@ -125,6 +126,33 @@ class _TorchAddition(Addition):
     def add_to(self, y: Tensor) -> None:
         for rows, outputs, addition in self._delta.additions(self._x):
             y[:, outputs].index_add_(0, rows, addition.to(y.dtype))
+
+
+class LateDelta(Delta):
+    """The additions to a late layer, by an object for each of the two sets of rows that it may compute."""
+
+    def __init__(self, tokens: Delta, logits: Delta, batch: Batch) -> None:
+        self.fused_rows = min(tokens.fused_rows, logits.fused_rows)
+        self._tokens = tokens
+        self._logits = logits
+        self._batch = batch
+
+    def begin(self, x: Tensor) -> Addition:
+        return self._delta.begin(x)
+
+    def fused(self, x: Tensor, weight: Tensor, **how: Any) -> Tensor:
+        return self._delta.fused(x, weight, **how)
+
+    @property
+    def _delta(self) -> Delta:
+        return self._logits if self._batch.chosen else self._tokens
+
+
+def by_rows(target: Target, batch: Batch, make: Callable[[Assigned], Delta]) -> Delta:
+    """Return the additions to a layer, made for the rows that it computes."""
+    if target.late:
+        return LateDelta(make(batch.tokens), make(batch.logits), batch)
+    return make(batch.logits if target.head else batch.tokens)
 
 
 class TorchEmbedding:

@@ -16,18 +16,18 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.plan import StepPlan
 from octavo.features import FeatureContext
 from octavo.features.lora import payload as messages
-from octavo.features.lora.delta import TorchDelta, TorchEmbedding, Weights
+from octavo.features.lora.delta import TorchDelta, TorchEmbedding, Weights, by_rows
 from octavo.features.lora.gains import BaseNorms
-from octavo.features.lora.layout import Geometry, Layout, largest
+from octavo.features.lora.layout import Geometry, Layout, Target, largest
 from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
 from octavo.features.lora.reader import Reader
-from octavo.features.lora.requests import MOST_PARTS
 from octavo.features.lora.settings import LoraSettings
 from octavo.features.lora.tables import Batch, Tables
 from octavo.features.lora.targets import Targets
@@ -61,7 +61,10 @@ class LoraWorker(WorkerHook):
         self._pages: dict[int, Tensor] = {}
         self._layouts: OrderedDict[int, Layout] = OrderedDict()
         self._uids: dict[int, int] = {}
-        self._rows: np.ndarray = np.empty(0, dtype=np.int32)
+        self._rows: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self._logits = self._rows
+        self._deltas: dict[Hashable, list[tuple[Projection, Delta]]] = {}
+        self._embeddings: list[TorchEmbedding] = []
         self._attached: weakref.ref[Model] | None = None
         self._selected: Hashable | None = None
 
@@ -100,24 +103,39 @@ class LoraWorker(WorkerHook):
 
     def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
         device, targets, geometry = self._site.device, self._targets.targets, self._geometry
-        most = largest(targets, MOST_PARTS * self._max_rank, geometry)
-        most = min(most, self._site.blocks.memory.shape[1])
+        most = min(largest(targets, self._max_rank, geometry), self._site.blocks.memory.shape[1])
         self._tables = Tables(targets, geometry, self._max_adapters, most, device)
         self._batch = Batch(max(max_rows, max_tokens), self._max_adapters, device)
         self._uids.clear()
-        self._rows = np.empty(0, dtype=np.int32)
         self._make_deltas()
         return {}
 
+    def detach(self) -> None:
+        self._deltas.clear()
+        self._embeddings.clear()
+
     def _make_deltas(self) -> None:
+        """Make the additions to each layer, for each variant."""
         weights = Weights(self._site.blocks, self._tables, self._site.build.dtype, self._site.device)
-        self._projections: list[tuple[Projection, Delta]] = []
-        self._embeddings: list[TorchEmbedding] = []
+        self._deltas, self._embeddings = {LOW_RANK: [], GENERAL: []}, []
         for i, (target, layer) in enumerate(zip(self._targets.targets, self._targets.layers, strict=True)):
             if isinstance(layer, Embedding):
                 self._embeddings.append(TorchEmbedding(i, target, weights, self._batch))
-            else:
-                self._projections.append((layer, TorchDelta(i, target, layer, weights, self._batch)))
+                continue
+            plain = TorchDelta(i, target, layer, weights, self._batch)
+            self._deltas[GENERAL].append((layer, plain))
+            self._deltas[LOW_RANK].append((layer, self._on_gpu(i, target) if self._site.device.resident else plain))
+
+    def _on_gpu(self, index: int, target: Target) -> Delta:
+        """Return the kernels' addition to a layer."""
+        from octavo.features.lora.gpu import LowRankDelta  # needs triton, which machines without a GPU may lack
+
+        memory = self._site.blocks.memory.view(self._site.build.dtype)
+        return by_rows(
+            target,
+            self._batch,
+            lambda rows: LowRankDelta(memory, self._tables, target, index, self._max_rank, rows),
+        )
 
     def _embedded(self, x: Tensor, ids: Tensor) -> Tensor:
         for embedding in self._embeddings:
@@ -131,11 +149,14 @@ class LoraWorker(WorkerHook):
             return None
         return GENERAL if payload.general else LOW_RANK
 
+    def variants(self) -> Sequence[Hashable]:
+        return [LOW_RANK] if self._site.device.resident else []
+
     def select(self, variant: Hashable | None) -> None:
         if variant == self._selected:
             return
         self._selected = variant
-        for layer, delta in self._projections:
+        for layer, delta in self._deltas[LOW_RANK if variant is None else variant]:
             layer.delta = None if variant is None else delta
 
     def lay_out(self, plan: StepPlan, payload: LoraStep | None) -> None:
@@ -148,11 +169,16 @@ class LoraWorker(WorkerHook):
             return
         self._rows = np.array(payload.rows, dtype=np.int32)
         self._batch.tokens.fill(np.repeat(self._rows, plan.num_tokens))
-        self._fill_logits(plan)
+        self._logits = np.repeat(self._rows, np.where(plan.samples, 1 + np.array(plan.num_drafts), 0))
+        self._batch.logits.fill(self._logits)
 
-    def _fill_logits(self, plan: StepPlan) -> None:
-        counts = np.where(plan.samples, 1 + np.array(plan.num_drafts), 0)
-        self._batch.logits.fill(np.repeat(self._rows, counts))
+    def only_row(self, row: int | None) -> None:
+        if self._selected is None:
+            return
+        if row is None:
+            self._batch.logits.fill(self._logits)
+        else:
+            self._batch.logits.fill(np.full(self._batch.max_rows, self._rows[row], dtype=np.int32))
 
     def _layout(self, uid: int) -> Layout:
         with self._lock:
@@ -167,11 +193,20 @@ class LoraWorker(WorkerHook):
             return msgspec.to_builtins(messages.Targets(self._targets.targets, self._geometry.element_size))
         if method == "read":
             reading = msgspec.convert(args, Reading)
+            self._check(reading)
             return self._threads.submit(self._read, reading)
         if method == "drop":
             self._pages.pop(args["uid"], None)
             return {}
         raise InvalidRequestError(f"The worker half has no method {method!r}.", param="method", value=method)
+
+    def _check(self, reading: Reading) -> None:
+        rank = reading.manifest.max_rank
+        if rank > self._max_rank:
+            raise InvalidRequestError(
+                f"The ranks of these adapters add up to {rank}; this engine takes up to {self._max_rank}. Name fewer "
+                f"adapters in one request, or start the engine with --max-lora-rank {rank}."
+            )
 
     def _read(self, reading: Reading) -> dict[str, Any]:
         placed, pages = self._reader.read(reading)
