@@ -47,7 +47,7 @@ def prompts_of(count: int) -> list[list[int]]:
 def test_twelve_adapters_in_one_batch(family: str, tmp_path: Path) -> None:
     """Ranks mixed with each other and with rows of the base, chunks with single tokens."""
     theirs = make_checkpoint(family, tmp_path)
-    adapted = load(model_files(tmp_path), ReferenceAttention(), num_blocks=2400, seed=3)
+    adapted = load(model_files(tmp_path), ReferenceAttention(), num_blocks=7000, seed=3)
     config = theirs.config.to_dict()
     adapters = [save_adapter(tmp_path / f"adapter{i}", config, seed=i, rank=RANKS[i % len(RANKS)]) for i in range(12)]
     entries = [adapted.enter(adapter).entries[0] for adapter in adapters]

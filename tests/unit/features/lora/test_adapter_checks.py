@@ -1,0 +1,210 @@
+"""What an adapter's files say is checked against the model; each refusal names the file, the field and a remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_adapters import PREFIX, save_adapter
+
+from octavo.core.errors import ModelFileError
+from octavo.features.lora.checks import WHOLE, read_adapter
+from octavo.features.lora.layout import Piece, Target, TargetPart
+
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+
+
+def targets_of(layers: int = 2, hidden: int = 32) -> tuple[Target, ...]:
+    def target(path: str, *parts: tuple[str, int, int], **kinds: bool) -> Target:
+        return Target(path, tuple(TargetPart(name, i, o, i, o) for name, i, o in parts), **kinds)
+
+    found = [target("model.embed_tokens", ("", 50, hidden), embedding=True)]
+    for i in range(layers):
+        at = f"model.layers.{i}"
+        found += [
+            target(f"{at}.self_attn", ("q_proj", hidden, hidden), ("k_proj", hidden, 16), ("v_proj", hidden, 16)),
+            target(f"{at}.self_attn", ("o_proj", hidden, hidden)),
+            target(f"{at}.mlp", ("gate_proj", hidden, 48), ("up_proj", hidden, 48)),
+            target(f"{at}.mlp", ("down_proj", 48, hidden)),
+        ]
+    return (*found, target("", ("lm_head", hidden, 50), head=True))
+
+
+TARGETS = targets_of()
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda _: None, **fields: Any) -> Path:
+    """Change an adapter's tensors and fields of its configuration."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_fused_projections_are_found_by_their_parts(tmp_path: Path) -> None:
+    adapter = save_adapter(
+        tmp_path,
+        CONFIG,
+        seed=1,
+        rank=4,
+        alpha=2,
+        targets=("v_proj", "gate_proj", "embed_tokens", "lm_head"),
+        rank_pattern={"gate_proj": 6},
+        alpha_pattern={"v_proj": 12},
+    )
+    assert read_adapter(adapter, TARGETS, 64).manifest.pieces == (
+        Piece(0, 0, 4, 0.5),
+        Piece(1, 2, 4, 3.0),
+        Piece(3, 0, 6, 2 / 6),
+        Piece(5, 2, 4, 3.0),
+        Piece(7, 0, 6, 2 / 6),
+        Piece(9, 0, 4, 0.5),
+    )
+
+
+def test_the_base_of_an_embedding_is_no_saved_module(tmp_path: Path) -> None:
+    """PEFT saves it beside adapters of embeddings, and the head, too."""
+    adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("embed_tokens",))
+    extra = {f"{PREFIX}model.embed_tokens.base_layer.weight": (50, 32), f"{PREFIX}lm_head.weight": (50, 32)}
+    changed(adapter, lambda tensors: tensors.update({name: torch.zeros(shape) for name, shape in extra.items()}))
+    assert [piece.whole for piece in read_adapter(adapter, TARGETS, 64).manifest.pieces] == [False]
+    changed(adapter, modules_to_save=["lm_head"])
+    file = read_adapter(adapter, TARGETS, 64)
+    assert [piece.whole for piece in file.manifest.pieces] == [False, True]
+    assert file.tensors[1] == {WHOLE: f"{PREFIX}lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("peft_type", "LOHA", "peft_type is 'LOHA'"),
+        ("bias", "all", "bias is 'all'"),
+        ("fan_in_fan_out", True, "fan_in_fan_out is set"),
+        ("layer_replication", [[0, 1]], "layer_replication is set"),
+        ("alora_invocation_tokens", [3], "activated LoRA"),
+        ("trainable_token_indices", [3], "trainable_token_indices is set"),
+        ("target_parameters", ["experts"], "target_parameters is set"),
+        ("init_lora_weights", "pissa_niter_4", "path_initial_model_for_weight_conversion"),
+        ("r", 0, "r is 0; it must be a positive integer"),
+        ("lora_alpha", "high", "lora_alpha is 'high'"),
+        ("target_modules", 3, "target_modules is 3"),
+        ("target_modules", "(q_proj", "is no regular expression"),
+        ("rank_pattern", [3], "rank_pattern is [3]"),
+        ("rank_pattern", {"q_proj": 3}, "q_proj has rank 8, but adapter_config.json makes it 3"),
+        ("use_dora", True, "has no magnitude vector, and use_dora"),
+    ],
+)
+def test_fields_that_change_results_are_refused_by_name(field: str, value: Any, text: str, tmp_path: Path) -> None:
+    adapter = changed(save_adapter(tmp_path, CONFIG, seed=1), **{field: value})
+    with pytest.raises(ModelFileError, match=r"adapter_(config|model)") as error:
+        read_adapter(adapter, TARGETS, 64)
+    assert text in str(error.value)
+
+
+def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path, CONFIG, seed=1)
+    with pytest.raises(ModelFileError, match=r"q_proj.* has shape \[8, 32\]; the served model makes it \[rank, 64\]"):
+        read_adapter(adapter, targets_of(hidden=64), 64)
+    with pytest.raises(
+        ModelFileError, match=r"layers.1.* belongs to no layer of the model.*another base model \(tiny\)"
+    ):
+        read_adapter(adapter, targets_of(layers=1), 64)
+    with pytest.raises(ModelFileError, match=r"has nothing for model.layers.2.self_attn.q_proj, which adapter_config"):
+        read_adapter(adapter, targets_of(layers=3), 64)
+    changed(adapter, lambda tensors: tensors.pop(f"{PREFIX}model.layers.0.mlp.up_proj.lora_B.weight"))
+    with pytest.raises(ModelFileError, match="up_proj lacks its matrix B"):
+        read_adapter(adapter, TARGETS, 64)
+
+
+def test_only_the_stated_layers_are_needed(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("q_proj",))
+    changed(adapter, layers_to_transform=[0, 1])
+    assert len(read_adapter(adapter, targets_of(layers=4), 64).manifest.pieces) == 2
+    changed(adapter, layers_to_transform=None, exclude_modules=r".*layers\.[23].*")
+    assert len(read_adapter(adapter, targets_of(layers=4), 64).manifest.pieces) == 2
+
+
+def test_ranks_over_the_limit_are_refused(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path, CONFIG, seed=1, rank=16)
+    with pytest.raises(ModelFileError, match=r"rank 16; this engine takes 1 to 8\. Start it with --max-lora-rank 16"):
+        read_adapter(adapter, TARGETS, 8)
+
+
+def test_files_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="is not an adapter: give PEFT's folder"):
+        read_adapter(tmp_path / "none", TARGETS, 64)
+    with pytest.raises(ModelFileError, match=r"has no adapter_config\.json"):
+        read_adapter(tmp_path, TARGETS, 64)
+    adapter = save_adapter(tmp_path / "a", CONFIG, seed=1)
+    weights = adapter / "adapter_model.safetensors"
+    weights.rename(adapter / "adapter_model.bin")
+    with pytest.raises(ModelFileError, match=r"a pickle, which can run any code.*safe_serialization=True"):
+        read_adapter(adapter, TARGETS, 64)
+    (adapter / "adapter_model.bin").unlink()
+    with pytest.raises(ModelFileError, match=r"has no adapter_model\.safetensors"):
+        read_adapter(adapter, TARGETS, 64)
+    weights.write_bytes(b"12345678901234567890")
+    with pytest.raises(ModelFileError, match="is corrupt or truncated"):
+        read_adapter(adapter, TARGETS, 64)
+
+
+def test_other_vocabularies_and_saved_layers_are_refused(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path, CONFIG | {"vocab_size": 53}, seed=1, modules_to_save=["lm_head"])
+    with pytest.raises(ModelFileError, match=r"lm_head has 53 tokens, the served model 50.*resize the base model's"):
+        read_adapter(adapter, TARGETS, 64)
+    name = f"{PREFIX}model.layers.0.mlp.up_proj.weight"
+    changed(
+        adapter, lambda tensors: tensors.update({name: torch.zeros(48, 32)}), modules_to_save=["lm_head", "up_proj"]
+    )
+    with pytest.raises(ModelFileError, match=r"both a saved module and a low-rank one|saved embeddings and heads only"):
+        read_adapter(adapter, TARGETS, 64)
+
+
+def test_numbers_in_other_formats_are_refused(tmp_path: Path) -> None:
+    def to_integers(tensors: dict[str, Any]) -> None:
+        tensors.update({name: tensor.to(torch.int8) for name, tensor in tensors.items()})
+
+    adapter = changed(save_adapter(tmp_path, CONFIG, seed=1), to_integers)
+    with pytest.raises(ModelFileError, match="is stored as I8; adapters are read from F32, F16, BF16"):
+        read_adapter(adapter, TARGETS, 64)
+
+
+def test_gguf_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    def written(kind: str, tensor: str, alpha: float | None = 4.0) -> Path:
+        path = tmp_path / f"{kind}-{tensor}.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_type(kind)
+        writer.add_string("adapter.type", "lora")
+        if alpha is not None:
+            writer.add_float32("adapter.lora.alpha", alpha)
+        writer.add_tensor(tensor, np.zeros((4, 32), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    with pytest.raises(ModelFileError, match=r"is no LoRA adapter: general\.type is 'model'"):
+        read_adapter(written("model", "a"), TARGETS, 64)
+    with pytest.raises(ModelFileError, match=r"tensor blk.0.attn_q.weight is not part of a low-rank pair"):
+        read_adapter(written("adapter", "blk.0.attn_q.weight"), TARGETS, 64)
+    with pytest.raises(ModelFileError, match=r"blk.9.attn_q.weight.lora_a belongs to no layer"):
+        read_adapter(written("adapter", "blk.9.attn_q.weight.lora_a"), TARGETS, 64)
+    with pytest.raises(ModelFileError, match=r"adapter\.lora\.alpha is None"):
+        read_adapter(written("adapter", "blk.0.attn_q.weight.lora_b", None), TARGETS, 64)
