@@ -277,8 +277,10 @@ class EngineLoop:
         """Check workers and profile; call periodically while the engine is idle. Raises DeviceLostError."""
         with self._guarded():
             self._worker.check()
-        if self._scheduler.storing and self._sleep.level == AWAKE:
-            self.step()
+        if self._sleep.level == AWAKE:
+            self._scheduler.turn()
+            if self._scheduler.storing:
+                self.step()
         if self._profiler is not None:
             self._profiler.end_if_due()
 

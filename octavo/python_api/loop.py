@@ -123,6 +123,7 @@ class SharedLoop:
                 self._step()
             else:
                 wait([value], _STARVED_PAUSE_S)
+                self.loop.idle()
         return value.result()
 
     def stats(self) -> EngineStats:

@@ -150,6 +150,9 @@ class EngineHook:
         Called before other requests are preempted. Don't release what `request` itself is waiting for.
         """
 
+    def turn(self) -> None:
+        """Take in what threads have done. Called before each plan, and from time to time while the engine is idle."""
+
     def on_failure(self) -> None:
         """Launched steps are lost, and the worker half may not have seen their payloads. Leases are as they were."""
 
@@ -336,6 +339,11 @@ def results(hooks: Sequence[EngineHook], request: Request) -> dict[str, bytes]:
         except Exception:
             log.exception("feature %r failed to return the result of request %s", hook.name, request.id)
     return found
+
+
+def turning(hooks: Sequence[EngineHook]) -> tuple[EngineHook, ...]:
+    """Return the hooks that override `turn`."""
+    return tuple(hook for hook in hooks if type(hook).turn is not EngineHook.turn)
 
 
 def finishing(hooks: Sequence[EngineHook]) -> tuple[EngineHook, ...]:

@@ -34,6 +34,7 @@ from octavo.schedule.hooks import (
     reason,
     results,
     told,
+    turning,
 )
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.outputs import Last, append, last_news, prompt_news, times_at_first_token
@@ -79,6 +80,7 @@ class Scheduler:
         self._tiers = Tiers(tiers, cache, self.counters, tickets=numbers) if tiers and limits.share_prefixes else None
         self._loads = PageLoads(numbers)
         self._life = uuid4().hex
+        self._turning = turning(hooks)
         self._requests = Requests(cache, policy, limits, hooks, self._tiers)
         self._drafts = DraftBounds(hooks, limits, cache)
         self._planner = Planner(
@@ -247,6 +249,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; None if nothing can be computed."""
+        self.turn()
         self._planning = True
         rows, draft = self._repeat() or self._decide()
         plan = self._freeze(rows, draft)
@@ -255,7 +258,13 @@ class Scheduler:
 
     def plan_transfers(self) -> StepPlan | None:
         """A step that computes nothing; None if no transfer needs one."""
+        self.turn()
         return self._freeze([], PlanDraft())
+
+    def turn(self) -> None:
+        """Let features take in what their threads have done; call it while nothing is planned."""
+        if self._turning:
+            told(self._turning, "turn")
 
     def _freeze(self, rows: list[Request], draft: PlanDraft) -> StepPlan | None:
         if self._tiers is not None or self._loads.active:

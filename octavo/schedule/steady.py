@@ -48,10 +48,13 @@ class Steady:
         self._growing = sum(group.grows for group in cache.groups)
         self._kv = kv
         self._drafts = drafts if drafts.most else None
-        self._watched = {request for request in self.rows if request.spec.options}
-        self.hooks = hooks if self._watched else ()
+        watched = {request for request in self.rows if request.spec.options}
+        self.hooks = hooks if watched else ()
+        reading = [hook for hook in self.hooks if type(hook).on_commit is not EngineHook.on_commit]
+        self._watched = {request for request in watched if hooks_of(request, reading)}
+        """Requests whose tokens features must see."""
         asked = [hook for hook in self.hooks if not hook.admits_for_good]
-        self._asked = [(request, mine) for request in self._watched if (mine := hooks_of(request, asked))]
+        self._asked = [(request, mine) for request in watched if (mine := hooks_of(request, asked))]
         self._left = min(r.max_tokens - r.num_output - r.pending for r in self.rows)
         self._count = 0
         self._told = [(r, r.spec.id, r.index, r.stop_ids, r.num_cached, _first_check(r)) for r in self.rows]

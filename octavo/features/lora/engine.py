@@ -1,0 +1,321 @@
+"""`LoraEngine`: the engine half. It brings adapters to the device for requests, and tells the worker half which row of
+a step has which."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError
+from octavo.core.plan import PlanDraft
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import FeatureMetric
+from octavo.features import FeatureContext
+from octavo.features.lora.layout import Geometry
+from octavo.features.lora.names import Names
+from octavo.features.lora.payload import NAME, AdapterEntry, LoraStep, Targets
+from octavo.features.lora.requests import CHANGES, LoraInfo, decode, not_loaded
+from octavo.features.lora.residency import Residency
+from octavo.features.lora.settings import LoraSettings
+from octavo.features.lora.weights import AdapterWeights, State
+from octavo.schedule.hooks import EngineHook
+from octavo.schedule.pages import Pages
+from octavo.schedule.request import Request
+
+log = logging.getLogger(__name__)
+
+_BASE = -1
+_REPEATED = {general: LoraStep(general=general) for general in (False, True)}
+
+
+class LoraEngine(EngineHook):
+    """Adapters for requests. `clock`: seconds."""
+
+    name = NAME
+    opt_in = True
+    admits_for_good = True
+
+    def __init__(self, settings: LoraSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._names: Names
+        self._residency: Residency
+        self._of: dict[Request, AdapterWeights] = {}
+        """The adapter of each request that is not released."""
+        self._since: dict[Request, float] = {}
+        """When requests began to wait."""
+        self._pinning: list[tuple[AdapterWeights, Future[Any]]] = []
+        self._unloading: list[tuple[set[AdapterWeights], Future[Any]]] = []
+        self._leaving: list[AdapterWeights] = []
+        """Retired weights that are still used, or on their way."""
+        self._tokens: Counter[str] = Counter()
+        self._waited_s = 0.0
+        self._repeated: LoraStep | None = None
+
+    def attach(self, pages: Pages) -> None:
+        settings = self._settings
+        model = msgspec.convert(pages.call("targets", {}).result()[0], Targets)
+        geometry = Geometry(pages.shape.num_slices, pages.shape.slice_bytes, model.element_size)
+        self._residency = Residency(
+            pages, settings.max_loras, settings.max_cpu_loras or settings.max_loras, self._clock
+        )
+        self._names = Names(settings, model.targets, geometry, pages.num_blocks, self._retire)
+        for module in settings.modules():
+            self._names.add(module)
+        info = LoraInfo(
+            max_rank=settings.max_lora_rank,
+            max_adapters=settings.max_loras,
+            adapters=len(self._names),
+            updates=settings.allow_runtime_lora_updating,
+        )
+        self.info = msgspec.Raw(msgspec.msgpack.encode(info))
+
+    # Calls
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
+        """See `requests.py`."""
+        match method:
+            case "list":
+                return {"adapters": self._names.all()}
+            case "find":
+                return self._names.find(_text(args, "name"))
+            case "load":
+                flags = {key: bool(args.get(key, False)) for key in ("in_place", "again")}
+                return self._names.load(_text(args, "name"), _text(args, "path"), **flags)
+            case "unload":
+                return self._unload(_text(args, "name"))
+            case "pin":
+                return self._pin(_text(args, "name"), pinned=bool(args.get("pinned", True)))
+        return super().call(method, args)
+
+    def _unload(self, name: str) -> Future[Any]:
+        known = self._names.get(name)
+        if known is None:
+            raise not_loaded(name)
+        for weights, pinned in list(self._pinning):
+            if weights is known.weights:
+                self._pinning.remove((weights, pinned))
+                pinned.set_exception(EngineStateError(f"The adapter {name!r} was unloaded."))
+        before = set(self._leaving)
+        self._names.unload(name)
+        future: Future[Any] = Future()
+        self._unloading.append((set(self._leaving) - before, future))
+        self._answer_unloads()
+        return future
+
+    def _pin(self, name: str, *, pinned: bool) -> Any | Future[Any]:
+        known = self._names.get(name)
+        if known is None:
+            raise not_loaded(name)
+        known.weights.pinned = pinned
+        if not pinned or known.weights.state is State.DEVICE:
+            return {}
+        known.weights.error = None
+        future: Future[Any] = Future()
+        self._pinning.append((known.weights, future))
+        return future
+
+    def turn(self) -> None:
+        """Take in what threads have done, and go on with what no request asks for."""
+        self._names.poll()
+        self._residency.poll()
+        if self._pinning:
+            self._pinning = [
+                (weights, future) for weights, future in self._pinning if not self._pinned(weights, future)
+            ]
+        if self._leaving:
+            self._free_retired()
+
+    def _pinned(self, weights: AdapterWeights, future: Future[Any]) -> bool:
+        """Take a pinned adapter further to the device; return whether it is there, or has failed."""
+        if weights.error is not None:
+            future.set_exception(weights.error)
+        elif weights.state is State.DEVICE:
+            future.set_result({})
+        else:
+            self._residency.bring(weights, None)
+        return future.done()
+
+    def _retire(self, weights: AdapterWeights) -> None:
+        """No name leads to these weights any more."""
+        weights.pinned = False
+        self._leaving.append(weights)
+        self._free_retired()
+
+    def _free_retired(self) -> None:
+        self._leaving = [one for one in self._leaving if one.requests or not self._residency.remove(one)]
+        self._answer_unloads()
+
+    def _answer_unloads(self) -> None:
+        for weights, future in list(self._unloading):
+            if weights.isdisjoint(self._leaving):
+                self._unloading.remove((weights, future))
+                future.set_result({})
+
+    # A request
+
+    def namespace(self, spec: GenerateRequest) -> str:
+        weights = self._weights_of(spec)
+        return str(weights.uid) if weights.changes_keys else ""
+
+    def held_blocks(self, spec: GenerateRequest) -> int:
+        return self._weights_of(spec).num_blocks
+
+    def _weights_of(self, spec: GenerateRequest) -> AdapterWeights:
+        try:
+            selection = decode(spec.options[NAME])
+        except msgspec.DecodeError as error:
+            raise InvalidRequestError(
+                f"The adapters of the request have another form: {error}", param="model"
+            ) from None
+        return self._names.weights_of(selection)
+
+    def on_add(self, request: Request) -> None:
+        weights = self._weights_of(request.spec)
+        self._of[request] = weights
+        weights.requests.add(request)
+        self._residency.touch(weights)
+        self._residency.prefetch(weights)
+
+    def admit(self, request: Request, num_tokens: int) -> int:
+        weights = self._of.get(request)
+        if weights is None:
+            return num_tokens
+        if weights.refused and (error := weights.refused.pop(request, None)) is not None:
+            raise error
+        if weights.state is State.DEVICE:
+            if self._since:
+                self._no_longer_waits(request, weights)
+            return num_tokens
+        self._since.setdefault(request, self._clock())
+        return self._residency.bring(weights, request)
+
+    def _no_longer_waits(self, request: Request, weights: AdapterWeights) -> None:
+        since = self._since.pop(request, None)
+        if since is not None:
+            waited = self._clock() - since
+            self._waited_s += waited
+            log.debug("request %s waited %.0f ms for the adapter %s", request.id, 1000 * waited, weights.label)
+
+    def waits_for(self, request: Request) -> str:
+        since, weights = self._since.get(request), self._of.get(request)
+        if since is None or weights is None:
+            return ""
+        return f"adapter {weights.label} ({weights.state}, {1000 * (self._clock() - since):.0f} ms)"
+
+    def reclaim(self, num_blocks: int, request: Request) -> None:
+        self._residency.reclaim(num_blocks, self._of.get(request))
+
+    def on_release(self, request: Request) -> None:
+        weights = self._of.pop(request, None)
+        if weights is None:
+            return
+        self._since.pop(request, None)
+        weights.requests.discard(request)
+        weights.refused.pop(request, None)
+        self._count(self._tokens, request, weights)
+        self._residency.touch(weights)
+        if weights.stale and not weights.read_by_steps:
+            self._residency.evict(weights)
+        if weights.retired:
+            self._free_retired()
+        elif weights.parts and not weights.requests and weights.state is State.DISK:
+            self._names.forget_sum(weights)
+
+    # A step
+
+    def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
+        if draft.repeats:
+            if self._repeated is not None:
+                draft.payload[NAME] = self._repeated
+            return
+        self._repeated = None
+        if not self._of:
+            return
+        found = [self._of.get(request) for request in rows]
+        used = {weights for weights in found if weights is not None}
+        if not used:
+            return
+        entries = [self._entry(weights) for weights in used if not weights.announced]
+        general = any(weights.general for weights in used)
+        indices = [_BASE if weights is None else weights.index for weights in found]
+        draft.payload[NAME] = LoraStep(entries, indices, general)
+        self._repeated = _REPEATED[general]
+        for weights in used:
+            weights.hasty = False
+            self._residency.touch(weights)
+
+    def _entry(self, weights: AdapterWeights) -> AdapterEntry:
+        assert weights.lease is not None, f"a row has the adapter {weights.label}, which is not on the device"
+        weights.announced = True
+        return AdapterEntry(weights.index, weights.uid, list(weights.lease.held))
+
+    # The engine
+
+    def on_failure(self) -> None:
+        self._residency.renounce()
+
+    def on_park(self) -> None:
+        self._residency.park()
+
+    def on_weights(self) -> None:
+        """Gains were computed with the former weights."""
+        for one in self._residency.everything:
+            if one.gains:
+                self._residency.outdate(one)
+
+    def _count(self, tokens: Counter[str], request: Request, weights: AdapterWeights) -> None:
+        for name in weights.names:
+            tokens[name] += request.num_output
+
+    def metrics(self) -> Sequence[FeatureMetric]:
+        tokens = Counter(self._tokens)
+        for request, weights in self._of.items():
+            self._count(tokens, request, weights)
+        residency = self._residency
+        places = {"device": len(residency.resident), "host": residency.num_on_host, "known": len(self._names)}
+        return (
+            _gauge("lora_adapters", "LoRA adapters in the device's memory, in the host's, and known.", places, "place"),
+            _gauge("lora_blocks", "KV blocks that hold LoRA adapters.", residency.num_blocks),
+            _counter(CHANGES, "Times that the name of a LoRA adapter came, went or was replaced.", self._names.changes),
+            _counter("lora_reads", "LoRA adapters read from disk.", residency.reads),
+            _counter("lora_loads", "LoRA adapters loaded into the device's memory.", residency.loads),
+            _counter("lora_evictions", "LoRA adapters evicted from the device's memory.", residency.evictions),
+            _counter("lora_wait_seconds", "Seconds that requests waited for LoRA adapters.", self._waited_s),
+            _counter("lora_tokens", "Tokens generated, by LoRA adapter.", dict(tokens), "adapter"),
+        )
+
+
+def _gauge(name: str, text: str, value: float | Mapping[str, float], label: str = "") -> FeatureMetric:
+    return _metric(name, "gauge", text, value, label)
+
+
+def _counter(name: str, text: str, value: float | Mapping[str, float], label: str = "") -> FeatureMetric:
+    return _metric(name, "counter", text, value, label)
+
+
+def _metric(name: str, kind: str, text: str, value: float | Mapping[str, float], label: str) -> FeatureMetric:
+    values = dict(value) if isinstance(value, Mapping) else {"": value}
+    return FeatureMetric(name, kind, text, label, values)
+
+
+def _text(args: Mapping[str, Any], key: str) -> str:
+    value = args.get(key)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{key} must be a text that is not empty.", param=key, value=value)
+    return value
+
+
+def build_engine(context: FeatureContext) -> LoraEngine | None:
+    settings = context.settings_of(LoraSettings)
+    if not settings.enabled:
+        return None
+    if context.whole_prompts:
+        raise ConfigError(f"{context.model_name} is an encoder, which has no adapters. Leave out --enable-lora.")
+    return LoraEngine(settings)

@@ -1,0 +1,263 @@
+"""`Residency`: brings adapters into the host's memory and into blocks of the device, and takes them out again.
+
+Disk -> host: the worker half reads files in threads of its own, from a request's arrival on. Host -> device: blocks are
+taken, and filled on a copy stream while steps run. Both are left least recently used first: the host when it holds
+`max_host` adapters, the device when requests or other adapters lack blocks, or when `max_device` adapters are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from octavo.core.errors import EngineStateError, OctavoError
+from octavo.features.lora.payload import Reading, page_names
+from octavo.features.lora.weights import AdapterWeights, State
+from octavo.schedule.hooks import NO_ROOM
+from octavo.schedule.pages import Pages
+from octavo.schedule.request import Request
+
+log = logging.getLogger(__name__)
+
+_MOST_FAILURES = 3
+"""Loads into blocks that may fail in a row before the requests that wait end with an error."""
+_PATIENCE_S = 1.0
+"""Seconds for which a request that lacks one of `max_device` places is passed by others."""
+
+
+class Residency:
+    """Where all adapters are.
+
+    Attributes:
+        reads, loads, evictions: counters: from disk to host, from host to device, and out of the device.
+
+    Args:
+        max_device, max_host: most adapters there.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, pages: Pages, max_device: int, max_host: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.reads = self.loads = self.evictions = 0
+        self._pages = pages
+        self._max_host = max_host
+        self._clock = clock
+        self._free = list(range(max_device - 1, -1, -1))
+        self._all: dict[int, AdapterWeights] = {}
+        """Uid -> what is not only on disk, or is on its way."""
+        self._reading: list[AdapterWeights] = []
+        self._uses = 0
+        self._roomless: list[AdapterWeights] = []
+        """Adapters that requests wait for and the host has no room for, longest first."""
+        self._placeless: dict[AdapterWeights, float] = {}
+        """Since when adapters lack a place on the device."""
+
+    @property
+    def num_on_host(self) -> int:
+        return sum(one.on_host for one in self._all.values())
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that adapters hold."""
+        return sum(one.num_blocks for one in self._all.values() if one.lease is not None)
+
+    @property
+    def everything(self) -> list[AdapterWeights]:
+        """The adapters that are not only on disk."""
+        return list(self._all.values())
+
+    @property
+    def resident(self) -> list[AdapterWeights]:
+        """The adapters on the device."""
+        return [one for one in self._all.values() if one.state is State.DEVICE]
+
+    def touch(self, weights: AdapterWeights) -> None:
+        """Note a use."""
+        self._uses += 1
+        weights.used = self._uses
+
+    def poll(self) -> None:
+        """Take in what was read since the last call."""
+        ended = [one for one in self._reading if one.reading is not None and one.reading.done()]
+        for weights in ended:
+            self._reading.remove(weights)
+            self._read(weights)
+
+    def prefetch(self, weights: AdapterWeights) -> None:
+        """Begin to read the files, if they are not on the host and there is room."""
+        if weights.state is not State.DISK or not self._may_read(weights):
+            return
+        weights.error = None
+        reading = Reading(weights.uid, weights.sources, weights.manifest)
+        weights.reading = self._pages.call("read", msgspec.to_builtins(reading))
+        weights.state = State.READING
+        self._all[weights.uid] = weights
+        self._reading.append(weights)
+
+    def bring(self, weights: AdapterWeights, request: Request | None) -> int:
+        """Take the next step to the device for a request that waits; return what `EngineHook.admit` is to return."""
+        if weights.state is State.DISK:
+            self.prefetch(weights)
+        if weights.state is State.HOST:
+            return self._load(weights, request)
+        return NO_ROOM if weights.hasty and weights.state is State.LOADING else 0
+
+    def reclaim(self, num_blocks: int, keep: AdapterWeights | None) -> None:
+        """Free up to about `num_blocks` blocks of adapters that no step reads, other than `keep`."""
+        for one in self._quiet(keep):
+            if num_blocks <= 0:
+                return
+            num_blocks -= one.num_blocks
+            self.evict(one)
+
+    def evict(self, weights: AdapterWeights) -> None:
+        """Take an adapter that no step reads out of the device."""
+        self._leave(weights)
+        self.evictions += 1
+        weights.hasty = bool(weights.requests)
+
+    def forget_host(self, weights: AdapterWeights) -> None:
+        """Drop the copy in the host's memory, if there is one and no load reads it."""
+        if weights.on_host and weights.state is not State.LOADING:
+            weights.on_host = False
+            self._pages.call("drop", {"uid": weights.uid})
+        if weights.state is State.HOST:
+            weights.state = State.DISK
+        self._tidy(weights)
+
+    def remove(self, weights: AdapterWeights) -> bool:
+        """Free all that an adapter without requests has; False if it is being read or loaded, and must wait for it."""
+        if weights.state in (State.READING, State.LOADING):
+            return False
+        if weights.state is State.DEVICE:
+            self._leave(weights)
+        self.forget_host(weights)
+        return True
+
+    def park(self) -> None:
+        """Leave the device with all adapters: the blocks lose their contents."""
+        for one in self.resident:
+            self._leave(one)
+
+    def outdate(self, weights: AdapterWeights) -> None:
+        """Read an adapter anew, as soon as no step reads it: it was made for other weights of the model."""
+        if weights.state is State.DEVICE and not weights.read_by_steps:
+            self._leave(weights)
+        weights.stale = weights.state in (State.DEVICE, State.READING)
+        self.forget_host(weights)
+
+    def renounce(self) -> None:
+        """The worker may not know what is on the device."""
+        for one in self._all.values():
+            one.announced = False
+
+    # Host
+
+    def _may_read(self, weights: AdapterWeights) -> bool:
+        """Return whether there is room on the host; those that lacked it before come first."""
+        self._roomless = [one for one in self._roomless if one.requests and one.state is State.DISK]
+        first = self._roomless[0] if self._roomless else weights
+        if first is weights and self._make_host_room():
+            return True
+        if weights not in self._roomless:
+            self._roomless.append(weights)
+        return False
+
+    def _make_host_room(self) -> bool:
+        held = [one for one in self._all.values() if one.on_host or one.state is State.READING]
+        if len(held) < self._max_host:
+            return True
+        free = [one for one in held if one.state in (State.HOST, State.DEVICE) and self._unneeded_on_host(one)]
+        if not free:
+            return False
+        self.forget_host(min(free, key=lambda one: (one.state is State.HOST, one.used)))
+        return True
+
+    def _unneeded_on_host(self, weights: AdapterWeights) -> bool:
+        return weights.state is State.DEVICE or not weights.requests
+
+    def _read(self, weights: AdapterWeights) -> None:
+        assert weights.reading is not None
+        error, weights.reading = weights.reading.exception(), None
+        if error is None:
+            weights.state, weights.on_host = State.HOST, True
+            self.reads += 1
+            self.touch(weights)
+            if weights.stale:
+                weights.stale = False
+                self.forget_host(weights)
+            return
+        weights.state = State.DISK
+        if not isinstance(error, OctavoError):
+            log.error("failed to read the adapter %s", weights.label, exc_info=error)
+            error = EngineStateError(f"The adapter {weights.label} could not be read: {error}")
+        self._fail(weights, error)
+
+    def _fail(self, weights: AdapterWeights, error: OctavoError) -> None:
+        """End the requests that wait; later ones try again."""
+        weights.error = error
+        weights.refused |= dict.fromkeys(weights.requests, error)
+        weights.failures = 0
+        self._tidy(weights)
+
+    # Device
+
+    def _load(self, weights: AdapterWeights, request: Request | None) -> int:
+        if not self._free and not self._make_place(weights):
+            since = self._placeless.setdefault(weights, self._clock())
+            return NO_ROOM if self._clock() - since > _PATIENCE_S else 0
+        missing = self._pages.missing(weights.num_blocks, request)
+        if missing > 0:
+            if sum(one.num_blocks for one in self._quiet(weights)) < missing:
+                return NO_ROOM
+            self.reclaim(missing, weights)
+        lease = self._pages.take(weights.num_blocks)
+        if lease is None:
+            return NO_ROOM
+        self._placeless.pop(weights, None)
+        weights.lease, weights.index, weights.state = lease, self._free.pop(), State.LOADING
+        names = page_names(weights.uid, weights.num_blocks)
+        self._pages.load(names, list(lease.held), partial(self._loaded, weights))
+        return NO_ROOM if weights.hasty else 0
+
+    def _make_place(self, weights: AdapterWeights) -> bool:
+        quiet = self._quiet(weights)
+        if quiet:
+            self.evict(quiet[0])
+        return bool(quiet)
+
+    def _quiet(self, keep: AdapterWeights | None) -> list[AdapterWeights]:
+        """Return the adapters on the device that no step reads, in the order in which they leave it."""
+        found = [one for one in self.resident if one is not keep and not one.read_by_steps]
+        return sorted(found, key=lambda one: (one.pinned, bool(one.requests), one.used))
+
+    def _loaded(self, weights: AdapterWeights, whole: bool) -> None:
+        if whole:
+            weights.state, weights.failures = State.DEVICE, 0
+            self.loads += 1
+            self.touch(weights)
+            return
+        self._leave(weights)
+        self.forget_host(weights)
+        weights.failures += 1
+        log.warning("the adapter %s did not reach the device (%d)", weights.label, weights.failures)
+        if weights.failures >= _MOST_FAILURES:
+            self._fail(weights, EngineStateError(f"The adapter {weights.label} could not be loaded onto the device."))
+
+    def _leave(self, weights: AdapterWeights) -> None:
+        assert weights.lease is not None
+        weights.lease.release()
+        self._free.append(weights.index)
+        weights.lease, weights.index, weights.announced, weights.stale = None, -1, False, False
+        weights.state = State.HOST if weights.on_host else State.DISK
+        self._tidy(weights)
+
+    def _tidy(self, weights: AdapterWeights) -> None:
+        if weights.state is State.DISK and not weights.on_host:
+            self._all.pop(weights.uid, None)
+            self._placeless.pop(weights, None)

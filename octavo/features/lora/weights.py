@@ -1,0 +1,81 @@
+"""`AdapterWeights`: the weights behind one uid, and where they are."""
+
+from __future__ import annotations
+
+import enum
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.cache.lease import Lease
+from octavo.core.errors import OctavoError
+from octavo.features.lora.layout import Manifest
+from octavo.features.lora.payload import Source
+from octavo.schedule.request import Request
+
+
+class State(enum.StrEnum):
+    """Where the weights are. READING ends in HOST, LOADING in DEVICE; failures end in DISK."""
+
+    DISK = "disk"
+    READING = "reading"
+    HOST = "host"
+    LOADING = "loading"
+    DEVICE = "device"
+
+
+@dataclass(slots=True, eq=False)
+class AdapterWeights:
+    """The weights of an adapter, or of a sum of several.
+
+    Attributes:
+        names: of its adapters.
+        label: the same, for display.
+        parts: uids of the adapters that a sum is made of; empty for a single one.
+        num_blocks: blocks that it takes.
+        general: see `Manifest.general`.
+        changes_keys: see `Manifest.changes_keys`.
+        gains: it has gains (DoRA), which depend on the model's weights, too.
+        on_host: there is a copy in the host's memory.
+        index: its row of the worker's tables, in LOADING and DEVICE.
+        announced: the worker was told of the index.
+        requests: those that use it and are not released.
+        refused: requests that waited when it failed, each with the error that it ends with.
+        error: why it failed the last time.
+        pinned: evicted only if nothing else can be.
+        retired: no name leads to it any more; it is freed after its last request.
+        stale: made for earlier weights of the model; evicted as soon as no step reads it.
+        hasty: it was evicted while a request waited for it; while it is loaded again, no other request passes.
+        used: a number that grows with its last use.
+    """
+
+    uid: int
+    names: tuple[str, ...]
+    label: str
+    sources: tuple[Source, ...]
+    manifest: Manifest
+    num_blocks: int
+    general: bool
+    changes_keys: bool
+    gains: bool
+    parts: tuple[int, ...] = ()
+    state: State = State.DISK
+    on_host: bool = False
+    reading: Future[list[Any]] | None = None
+    lease: Lease | None = None
+    index: int = -1
+    announced: bool = False
+    requests: set[Request] = field(default_factory=set)
+    refused: dict[Request, OctavoError] = field(default_factory=dict)
+    error: OctavoError | None = None
+    failures: int = 0
+    pinned: bool = False
+    retired: bool = False
+    stale: bool = False
+    hasty: bool = False
+    used: int = 0
+
+    @property
+    def read_by_steps(self) -> bool:
+        """Whether a launched step may read its blocks."""
+        return any(request.slot >= 0 for request in self.requests)
