@@ -27,7 +27,7 @@ from octavo.schedule.pages import PageShape
 SHAPE = PageShape(1, 1024)
 """A block has two tiles, so an adapter of rank r takes r blocks."""
 LAYER = Target("layers.0", (TargetPart("up", 8, 8, 8, 8),))
-HEAD = Target("lm_head", (TargetPart("", 8, 8, 8, 8),), head=True, keys=False)
+HEAD = Target("lm_head", (TargetPart("", 8, 8, 8, 8),), head=True)
 
 
 def folders(root: Path, ranks: Mapping[str, int]) -> dict[str, str]:

@@ -98,10 +98,6 @@ class LoraEngine(EngineHook):
         known = self._names.get(name)
         if known is None:
             raise not_loaded(name)
-        for weights, pinned in list(self._pinning):
-            if weights is known.weights:
-                self._pinning.remove((weights, pinned))
-                pinned.set_exception(EngineStateError(f"The adapter {name!r} was unloaded."))
         before = set(self._leaving)
         self._names.unload(name)
         future: Future[Any] = Future()
@@ -145,6 +141,13 @@ class LoraEngine(EngineHook):
     def _retire(self, weights: AdapterWeights) -> None:
         """No name leads to these weights any more."""
         weights.pinned = False
+        after = self._names.get(weights.label)
+        for pinned, future in [one for one in self._pinning if one[0] is weights]:
+            self._pinning.remove((pinned, future))
+            if after is None:
+                future.set_exception(EngineStateError(f"The adapter {weights.label!r} was unloaded."))
+            else:
+                self._pinning.append((after.weights, future))
         self._leaving.append(weights)
         self._free_retired()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lora_toy import SHAPE, LoraDevice, ToyWorker, fake_files, folders, option
 from world_kit import LAYOUTS, World, random_requests, worlds
 
-from octavo.core.errors import InvalidRequestError, ModelFileError, ModelNotFoundError
+from octavo.core.errors import EngineStateError, InvalidRequestError, ModelFileError, ModelNotFoundError
 from octavo.core.output import FinishReason
 from octavo.features.lora.engine import LoraEngine
 from octavo.features.lora.settings import LoraSettings
@@ -48,7 +48,7 @@ class Driver(LoraEngine):
             self.calls.remove(call)
             self.answered += 1
             error = call.exception()
-            assert error is None or isinstance(error, InvalidRequestError | ModelFileError), error
+            assert error is None or isinstance(error, InvalidRequestError | ModelFileError | EngineStateError), error
 
     def act(self) -> None:
         rng = self.worker.rng
@@ -122,6 +122,7 @@ def settle(world: World) -> Driver:
         if not (world.loop.busy or driver.calls or driver.worker.pending or driver._leaving):
             break
         world.take(world.loop.step() if world.loop.busy else world.loop.idle() or [])
+        wait(driver.calls, 0.01)
     assert not driver.calls
     assert not driver._of
     assert not driver._since
