@@ -87,7 +87,12 @@ class CudaCopy:
 
 
 class CudaCopier:
-    """A stream of its own, which waits for the computing stream, but is not waited for."""
+    """A stream of its own, which waits for the computing stream, but is not waited for.
+
+    Memory allocated in `out` and `into` is this stream's, so it is reused after the copies that read it. Memory that
+    `read` and `write` touch elsewhere may be freed only when `Copy.done` says so. torch itself keeps pinned memory
+    until transfers have read it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

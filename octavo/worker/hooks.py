@@ -166,7 +166,8 @@ class WorkerHook:
 
         Args:
             names: one a page, each of the same length; see `cache/tier.py`.
-            pages: [n, page bytes] uint8 in the host's memory, the hook's own from now on.
+            pages: [n, page bytes] uint8 in the host's memory, the hook's own from now on. On a GPU it is pinned memory,
+                which is scarce and slow to allocate, and is reused once it is released: copy what is kept, in a thread.
 
         Returns:
             The indices of pages that could not be kept, when all others can be loaded.

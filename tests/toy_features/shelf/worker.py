@@ -33,7 +33,7 @@ class ShelfWorker(WorkerHook):
         return self._threads.submit(self._load, names, pages)
 
     def _store(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
-        PAGES.update(zip(names, pages, strict=True))
+        PAGES.update(zip(names, pages.clone(), strict=True))
         return ()
 
     def _load(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
