@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from octavo.core.errors import ConfigError
+from octavo.hub.overrides import ROPE_SETTINGS
 from octavo.models.registry import ARCHITECTURES
 
 _CAUSAL: Mapping[str, Any] = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -100,6 +102,12 @@ def _reason_against(name: str, kind: str) -> str:
         f"The model's architecture is {name}, which neither Octavo nor {version} knows.{hint} A newer transformers may "
         "know it (pip install -U transformers), or serve another model."
     )
+
+
+def has_field(config: type[PreTrainedConfig], name: str) -> bool:
+    """Return whether a class of configurations has a field."""
+    fields = {*inspect.signature(config.__init__).parameters, *config.attribute_map, *ROPE_SETTINGS}
+    return name in fields or name in getattr(config, "__dataclass_fields__", {})
 
 
 def check_class(model: type[PreTrainedModel], config: PreTrainedConfig, name: str) -> None:

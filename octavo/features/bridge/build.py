@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.core.errors import ConfigError
 from octavo.features.bridge import attention
-from octavo.features.bridge.architecture import check_class, check_rope, classes_of
+from octavo.features.bridge.architecture import check_class, check_rope, classes_of, has_field
 from octavo.features.bridge.conversion import converted
 from octavo.features.bridge.model import BridgedLM
 from octavo.features.bridge.spec import BridgedSpec
@@ -32,15 +32,24 @@ class Bridge:
         name: the library and its version.
     """
 
-    def __init__(self, version: str, files: ModelFiles, *, trusts_code: bool) -> None:
+    def __init__(self, version: str, files: ModelFiles, *, trusts_code: bool, overrides: Collection[str] = ()) -> None:
         """
+        Args:
+            overrides: names of fields of the model's config that settings replace.
+
         Raises:
-            ConfigError: the architecture can't be run so; the text says why.
+            ConfigError: the architecture can't be run so, or has no field that is overridden; the text says why.
         """
         self.name = f"transformers {version}"
         self._architecture = str(files.config["architectures"][0])
         self._classes = classes_of(files.config, files.path, trusts_code=trusts_code)
         self._skeleton: PreTrainedModel | None = None
+        for name in overrides:
+            if name not in files.own_fields and not has_field(self._classes.config, name):
+                raise ConfigError(
+                    f"--hf-overrides {name}: neither the model nor {self._classes.config.__name__} of transformers has "
+                    "such a field."
+                )
 
     def spec_of(self, config: Mapping[str, Any]) -> BridgedSpec:
         model = self._without_weights(config)

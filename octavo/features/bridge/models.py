@@ -38,7 +38,8 @@ def implementation(config: EngineConfig, files: ModelFiles) -> Bridge | None:
         raise ConfigError(_not_installed(files.config, own=own)) from error
     from octavo.features.bridge.build import Bridge
 
-    bridge = Bridge(transformers.__version__, files, trusts_code=settings.trust_remote_code)
+    overrides = config.model.config_overrides
+    bridge = Bridge(transformers.__version__, files, trusts_code=settings.trust_remote_code, overrides=overrides)
     log.info(
         "%s is computed by the modules of %s, with Octavo's attention, KV cache and linear layers",
         files.config["architectures"][0],

@@ -77,6 +77,14 @@ def test_settings_that_do_not_go_with_it() -> None:
     assert "--kv-cache-dtype fp8" in refused(of("ArceeForCausalLM", "arcee"), kv_cache_dtype="fp8")
 
 
+def test_overridden_fields_must_exist() -> None:
+    config = of("ArceeForCausalLM", "arcee")
+    assert "--hf-overrides max_positions: neither" in refused(config, hf_overrides={"max_positions": 64})
+    files = model_files(config)
+    fields = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    implementation_of(tiny_config(hf_overrides=fields), files).spec_of(files.config)
+
+
 def test_own_families_are_computed_by_own_layers_unless_asked() -> None:
     assert implementation_of(tiny_config(), model_files(LLAMA)).name == ""
     assert implementation_of(tiny_config(model_impl="transformers"), model_files(LLAMA)).name.startswith("transformers")
