@@ -91,6 +91,6 @@ def load_bridged(
     build = Build(dtype, device, attention, everywhere(Unquantized, dtype, device))
     model = bridge.build(build, bridge.spec_of(files.config))
     assert isinstance(model, BridgedLM)
-    report = load_weights(model, bridge.named(open_checkpoint(files)))
+    report = load_weights(model, bridge.named(open_checkpoint(files), model.spec))
     assert report.unread == ()
     return model

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_families import DENSE
 
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint
+from octavo.models.load.arranged import arranged
 from octavo.models.load.weights import load_weights
 from octavo.models.registry import build_model, spec_of
 from octavo.nn.attention.base import AttentionBackend
@@ -69,12 +71,18 @@ FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
+def config_of(family: str) -> Any:
+    """The family's tiny configuration."""
+    make, settings = {**FAMILIES, **DENSE}[family]
+    return make(**{**_COMMON, **settings})
+
+
 def make_checkpoint(family: str, folder: Path, **save: Any) -> Any:
     """Writes a random checkpoint of the family and returns the Transformers model, in float32."""
-    make, settings = FAMILIES[family]
+    config = config_of(family)
     torch.manual_seed(len(family))
-    config = make(**{**_COMMON, **settings})
-    config._attn_implementation = "eager"
+    # The eager form of Falcon adds its linear biases twice.
+    config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -100,9 +108,8 @@ def load_model(
     mesh: Mesh = ALONE,
 ) -> CausalLM:
     """Built and filled; every tensor of the checkpoint must have been used."""
-    model = build_model(
-        spec_of(files.config), dtype=dtype, device=torch.device("cpu"), attention=attention, scheme=scheme, mesh=mesh
-    )
-    report = load_weights(model, open_checkpoint(files))
+    spec = spec_of(files.config)
+    model = build_model(spec, dtype=dtype, device=torch.device("cpu"), attention=attention, scheme=scheme, mesh=mesh)
+    report = load_weights(model, arranged(open_checkpoint(files), spec))
     assert report.unread == ()
     return model

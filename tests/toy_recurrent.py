@@ -72,7 +72,7 @@ class Hybrid(CausalLM):
     def __init__(self, b: Build, spec: DecoderSpec) -> None:
         super().__init__(b, spec)
         for i in range(0, spec.num_layers, 2):
-            self.layers[i].attention = self.mixer(b.at("model", "layers", i, "self_attn"), spec, i, self.rope)
+            self.layers[i].attention = self.mixer(b.at("model", "layers", i, "self_attn"), spec, i, self.rope_of(i))
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
         self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | StateCache)]
 

@@ -13,7 +13,7 @@ from octavo.hub.gguf_file import GGUFFile
 from octavo.hub.rope_factors import llama3_scaling
 
 # GGUF architecture -> (Hugging Face class, model_type)
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -99,8 +99,8 @@ class _Keys:
 
 
 def _identity(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
-    if keys.arch not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
+    if keys.arch not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
         raise ModelFileError(
             f"{file.path} holds a model of architecture {keys.arch or '(none)'!r}; known in GGUF files are: {known}. "
             "Serve a model of one of these."
@@ -108,9 +108,9 @@ def _identity(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
     if keys.get("expert_count", 0) > 0:
         raise ModelFileError(
             f"{file.path} holds a mixture of experts ({keys.arch}.expert_count = {keys.get('expert_count')}), "
-            f"which is not supported; dense models of these architectures are: {', '.join(_ARCHITECTURES)}."
+            f"which is not supported; dense models of these architectures are: {', '.join(ARCHITECTURES)}."
         )
-    architecture, model_type = _ARCHITECTURES[keys.arch]
+    architecture, model_type = ARCHITECTURES[keys.arch]
     file_type = file.metadata.get("general.file_type")
     return {
         "architectures": [architecture],

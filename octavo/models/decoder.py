@@ -1,4 +1,4 @@
-"""The pre-norm decoder of all families: Llama's architecture, with variations given in `DecoderSpec`."""
+"""The decoder of all families, with the variations that `DecoderSpec` describes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from octavo.models.spec import DecoderSpec
+from octavo.core.errors import ConfigError
+from octavo.models.attention import attention_spec
+from octavo.models.spec import DecoderSpec, NormSpec
 from octavo.native.bindings import Dtype, Epilogue
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder
-from octavo.nn.attention.base import AttentionSpec, Norms
+from octavo.nn.attention.base import Norms
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import TiedHead
 from octavo.nn.linear import Projection
-from octavo.nn.norm import RMSNorm
+from octavo.nn.norm import NoNorm, Norm, RMSNorm
+from octavo.nn.ops.activation import ACTIVATIONS
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.rope import Rope
 from octavo.nn.shard import COL, NONE, ROW, Heads
@@ -24,12 +27,38 @@ from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
 
 
+def make_norm(b: Build, name: str | None, size: int, spec: NormSpec) -> Norm:
+    """Make the norm with this name; one that changes nothing if there is none."""
+    if name is None:
+        return NoNorm(b.path, b.device, b.dtype, size)
+    if spec.kind == "rms":
+        return b.norm(name, size, spec.eps, offset=spec.offset)
+    return b.layer_norm(name, size, spec.eps, bias=spec.bias, scaled=spec.scaled, offset=spec.offset)
+
+
+def make_head_norm(b: Build, name: str, heads: int, spec: DecoderSpec) -> Norm | None:
+    """Make the norm of queries or keys; None if there is none.
+
+    Raises:
+        ConfigError: one norm over the heads of several devices.
+    """
+    norms = spec.head_norms
+    if norms is None:
+        return None
+    if norms.over == "heads":
+        own = norms.norm
+        return b.layer_norm(name, spec.head_dim, own.eps, bias=own.bias, offset=own.offset, heads=heads)
+    if norms.over == "all" and b.mesh.size > 1:
+        raise ConfigError("This model normalizes all heads together, so it can't be divided over devices. Use one.")
+    return make_norm(b, name, spec.head_dim * (heads if norms.over == "all" else 1), norms.norm)
+
+
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
     if TYPE_CHECKING:
 
-        def __call__(self, stream: Stream, norm: RMSNorm, step: StepInput, /) -> Tensor: ...
+        def __call__(self, stream: Stream, norm: Norm, step: StepInput, /) -> Tensor: ...
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
@@ -38,6 +67,7 @@ class Attention(nn.Module):
         self.head_dim = spec.head_dim
         self.head_counts = [own.heads, own.kv_heads, own.kv_heads]
         self.rope = rope
+        self.clip = spec.qkv_clip
         self.qkv = b.linear(
             "q_proj",
             "k_proj",
@@ -50,65 +80,79 @@ class Attention(nn.Module):
         self.out = b.linear(
             "o_proj", inputs=heads.outputs[0], outputs=spec.hidden_size, shard=ROW, bias="o" in spec.biases
         )
-        self.q_norm = b.norm("q_norm", spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = b.norm("k_norm", spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
-        self.attn = b.attention(
-            AttentionSpec(
-                num_heads=own.heads,
-                num_kv_heads=own.kv_heads,
-                head_dim=spec.head_dim,
-                scale=spec.head_dim**-0.5,
-                window=spec.windows[layer],
-            )
-        )
+        self.q_norm = make_head_norm(b, "q_norm", own.heads, spec)
+        self.k_norm = make_head_norm(b, "k_norm", own.kv_heads, spec)
+        self._fuses_norms = spec.fuses_head_norms
+        self.attn = b.attention(attention_spec(spec, layer, b.mesh))
 
-    def forward(self, stream: Stream, norm: RMSNorm, step: StepInput) -> Tensor:
+    def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
         """Return attention over norm(stream), before the output projection: [T, num_heads * head_dim]."""
-        heads = self.qkv.after_norm(stream, norm).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv.after_norm(stream, norm)
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        if not self._fuses_norms:
+            self._normalize(heads)
         if self.attn.fused:
             return self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step).flatten(1)
         q, k, v = heads.split(self.head_counts, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self._fuses_norms and self.q_norm is not None and self.k_norm is not None:
             q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions)
-        else:
+        elif self.rope.spec.rotary_dim:
             self.rope.joint(heads[:, : -self.head_counts[2]], step.positions)
         return self.attn(q, k, v, step).flatten(1)
 
-    def emit(self, b: ProgramBuilder, norm: RMSNorm, dtype: torch.dtype, attended: int) -> None:
+    def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, attended: int) -> None:
         """Add `forward`, from the residual stream to the buffer `attended`, to a native program."""
         heads = b.scratch("heads", sum(self.qkv.sizes) * 4)
         self.qkv.emit_after_norm(b, norm, heads)
         self.attn.emit(b, heads, attended, dtype, self._norms(), self.rope.cos_sin)
 
+    def _normalize(self, heads: Tensor) -> None:
+        """Normalize queries and keys in place."""
+        q, k, _ = heads.split(self.head_counts, dim=1)
+        for part, norm in ((q, self.q_norm), (k, self.k_norm)):
+            if norm is not None:
+                whole = norm.size != self.head_dim
+                part.copy_(norm(part.flatten(1)).view_as(part) if whole else norm(part))
+
     def _norms(self) -> Norms | None:
-        if self.q_norm is None or self.k_norm is None:
+        """Return the norms that the backend computes."""
+        if not self._fuses_norms or self.q_norm is None or self.k_norm is None:
             return None
+        assert isinstance(self.q_norm, RMSNorm)
+        assert isinstance(self.k_norm, RMSNorm)
         return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
 
     def __init__(self, b: Build, spec: DecoderSpec) -> None:
         super().__init__()
-        bias = "mlp" in spec.biases
+        bias, inner = "mlp" in spec.biases, spec.intermediate_size
+        self.activation = ACTIVATIONS[spec.mlp.activation]
+        self.gated = spec.mlp.gated
+        names = ("gate_proj", "up_proj") if spec.mlp.gated else ("up_proj",)
         self.gate_up = b.linear(
-            "gate_proj",
-            "up_proj",
+            *names,
             inputs=spec.hidden_size,
-            outputs=spec.intermediate_size,
+            outputs=inner,
             shard=COL,
             bias=bias,
-            gates=True,
+            gates=spec.mlp.gated,
+            activation=spec.mlp.activation,
         )
-        self.down = b.linear("down_proj", inputs=spec.intermediate_size, outputs=spec.hidden_size, shard=ROW, bias=bias)
+        self.down = b.linear("down_proj", inputs=inner, outputs=spec.hidden_size, shard=ROW, bias=bias)
 
-    def forward(self, stream: Stream, norm: RMSNorm) -> None:
-        """Add the block's output for norm(stream) to the stream."""
-        self.down.into(stream, self.gate_up.after_norm(stream, norm, gated=True))
+    def forward(self, stream: Stream, norm: Norm) -> Tensor:
+        """Return what `down` multiplies: [T, intermediate_size] for norm(stream)."""
+        if self.gated:
+            return self.gate_up.after_norm(stream, norm, gated=True)
+        return self.activation(self.gate_up.after_norm(stream, norm))
 
-    def emit(self, b: ProgramBuilder, norm: RMSNorm) -> None:
-        """Add `forward` to a native program."""
+    def emit(self, b: ProgramBuilder, norm: Norm) -> None:
+        """Add the block's output for norm(stream) to the stream, in a native program."""
         down = self.down.matrix
         dtype = Dtype.BFLOAT if b.meets(down.dtype) is Dtype.BFLOAT else Dtype.FLOAT
         gated = b.scratch("gated", down.columns * 4)
@@ -117,21 +161,37 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each after a norm, each added to the residual stream."""
+    """Attention and feed-forward, with the family's norms around them, each added to the residual stream."""
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
-        self.input_norm = b.norm("input_layernorm", spec.hidden_size, spec.rms_norm_eps)
+        norms, size = spec.norms, spec.hidden_size
+        self.parallel, self.multiplier = norms.parallel, spec.multipliers.residual
+        self.input_norm = make_norm(b, norms.before_attention, size, spec.norm)
         self.attention = Attention(b.at("self_attn"), spec, layer, rope)
-        self.post_norm = b.norm("post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps)
+        self.attended_norm = make_norm(b, norms.after_attention, size, spec.norm) if norms.after_attention else None
+        shared = norms.parallel and norms.before_mlp is None
+        self.post_norm = self.input_norm if shared else make_norm(b, norms.before_mlp, size, spec.norm)
         self.mlp = MLP(b.at("mlp"), spec)
+        self.mlp_norm = make_norm(b, norms.after_mlp, size, spec.norm) if norms.after_mlp else None
 
     def forward(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> None:
         """Add the layer's outputs to the stream; with `rows` [S], compute only these tokens after attention."""
         attended = self.attention(stream, self.input_norm, step)
         stream.choose(rows)
-        self.attention.out.into(stream, attended if rows is None else attended.index_select(0, rows))
-        self.mlp(stream, self.post_norm)
+        if rows is not None:
+            attended = attended.index_select(0, rows)
+        inner = self.mlp(stream, self.post_norm) if self.parallel else None
+        self._add(stream, self.attention.out, attended, self.attended_norm)
+        self._add(stream, self.mlp.down, self.mlp(stream, self.post_norm) if inner is None else inner, self.mlp_norm)
+
+    def _add(self, stream: Stream, linear: Projection, x: Tensor, norm: Norm | None) -> None:
+        """Add norm(linear(x)), times the multiplier, to the stream."""
+        if norm is None and self.multiplier == 1.0:
+            linear.into(stream, x)
+            return
+        y = linear(x) if norm is None else norm(linear(x))
+        stream.add_later(y if self.multiplier == 1.0 else y.mul_(self.multiplier))
 
     @property
     def after_attention(self) -> list[Projection]:
@@ -165,24 +225,47 @@ class CausalLM(nn.Module):
         model = b.at("model")
         self.spec = spec
         self.residual_dtype = b.residual_dtype(spec.hidden_size)
+        # Models are trained with this factor in their own dtype.
+        self.embedding_multiplier = torch.tensor(spec.multipliers.embedding, dtype=b.dtype).item()
         self.embedding = model.embedding("embed_tokens", spec.vocab_size, spec.hidden_size)
-        self.rope = b.rope(spec.rope)
-        self.layers = nn.ModuleList(
-            DecoderLayer(model.at("layers", i), spec, i, self.rope) for i in range(spec.num_layers)
+        self.positions = (
+            model.embedding("embed_positions", spec.learned_positions, spec.hidden_size)
+            if spec.learned_positions
+            else None
         )
-        self.norm = model.norm("norm", spec.hidden_size, spec.rms_norm_eps)
+        self.embedding_norm = (
+            make_norm(model, "embed_norm", spec.hidden_size, spec.embedding_norm) if spec.embedding_norm else None
+        )
+        self.ropes = nn.ModuleList(b.rope(rope) for rope in dict.fromkeys(spec.ropes or (spec.rope,)))
+        self.layers = nn.ModuleList(
+            DecoderLayer(model.at("layers", i), spec, i, self.rope_of(i)) for i in range(spec.num_layers)
+        )
+        self.norm = make_norm(model, "norm", spec.hidden_size, spec.norm)
         shard = NONE if spec.vocab_size % b.mesh.size else COL
         self.head = (
             b.tied_head("lm_head", self.embedding)
             if spec.tied
-            else b.linear("lm_head", inputs=spec.hidden_size, outputs=spec.vocab_size, shard=shard, gather=True)
+            else b.linear(
+                "lm_head",
+                inputs=spec.hidden_size,
+                outputs=spec.vocab_size,
+                shard=shard,
+                bias="head" in spec.biases,
+                gather=True,
+            )
         )
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
         self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | StateCache)]
 
+    def rope_of(self, layer: int) -> Rope:
+        """Return a layer's table of rotations; layers with equal ones share it."""
+        wanted = self.spec.rope_of(layer)
+        return next(rope for rope in self.ropes if isinstance(rope, Rope) and rope.spec == wanted)
+
     def embed(self, step: StepInput) -> Tensor:
         """Return the embeddings of `step.input_ids`, [T, hidden_size], which the caller may modify."""
-        return self.embedding(step.input_ids).to(self.residual_dtype)
+        x = self.embedding(step.input_ids).to(self.residual_dtype)
+        return x if self.embedding_multiplier == 1.0 else x.mul_(self.embedding_multiplier)
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """Run the layers on x [T, hidden_size]; return the states before the final norm: [T, hidden_size], or
@@ -190,15 +273,21 @@ class CausalLM(nn.Module):
 
         Reads and writes the KV caches. Does not modify x.
         """
-        stream, last = Stream(x), len(self.layers) - 1
+        stream, last = Stream(self._entering(x, step)), len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             layer(stream, step, step.hidden_rows if i == last else None)
         return stream.total()
 
+    def _entering(self, x: Tensor, step: StepInput) -> Tensor:
+        """Return the first layer's input for embeddings x: with learned positions, and normalized, if the model is."""
+        if self.positions is not None:
+            x = x + self.positions(step.positions + self.spec.position_offset)
+        return x if self.embedding_norm is None else self.embedding_norm(x).to(x.dtype)
+
     def pack(self) -> None:
         """Convert all weights to the CPU kernels' format, for `emit`; `forward` can't be used afterwards."""
         for layer in self.modules():
-            if isinstance(layer, Projection | RMSNorm):
+            if isinstance(layer, Projection | Norm):
                 layer.pack()
         if not isinstance(self.head, TiedHead):
             self.embedding.pack()
@@ -222,4 +311,8 @@ class CausalLM(nn.Module):
 
         On a GPU the logits are float32; rounded to bfloat16, those of the best two tokens would often be equal.
         """
-        return self.head.after_norm(Stream(hidden), self.norm, wide=True)
+        logits = self.head.after_norm(Stream(hidden), self.norm, wide=True)
+        if self.spec.multipliers.logits != 1.0:
+            logits = logits.mul_(self.spec.multipliers.logits)
+        cap = self.spec.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from octavo.models.attention import widest_attention
 from octavo.models.decoder import CausalLM
 from octavo.models.hf_config import Config
+from octavo.models.load.arranged import arranged
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.load.renamed import with_root
 from octavo.models.model import LayeredModel, ModelSpec
 from octavo.models.registry import spec_of
 from octavo.models.spec import DecoderSpec
@@ -41,8 +42,8 @@ class Implementation(Protocol):
         """Build the model of a spec that `spec_of` returned."""
         ...
 
-    def named(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the names of the model's tensors."""
+    def named(self, checkpoint: Checkpoint, spec: ModelSpec) -> Checkpoint:
+        """Return the checkpoint with the names and the arrangement of the model's tensors."""
         ...
 
 
@@ -55,20 +56,16 @@ class OwnLayers:
         return spec_of(config)
 
     def attention(self, spec: ModelSpec) -> AttentionSpec:
-        return AttentionSpec(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            scale=spec.head_dim**-0.5,
-            window=next((window for window in spec.windows if window is not None), None),
-        )
+        assert isinstance(spec, DecoderSpec)
+        return widest_attention(spec)
 
     def build(self, b: Build, spec: ModelSpec) -> LayeredModel:
         assert isinstance(spec, DecoderSpec)
         return CausalLM(b, spec)
 
-    def named(self, checkpoint: Checkpoint) -> Checkpoint:
-        return with_root(checkpoint, "model")
+    def named(self, checkpoint: Checkpoint, spec: ModelSpec) -> Checkpoint:
+        assert isinstance(spec, DecoderSpec)
+        return arranged(checkpoint, spec)
 
 
 OWN = OwnLayers()

@@ -64,6 +64,10 @@ class ModelSpec(Protocol):
     @property
     def max_position(self) -> int: ...
 
+    def within(self, max_length: int | None) -> Self:
+        """Return the spec for sequences of at most this many tokens; None for the model's own limit."""
+        ...
+
     def without_windows(self) -> Self:
         """Return the spec with full attention in all layers, for sequences shorter than any window."""
         ...

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.core.spans import Spans
 from octavo.models.decoder import CausalLM
 from octavo.models.load.weights import replace_weights, weight_layers
-from octavo.models.spec import DecoderSpec
+from octavo.models.spec import PRE, DecoderSpec, MlpSpec, Multipliers
 from octavo.native.bindings import Decode, Dtype, StepArgs
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, Pool, Program, ProgramBuilder
 from octavo.nn.attention.layer import PagedAttention
@@ -28,10 +28,28 @@ from octavo.nn.step import StepInput
 
 def reason_against(spec: DecoderSpec) -> str | None:
     """Return the reason why the kernels can't run a model of this spec; None if they can."""
+    if (lacking := _lacking(spec)) is not None:
+        return f"the kernels lack {lacking}"
     for what, size in (("hidden_size", spec.hidden_size), ("intermediate_size", spec.intermediate_size)):
         if size % PANEL:
             return f"{what} must be a multiple of {PANEL}, not {size}"
     return None
+
+
+def _lacking(spec: DecoderSpec) -> str | None:
+    """Return what the kernels lack for a model of this spec."""
+    lacking = {
+        "norms other than RMSNorm": spec.norm.kind != "rms" or spec.embedding_norm is not None,
+        "norms after a layer's parts": spec.norms != PRE,
+        f"{spec.mlp.activation} feed-forwards": spec.mlp != MlpSpec(),
+        "such norms of queries and keys": not spec.fuses_head_norms,
+        "linear attention biases": bool(spec.alibi),
+        "learned positions": bool(spec.learned_positions),
+        "multipliers": spec.multipliers != Multipliers(),
+        "soft caps of logits": spec.logit_cap is not None,
+        "limits of queries and keys": spec.qkv_clip is not None,
+    }
+    return next((what for what, needed in lacking.items() if needed), None)
 
 
 PLANES = {"int16": 2, "int8": 1, "bfloat16": 0}

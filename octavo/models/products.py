@@ -50,6 +50,6 @@ def _groups(model: Model) -> list[products.Like]:
                 like.append(weight)
             if module in last and module.leaves(model.residual_dtype):
                 added.add(weight.shape)
-            if module.gates:
+            if module.gates and module.activation == "silu":
                 gated.add(weight.shape)
     return [products.Like(like, dtype, shape in added, shape in gated) for (shape, dtype), like in groups.items()]

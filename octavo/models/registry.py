@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -10,11 +11,21 @@ import torch
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.decoder import CausalLM
 from octavo.models.encoders.registry import ENCODERS
+from octavo.models.families.cohere import cohere, cohere2
+from octavo.models.families.exaone import exaone3, exaone4
+from octavo.models.families.falcon import bloom, falcon
+from octavo.models.families.gemma import gemma, gemma2, gemma3
+from octavo.models.families.glm import glm, glm4
+from octavo.models.families.gpt import gpt2, gpt_neox, gptj, opt
+from octavo.models.families.granite import granite, minicpm
+from octavo.models.families.llama import ernie, internlm2, internlm3, llama, seed_oss, smollm3
+from octavo.models.families.mistral import mistral
+from octavo.models.families.olmo import olmo, olmo2, olmo3
+from octavo.models.families.phi import phi, phi3
+from octavo.models.families.qwen2 import qwen2
+from octavo.models.families.qwen3 import qwen3
+from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
 from octavo.models.hf_config import Config
-from octavo.models.llama import llama
-from octavo.models.mistral import mistral
-from octavo.models.qwen2 import qwen2
-from octavo.models.qwen3 import qwen3
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.build import Build
@@ -24,10 +35,40 @@ from octavo.nn.weights import Keep, fused
 from octavo.parallel.mesh import ALONE, Mesh
 
 ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
+    "BloomForCausalLM": bloom,
+    "Cohere2ForCausalLM": cohere2,
+    "CohereForCausalLM": cohere,
+    "Ernie4_5ForCausalLM": ernie,
+    "Exaone4ForCausalLM": exaone4,
+    "ExaoneForCausalLM": exaone3,
+    "FalconForCausalLM": falcon,
+    "GPT2LMHeadModel": gpt2,
+    "GPTJForCausalLM": gptj,
+    "GPTNeoXForCausalLM": gpt_neox,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "GemmaForCausalLM": gemma,
+    "Glm4ForCausalLM": glm4,
+    "GlmForCausalLM": glm,
+    "GraniteForCausalLM": granite,
+    "InternLM2ForCausalLM": internlm2,
+    "InternLM3ForCausalLM": internlm3,
     "LlamaForCausalLM": llama,
+    "MiniCPMForCausalLM": minicpm,
     "MistralForCausalLM": mistral,
+    "NemotronForCausalLM": nemotron,
+    "OPTForCausalLM": opt,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
+    "OlmoForCausalLM": olmo,
+    "Phi3ForCausalLM": phi3,
+    "PhiForCausalLM": phi,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "SeedOssForCausalLM": seed_oss,
+    "SmolLM3ForCausalLM": smollm3,
+    "StableLmForCausalLM": stablelm,
+    "Starcoder2ForCausalLM": starcoder2,
 }
 
 
@@ -39,7 +80,10 @@ def is_own(config: Config) -> bool:
 
 def _with_head(name: str) -> str:
     """Return the architecture with a language-model head of a bare model's, or the name itself."""
-    return name.removesuffix("Model") + "ForCausalLM" if name.endswith("Model") else name
+    if name in ARCHITECTURES or not name.endswith("Model"):
+        return name
+    heads = [name.removesuffix("Model") + head for head in ("ForCausalLM", "LMHeadModel")]
+    return next((head for head in heads if head in ARCHITECTURES), heads[0])
 
 
 def spec_of(config: Config) -> DecoderSpec:
@@ -57,9 +101,11 @@ def spec_of(config: Config) -> DecoderSpec:
         )
     name = _with_head(names[0])
     if name not in ARCHITECTURES:
-        known = ", ".join(sorted([*ARCHITECTURES, *ENCODERS]))
+        known = sorted([*ARCHITECTURES, *ENCODERS])
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"The model's architecture is {names[0]}; Octavo supports {known}. Serve a model of one of these."
+            f"The model's architecture is {names[0]}; the nearest that Octavo has is {near}. "
+            f"Octavo supports {', '.join(known)}. Serve a model of one of these."
         )
     quantization = config.get("quantization_config")
     if quantization:

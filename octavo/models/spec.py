@@ -1,23 +1,156 @@
-"""Parameters that distinguish pre-norm decoders. No torch here."""
+"""Parameters that distinguish decoders. No torch here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from octavo.nn.rope_spec import RopeSpec
+from octavo.nn.rope_spec import LongRopeScaling, RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A norm over the last dimension.
+
+    Attributes:
+        kind: "rms" for RMSNorm, "layer" for LayerNorm.
+        offset: added to the stored weight; 1 for Gemma, whose weights are differences from one.
+        scaled, bias: whether there is a weight, and a bias; an RMSNorm has a weight and no bias.
+    """
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+    scaled: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of queries and keys before they are rotated.
+
+    Attributes:
+        over: "head" for one norm that all heads share; "heads" for the same with a weight per head; "all" for one norm
+            over all channels of a token.
+    """
+
+    norm: NormSpec
+    over: Literal["head", "heads", "all"] = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Where a layer normalizes: the name of each norm, or None where there is none.
+
+    Attributes:
+        parallel: attention and feed-forward both read the layer's input, and their sum is added to it. Without
+            `before_mlp`, both read the same normalized input.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    parallel: bool = False
+
+
+PRE = LayerNorms()
+"""Llama's: before each part."""
+POST = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+"""OLMo 2's: after each part, before its sum with the residual stream."""
+SANDWICH = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+"""Gemma 2's: before and after each part."""
+PARALLEL = LayerNorms(before_mlp=None, parallel=True)
+"""GPT-J's: one norm before both parts."""
+PARALLEL_TWO = LayerNorms(parallel=True)
+"""GPT-NeoX's: both parts in parallel, each with a norm of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """A feed-forward: down(act(gate(x)) * up(x)) if gated, else down(act(up(x))).
+
+    Attributes:
+        activation: a name of `nn/ops/activation.py`.
+    """
+
+    activation: str = "silu"
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Constants that scale embeddings, each part's output before its sum with the residual stream, and logits."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModule:
+    """A module of the checkpoint, and the modules of Octavo's decoder that it holds.
+
+    The rows of its weight (and the elements of its bias) are, over and over, a run for each of `names`.
+
+    Attributes:
+        name: below the checkpoint's base model; "{}" is a layer's number.
+        names: below "model."; those that begin with "lm_head" are not.
+        sizes: rows of each name's run; empty if there is only one name.
+        transposed: the weight is stored as [inputs, outputs].
+    """
+
+    name: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+    transposed: bool = False
+
+
+def renamed(names: Mapping[str, str]) -> tuple[StoredModule, ...]:
+    """Return modules that only have other names: the checkpoint's -> the decoder's."""
+    return tuple(StoredModule(theirs, (ours,)) for theirs, ours in names.items())
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNames:
+    """How a family's checkpoints name and arrange tensors, where that differs from Llama's.
+
+    Attributes:
+        root: the prefix of the base model's tensors. Checkpoints of the bare model may lack it, or its first part.
+        modules: those with other names or arrangements; all others keep their names.
+        ignored: ends of names of tensors that are not weights.
+    """
+
+    root: str = "model"
+    modules: tuple[StoredModule, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A decoder-only transformer with grouped-query attention and a gated SiLU feed-forward.
+    """A decoder-only transformer: layers of attention and a feed-forward, with norms around them.
 
-    An architecture that would need more than 15 fields here gets a separate file, built from the same layers.
+    Loader, decoder, CPU program and GPU runner read these fields; none of them knows a family.
 
     Attributes:
+        rope: rotary embedding of all layers without an entry in `ropes`.
+        ropes: that of each layer, if they differ; empty if not.
         windows: each layer's sliding window in tokens; None for full attention.
-        biases: those of "qkv", "o" and "mlp" that have biases.
-        qk_norm: whether each head's queries and keys are RMS-normalized before they are rotated.
+        biases: those of "qkv", "o", "mlp" and "head" that have biases.
+        norm: of the layers, and the final one.
+        head_norms: of queries and keys; None for none.
+        scale: multiplies q·k before the softmax; None for head_dim ** -0.5.
+        attention_cap, logit_cap: scores and logits become cap * tanh(x / cap); None leaves them unchanged.
+        alibi: factor of the slopes of linear attention biases (https://arxiv.org/abs/2108.12409); 0 for no biases.
+        learned_positions: rows of a table of position embeddings that is added to the first layer's input; 0 for none.
+        position_offset: first row of that table in use.
+        embedding_norm: LayerNorm of the first layer's input; None for none.
+        qkv_clip: largest magnitude of queries, keys and values; None for no limit.
         tied: whether the output head is the embedding table.
+        stored: names and arrangement of the checkpoint's tensors.
     """
 
     hidden_size: int
@@ -27,22 +160,65 @@ class DecoderSpec:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    rms_norm_eps: float
+    norm: NormSpec
     rope: RopeSpec
     windows: tuple[int | None, ...]
+    ropes: tuple[RopeSpec, ...] = ()
     biases: frozenset[str] = field(default=frozenset())
-    qk_norm: bool = False
+    norms: LayerNorms = PRE
+    mlp: MlpSpec = MlpSpec()
+    head_norms: HeadNorms | None = None
+    scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    alibi: float = 0.0
+    learned_positions: int = 0
+    position_offset: int = 0
+    embedding_norm: NormSpec | None = None
+    qkv_clip: float | None = None
+    multipliers: Multipliers = Multipliers()
     tied: bool = False
+    stored: StoredNames = StoredNames()
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """Return a layer's rotary embedding."""
+        return self.ropes[layer] if self.ropes else self.rope
 
     def without_windows(self) -> DecoderSpec:
         """Return the spec with full attention in all layers, for sequences shorter than any window."""
         narrowest = min((window for window in self.windows if window is not None), default=None)
         if narrowest is None:
             return self
-        rope = replace(self.rope, max_position=min(self.rope.max_position, narrowest))
-        return replace(self, windows=(None,) * self.num_layers, rope=rope)
+        return self._with_limit(narrowest, windows=(None,) * self.num_layers)
+
+    def within(self, max_length: int | None) -> DecoderSpec:
+        """Return the spec for sequences of at most this many tokens; None for the model's own limit.
+
+        LongRoPE has factors for long contexts, and others for contexts as long as in training.
+        """
+        if max_length is None or not isinstance(self.rope.scaling, LongRopeScaling):
+            return self
+        return replace(self, rope=self.rope.within(max_length))
 
     @property
     def max_position(self) -> int:
         """Maximum number of tokens of a sequence."""
         return self.rope.max_position
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of q·k before the softmax."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def fuses_head_norms(self) -> bool:
+        """Whether norms of queries and keys, if any, can be computed together with the rotation."""
+        norms = self.head_norms
+        return norms is None or (norms.over == "head" and norms.norm.kind == "rms")
+
+    def _with_limit(self, limit: int, *, windows: tuple[int | None, ...]) -> DecoderSpec:
+        def limited(rope: RopeSpec) -> RopeSpec:
+            return replace(rope, max_position=min(rope.max_position, limit))
+
+        ropes = tuple(limited(rope) for rope in self.ropes)
+        return replace(self, rope=limited(self.rope), ropes=ropes, windows=windows)

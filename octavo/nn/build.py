@@ -60,6 +60,7 @@ class Build:
         shard: Shard | Heads,
         bias: bool = False,
         gates: bool = False,
+        activation: str = "silu",
         gather: bool = False,
     ) -> Linear:
         """Make one linear layer of the named parts.
@@ -67,18 +68,31 @@ class Build:
         Args:
             outputs: each part's size, or one size for all parts.
             gates: the parts are a gate and its operand.
+            activation: of the gate; see `nn/ops/activation.py`.
             gather: give every rank all outputs of a COL layer.
         """
         sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
         parts = [Part(name, inputs, size, bias) for name, size in zip(names, sizes, strict=True)]
         scheme = self.schemes.at(self.path, parts)
-        return Linear(self.path, self.device, parts, shard, scheme, self.mesh, gates=gates, gather=gather)
+        form = {"gates": gates, "gather": gather}
+        return Linear(self.path, self.device, parts, shard, scheme, self.mesh, **form, activation=activation)
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps)
+    def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
+        return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps, offset=offset)
 
-    def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
-        return LayerNorm(self.at(name).path, self.device, self.dtype, size, eps, bias=bias)
+    def layer_norm(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        bias: bool = True,
+        scaled: bool = True,
+        offset: float = 0.0,
+        heads: int = 0,
+    ) -> LayerNorm:
+        form = {"bias": bias, "scaled": scaled}
+        return LayerNorm(self.at(name).path, self.device, self.dtype, size, eps, **form, offset=offset, heads=heads)
 
     def embedding(self, name: str, rows: int, size: int) -> Embedding:
         path = self.at(name).path

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.native.bindings import Dtype, LowRank
 from octavo.native.program import ProgramBuilder
-from octavo.nn.norm import RMSNorm
+from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import silu_mul
 
 
@@ -57,7 +57,7 @@ class Delta(ABC):
         """Return the product and the addition, as `fused_product` in `nn/ops/few_rows.py`."""
         raise NotImplementedError
 
-    def emit(self, b: ProgramBuilder, source: int, given: Dtype, columns: int, norm: RMSNorm | None = None) -> LowRank:
+    def emit(self, b: ProgramBuilder, source: int, given: Dtype, columns: int, norm: Norm | None = None) -> LowRank:
         """Add the first half of the addition to a native program; the product adds the second half.
 
         Args:

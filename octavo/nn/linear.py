@@ -12,8 +12,8 @@ from torch import Tensor
 from octavo.native.bindings import Dtype, Epilogue, LowRank
 from octavo.native.program import RESIDUAL, ProgramBuilder, row_bytes
 from octavo.nn.delta import Addition, Delta
-from octavo.nn.norm import RMSNorm
-from octavo.nn.ops.activation import silu_mul
+from octavo.nn.norm import Norm
+from octavo.nn.ops.activation import act_mul
 from octavo.nn.quant.base import Fusing, Part, Scheme
 from octavo.nn.quant.packed import Matrix, emit_lookup, packed
 from octavo.nn.shard import COL, ROW, Heads, Shard, cut
@@ -37,6 +37,8 @@ class Projection(WeightLayer):
     has_bias = False
     gates = False
     """Whether the outputs are a gate and its operand, concatenated."""
+    activation = "silu"
+    """Of the gate; see `nn/ops/activation.py`."""
 
     if TYPE_CHECKING:
 
@@ -61,25 +63,27 @@ class Projection(WeightLayer):
         return self._finished(self.scheme.wide(x), addition)
 
     def gated(self, x: Tensor) -> Tensor:
-        """Return silu(first half) * second half of the outputs: [T, in] to [T, out / 2]."""
+        """Return activation(first half) * second half of the outputs: [T, in] to [T, out / 2]."""
         fusing, delta = self._fusing, self.delta
+        if self.activation != "silu":
+            return act_mul(self(x), self.activation)
         if delta is not None and self._whole:
             addition = delta.begin(x)
             return addition.gated(self.scheme.apply(x))
-        return silu_mul(self(x)) if fusing is None else fusing.gated(x)
+        return act_mul(self(x), self.activation) if fusing is None else fusing.gated(x)
 
-    def after_norm(self, stream: Stream, norm: RMSNorm, *, gated: bool = False, wide: bool = False) -> Tensor:
+    def after_norm(self, stream: Stream, norm: Norm, *, gated: bool = False, wide: bool = False) -> Tensor:
         """Return `forward` of norm(stream); `gated` and `wide` as the methods of these names."""
-        fusing = self._fusing
+        fusing, scale = self._fusing, norm.scale
         if (
             fusing is not None
+            and scale is not None
             and stream.settled
             and 0 < stream.rows <= self._fused_rows(fusing)
-            and not (gated and self.has_bias)
+            and not (gated and (self.has_bias or self.activation != "silu"))
         ):
             dtype = torch.float32 if wide else None
-            scaled = (norm.weight, norm.eps)
-            return fusing.fused(stream.value, norm=scaled, gated=gated, dtype=dtype, delta=self.delta)
+            return fusing.fused(stream.value, norm=scale, gated=gated, dtype=dtype, delta=self.delta)
         x = stream.normed(norm)
         return self.gated(x) if gated else self.wide(x) if wide else self(x)
 
@@ -146,7 +150,7 @@ class Projection(WeightLayer):
     def emit_after_norm(
         self,
         b: ProgramBuilder,
-        norm: RMSNorm,
+        norm: Norm,
         output: int,
         epilogue: Epilogue = Epilogue.STORE,
         gated: Dtype = Dtype.FLOAT,
@@ -233,6 +237,7 @@ class Linear(Projection):
         mesh: Mesh = ALONE,
         *,
         gates: bool = False,
+        activation: str = "silu",
         gather: bool = False,
     ) -> None:
         """
@@ -242,7 +247,7 @@ class Linear(Projection):
         super().__init__(path, device, scheme, mesh)
         self.parts = tuple(parts)
         self.shard = shard
-        self.gates = gates
+        self.gates, self.activation = gates, activation
         self.has_bias = any(part.bias for part in parts)
         self._gather = gather and shard is COL
         self.cuts = [cut(shard, i, part.out_features, part.in_features, mesh) for i, part in enumerate(parts)]

@@ -15,77 +15,165 @@ from octavo.nn.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
 
 
-class RMSNorm(WeightLayer):
-    """Root-mean-square normalization over the last dimension (Zhang & Sennrich 2019)."""
+class Norm(WeightLayer):
+    """A norm over the last dimension, in the forms that a residual stream needs.
+
+    Attributes:
+        dtype: of its results.
+    """
+
+    dtype: torch.dtype
+    size: int
+    eps: float
 
     if TYPE_CHECKING:
 
         def __call__(self, x: Tensor, /) -> Tensor: ...
 
-    def __init__(self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float) -> None:
-        super().__init__(path, device)
-        self.dtype, self.size, self.eps = dtype, size, eps
-        self.weight = torch.empty(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to the same, as a new tensor."""
-        return rms_norm(x, self.weight, self.eps)
-
-    def pack(self) -> None:
-        """Convert the weights to float32, for the CPU kernels."""
-        self.weight = self.weight.float().contiguous()
-
-    def emit(self, b: ProgramBuilder, source: int, output: int, dtype: Dtype, zero_point: int = 0) -> None:
-        """Add the norm of float32 rows to a native program; see `ProgramBuilder.norm`. The layer must be packed."""
-        b.norm(source, output, dtype, self.size, self.weight.data_ptr(), self.eps, zero_point=zero_point)
+    @property
+    def scale(self) -> tuple[Tensor, float] | None:
+        """The weights and epsilon of an RMSNorm, which products can fuse; None for another norm."""
+        return None
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual). May overwrite x with the sum."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        total = x.add_(residual) if x.dtype == residual.dtype else residual + x
+        return self(total), total
 
     def after(self, parts: Tensor | None, stream: Tensor) -> Tensor:
         """Add `parts` [P, T, size], if any, to the stream [T, size] in place, and return norm(stream)."""
-        return self(stream) if parts is None else sum_rms_norm(parts, stream, self.weight, self.eps)
+        if parts is not None:
+            stream.add_(parts.sum(0, dtype=torch.float32))
+        return self(stream)
+
+    def pack(self) -> None:
+        """Convert the weights for the CPU kernels."""
+
+    def emit(self, b: ProgramBuilder, source: int, output: int, dtype: Dtype, zero_point: int = 0) -> None:
+        """Add the norm of float32 rows to a native program; see `ProgramBuilder.norm`. The layer must be packed."""
+        raise AssertionError(f"the kernels lack {type(self).__name__}")
+
+
+class RMSNorm(Norm):
+    """Root-mean-square normalization over the last dimension (Zhang & Sennrich 2019)."""
+
+    def __init__(
+        self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float, *, offset: float = 0.0
+    ) -> None:
+        """
+        Args:
+            offset: added to the stored weight, which is then kept in float32.
+        """
+        super().__init__(path, device)
+        self.dtype, self.size, self.eps, self.offset = dtype, size, eps, offset
+        self.weight = torch.empty(0)
+
+    @property
+    def scale(self) -> tuple[Tensor, float]:
+        return self.weight, self.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to the same, as a new tensor."""
+        return rms_norm(x, self.weight, self.eps, self.dtype)
+
+    def pack(self) -> None:
+        """Convert the weights to float32, for the CPU kernels; results are float32, too."""
+        self.weight = self.weight.float().contiguous()
+        self.dtype = torch.float32
+
+    def emit(self, b: ProgramBuilder, source: int, output: int, dtype: Dtype, zero_point: int = 0) -> None:
+        b.norm(source, output, dtype, self.size, self.weight.data_ptr(), self.eps, zero_point=zero_point)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, self.weight, self.eps, self.dtype)
+
+    def after(self, parts: Tensor | None, stream: Tensor) -> Tensor:
+        return self(stream) if parts is None else sum_rms_norm(parts, stream, self.weight, self.eps, self.dtype)
 
     def wanted(self) -> list[Wanted]:
-        return [Wanted(f"{self.path}.weight", TensorSpec((self.size,), self.dtype))]
+        dtype = torch.float32 if self.offset else self.dtype
+        return [Wanted(f"{self.path}.weight", TensorSpec((self.size,), dtype))]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
         (weight,) = tensors
         self.weight = owned(plain(weight))
+        if self.offset:
+            self.weight += self.offset
 
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.weight)
 
 
-class LayerNorm(WeightLayer):
-    """Normalization to mean 0 and variance 1 over the last dimension (Ba et al. 2016); with scale and optional bias."""
-
-    if TYPE_CHECKING:
-
-        def __call__(self, x: Tensor, /) -> Tensor: ...
+class LayerNorm(Norm):
+    """Normalization to mean 0 and variance 1 over the last dimension (Ba et al. 2016); with optional scale and bias."""
 
     def __init__(
-        self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float, *, bias: bool = True
+        self,
+        path: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        size: int,
+        eps: float,
+        *,
+        bias: bool = True,
+        scaled: bool = True,
+        offset: float = 0.0,
+        heads: int = 0,
     ) -> None:
+        """
+        Args:
+            offset: added to the stored weight, which is then kept in float32.
+            heads: weights of each head, [heads, size], for inputs [..., heads, size]; 0 for one weight [size].
+        """
         super().__init__(path, device)
-        self.dtype, self.size, self.eps, self.has_bias = dtype, size, eps, bias
-        self.weight = torch.empty(0)
+        self.dtype, self.size, self.eps = dtype, size, eps
+        self.has_bias, self.scaled, self.offset, self.heads = bias, scaled, offset, heads
+        self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to the same, as a new tensor."""
-        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+        """[..., size] to the same, as a new tensor of the layer's dtype."""
+        weight, bias = (None if t is None else t.to(x.dtype) for t in (self.weight, self.bias))
+        if self.heads and weight is not None:
+            return F.layer_norm(x, (self.size,), eps=self.eps).mul_(weight).to(self.dtype)
+        return F.layer_norm(x, (self.size,), weight, bias, self.eps).to(self.dtype)
 
     def wanted(self) -> list[Wanted]:
-        names = ["weight", "bias"] if self.has_bias else ["weight"]
-        return [Wanted(f"{self.path}.{name}", TensorSpec((self.size,), self.dtype)) for name in names]
+        names = (["weight"] if self.scaled else []) + (["bias"] if self.has_bias else [])
+        dtype = torch.float32 if self.offset else self.dtype
+        shape = (self.heads, self.size) if self.heads else (self.size,)
+        return [Wanted(f"{self.path}.{name}", TensorSpec(shape, dtype)) for name in names]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
-        placed = [owned(plain(tensor)) for tensor in tensors if tensor is not None]
-        self.weight, self.bias = placed[0], placed[1] if self.has_bias else None
+        placed = [owned(plain(tensor)) for tensor in tensors]
+        if self.has_bias:
+            self.bias = placed.pop()
+        if self.scaled:
+            self.weight = placed.pop() + self.offset if self.offset else placed.pop()
 
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.weight, self.bias)
+
+
+class NoNorm(Norm):
+    """Returns its input, in the model's dtype: in place of a norm that a layer does not have."""
+
+    def __init__(self, path: str, device: torch.device, dtype: torch.dtype, size: int) -> None:
+        super().__init__(path, device)
+        self.dtype, self.size = dtype, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to the same."""
+        return x.to(self.dtype)
+
+    def wanted(self) -> list[Wanted]:
+        return []
+
+    def place(self, tensors: Sequence[Stored | None]) -> None:
+        """Take nothing."""
+
+    @property
+    def nbytes(self) -> int:
+        return 0

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.nn.ops.rope import apply_rope, apply_rope_joint
-from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, plain, tensor_bytes
 
 FACTORS = "rope_freqs.weight"
@@ -20,7 +21,8 @@ class Rope(WeightLayer):
     """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-rotation form.
 
     Attributes:
-        cos_sin: [max_position, rotary_dim] float32, cosines in the first half of each row, sines in the second.
+        cos_sin: [max_position, width] float32, cosines in the first half of each row, sines in the second. Channels
+            that are not rotated have cosine 1 and sine 0.
     """
 
     if TYPE_CHECKING:
@@ -42,11 +44,13 @@ class Rope(WeightLayer):
 
     def wanted(self) -> list[Wanted]:
         """Return the optional tensor of GGUF files with a divisor per frequency instead of a named scaling."""
+        if not self.spec.rotary_dim:
+            return []
         spec = TensorSpec((self.spec.rotary_dim // 2,), torch.float32)
         return [Wanted(FACTORS, spec, optional=True)]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
-        (divisors,) = tensors
+        divisors = tensors[0] if tensors else None
         self.cos_sin = cos_sin_table(self.spec, None if divisors is None else plain(divisors).cpu()).to(self.device)
 
     @property
@@ -55,15 +59,20 @@ class Rope(WeightLayer):
 
 
 def cos_sin_table(spec: RopeSpec, divisors: Tensor | None = None) -> Tensor:
-    """Return [max_position, rotary_dim] float32. `divisors` [rotary_dim / 2] replace a Llama 3 scaling."""
-    if divisors is None:
+    """Return [max_position, width] float32. `divisors` [rotary_dim / 2] replace a Llama 3 scaling."""
+    if not spec.rotary_dim:
+        frequencies = torch.zeros(0)
+    elif divisors is None:
         frequencies = inverse_frequencies(spec)
     else:
         scaling = None if isinstance(spec.scaling, Llama3Scaling) else spec.scaling
         frequencies = inverse_frequencies(RopeSpec(spec.rotary_dim, spec.max_position, spec.theta, scaling)) / divisors
     angles = torch.outer(torch.arange(spec.max_position, dtype=torch.float32), frequencies)
-    table = torch.cat([angles.cos(), angles.sin()], dim=1)
-    return table.mul_(spec.scaling.attention_factor) if isinstance(spec.scaling, YarnScaling) else table
+    cos, sin = angles.cos(), angles.sin()
+    if isinstance(spec.scaling, YarnScaling | LongRopeScaling):
+        cos, sin = cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
+    rest = (0, spec.width // 2 - len(frequencies))
+    return torch.cat([F.pad(cos, rest, value=1.0), F.pad(sin, rest)], dim=1)
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
@@ -79,6 +88,8 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
             return _llama3(1.0 / periods, scaling)
         case YarnScaling() as scaling:
             return _yarn(periods, scaling, spec)
+        case LongRopeScaling() as scaling:
+            return 1.0 / (torch.tensor(scaling.divisors) * periods)
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

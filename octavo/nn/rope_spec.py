@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,65 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024, https://arxiv.org/abs/2402.13753): a divisor for each frequency.
+
+    Attributes:
+        divisors: [rotary_dim / 2], those in use.
+        short: those for contexts of up to `original_max_position` tokens.
+        attention_factor: multiplies cosines and sines.
+    """
+
+    divisors: tuple[float, ...]
+    short: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """`rotary_dim` channels of each head are rotated; positions are below `max_position`."""
+    """`rotary_dim` channels of each head are rotated; positions are below `max_position`.
+
+    Attributes:
+        rotary_dim: 0 for a layer without rotary positions.
+        head_dim: 0 for `rotary_dim`. If larger, the other channels are left as they are.
+        interleaved: the model pairs channel 2 i with 2 i + 1, not i with i + rotary_dim / 2.
+    """
 
     rotary_dim: int
     max_position: int
     theta: float = 10000.0
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: Scaling | None = None
+    head_dim: int = 0
+    interleaved: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels of a head."""
+        return self.head_dim or self.rotary_dim
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The model's channels in an order in which channel i of a head is rotated with channel i + width / 2; None if
+        they are in such an order.
+
+        Attention is the same for any order of channels that queries and keys share, so weights are loaded in this one.
+        """
+        half, pairs = self.width // 2, self.rotary_dim // 2
+        if not pairs or (pairs == half and not self.interleaved):
+            return None
+        first = [2 * i if self.interleaved else i for i in range(pairs)]
+        second = [2 * i + 1 if self.interleaved else i + pairs for i in range(pairs)]
+        rest = range(self.rotary_dim, self.width)
+        return (*first, *rest[: half - pairs], *second, *rest[half - pairs :])
+
+    def within(self, max_length: int) -> RopeSpec:
+        """Return the same for sequences of at most `max_length` tokens: LongRoPE with its short divisors if they
+        suffice."""
+        scaling = self.scaling
+        if not isinstance(scaling, LongRopeScaling) or max_length > scaling.original_max_position:
+            return self
+        return replace(self, scaling=replace(scaling, divisors=scaling.short))

@@ -1,11 +1,11 @@
-"""`Stream`: the residual stream of a pre-norm decoder."""
+"""`Stream`: the residual stream of a decoder."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from octavo.nn.norm import RMSNorm
+from octavo.nn.norm import Norm
 
 
 class Stream:
@@ -56,7 +56,7 @@ class Stream:
         self._settle()
         self._parts = parts
 
-    def normed(self, norm: RMSNorm) -> Tensor:
+    def normed(self, norm: Norm) -> Tensor:
         """Apply pending additions and return norm(stream): [T, hidden_size] in the norm's dtype."""
         if self._output is not None:
             normed, self.value = norm.add(self._output, self.value)

@@ -135,7 +135,7 @@ class Worker:
     def spec_of(self, config: Config) -> ModelSpec:
         """Return the spec of a checkpoint's configuration under the worker's settings. Raises as
         `Implementation.spec_of`."""
-        stated = self._implementation.spec_of(config)
+        stated = self._implementation.spec_of(config).within(self.config.max_model_len)
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def prepare_kernels(self) -> None:
@@ -197,7 +197,7 @@ class Worker:
         build = Build(self.dtype, device, self.attention, schemes, keep=keep)
         model = self._implementation.build(build, self.spec)
         before(model)
-        named = self._implementation.named(checkpoint)
+        named = self._implementation.named(checkpoint, self.spec)
         report = load_weights(model, named)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
         form = compiled(model, self.attention, self.config.activation_dtype)

@@ -88,7 +88,7 @@ class Bridge:
         model.config.dtype = b.dtype
         return BridgedLM(b, spec, model)
 
-    def named(self, checkpoint: Checkpoint) -> Checkpoint:
+    def named(self, checkpoint: Checkpoint, spec: ModelSpec) -> Checkpoint:
         assert self._skeleton is not None, "spec_of is called first"
         return converted(checkpoint, self._skeleton)
 

@@ -51,6 +51,10 @@ class BridgedSpec:
         spec = self.layers[index].spec
         return spec if self.has_windows else replace(spec, window=None)
 
+    def within(self, max_length: int | None) -> BridgedSpec:
+        """Return the spec itself: no supported model computes otherwise for short sequences."""
+        return self
+
     def without_windows(self) -> BridgedSpec:
         """Return the spec with full attention in all layers, for sequences shorter than any window."""
         narrowest = min((window for window in self.windows if window is not None), default=None)

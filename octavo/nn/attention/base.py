@@ -21,6 +21,8 @@ class AttentionSpec:
         scale: multiplies q·k before the softmax; normally head_dim ** -0.5.
         window: a query at position p attends to keys in (p - window, p]; None: to all of [0, p].
         soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them unchanged.
+        slopes: [num_heads], each head's linear bias (ALiBi, https://arxiv.org/abs/2108.12409): its scores become
+            scores + slope * (key's position - query's position); None for no bias.
     """
 
     num_heads: int
@@ -29,6 +31,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    slopes: tuple[float, ...] | None = None
 
 
 Norms = tuple[Tensor, Tensor, float]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.biased import attend_biased
 from octavo.nn.attention.kv_int8 import SCALE_BYTES, pack, unpack
 from octavo.nn.attention.runs import BlockRange, ChunkPlan, DecodePlan, Edges, HostLayout, KvSegment, SharedRun
 from octavo.nn.step import StepInput
@@ -58,6 +59,8 @@ class TorchAttention:
         cells[:, 1].index_copy_(0, step.slot_mapping, v)
 
     def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
+        if spec.slopes is not None:
+            return _attend_rows(q, cache, step.attn, spec)
         plan = step.attn.plan(spec.window)
         out = torch.empty_like(q)
         if plan.decode is not None:
@@ -65,6 +68,18 @@ class TorchAttention:
         for chunk in plan.chunks:
             _attend_chunk(q, cache, chunk, spec, out)
         return out
+
+
+def _attend_rows(q: Tensor, cache: Tensor, layout: HostLayout, spec: AttentionSpec) -> Tensor:
+    """Attend with linear biases, which the fused kernel lacks."""
+    out = torch.empty_like(q)
+    starts = layout.query_start
+    for row, length in enumerate(layout.seq_lens):
+        blocks = layout.tables[row, : -(-length // layout.block_size)].astype("int64")
+        cells = _plain(cache[torch.from_numpy(blocks)].flatten(0, 1)[:length], q.dtype)
+        rows = slice(starts[row], starts[row + 1])
+        out[rows] = attend_biased(q[rows], cells[:, 0], cells[:, 1], spec).to(q.dtype)
+    return out
 
 
 def _attend_decodes(q: Tensor, cache: Tensor, plan: DecodePlan, spec: AttentionSpec, out: Tensor) -> None:

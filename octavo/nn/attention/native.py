@@ -152,6 +152,8 @@ def reason_against(device: torch.device, dtype: torch.dtype, spec: AttentionSpec
     """Return the reason why the kernels can't serve this, apart from a missing compiler; None if they can."""
     if device.type != "cpu":
         return f"runs on cpu, not on {device.type}"
+    if spec.slopes is not None:
+        return "has no linear attention biases (ALiBi)"
     if dtype not in DTYPES:
         return f"computes in {', '.join(map(str, DTYPES))}, not in {dtype}"
     if spec.head_dim % PANEL:

@@ -56,7 +56,7 @@ class ReferenceAttention:
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return softmax(mask(cap(scale · q kᵀ))) v of one sequence, in float64.
+    """Return softmax(mask(cap(scale · q kᵀ) + bias)) v of one sequence, in float64.
 
     Args:
         q: [n, num_heads, head_dim], the queries of the sequence's last n positions.
@@ -78,6 +78,8 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor
         scores = spec.scale * (q[:, head].double() @ keys_of_head.T)
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        if spec.slopes is not None:
+            scores += spec.slopes[head] * (keys - positions)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
         out[:, head] = weights @ v[:, head // group].double()
     return out

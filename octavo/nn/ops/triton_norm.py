@@ -10,6 +10,7 @@ import triton.language as tl
 from octavo.nn.ops.triton_overlap import follow, overlap
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _MANY = 256
@@ -49,24 +50,35 @@ def _norm_kernel(
     tl.store(out + row + i, scaled.to(out.dtype.element_ty), mask=valid)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """See `norm.rms_norm`. x [..., H] must be contiguous."""
-    return _launch(x, x, x, weight, eps, parts=0)
+    return _launch(x, x, x, weight, eps, dtype, parts=0)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """See `norm.add_rms_norm`. x and residual must be contiguous; the sum overwrites x if they have one dtype."""
     total = x if x.dtype == residual.dtype else residual.new_empty(residual.shape)
-    return _launch(x, residual, total, weight, eps, parts=1), total
+    return _launch(x, residual, total, weight, eps, dtype, parts=1), total
 
 
-def sum_rms_norm(parts: Tensor, stream: Tensor, weight: Tensor, eps: float) -> Tensor:
+def sum_rms_norm(parts: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """See `norm.sum_rms_norm`. parts [P, T, H] and stream [T, H] must be contiguous; the sum overwrites the stream."""
-    return _launch(parts, stream, stream, weight, eps, parts=parts.shape[0])
+    return _launch(parts, stream, stream, weight, eps, dtype, parts=parts.shape[0])
 
 
-def _launch(x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float, *, parts: int) -> Tensor:
-    out = weight.new_empty(total.shape)
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None,
+    *,
+    parts: int,
+) -> Tensor:
+    out = weight.new_empty(total.shape, dtype=dtype)
     size = total.shape[-1]
     block = triton.next_power_of_2(size)
     rows = total.numel() // size

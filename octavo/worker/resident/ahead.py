@@ -5,7 +5,7 @@ Kernels missing here are compiled at their first launch, so the list need not be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from octavo.core.cache_groups import CacheGroup
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.ahead import Ahead, target_of
+from octavo.models.attention import attention_spec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.libraries.attention import LibraryAttention
@@ -59,8 +60,8 @@ def compile_ahead(
             step = _step(slots, counts, context)
             if shares:
                 step.shared = SharedContexts(step.block_tables[:, :3], step.seq_lens, step.seq_lens)
-            for window in {*spec.windows}:
-                _attend(spec, dtype, kv_dtype, attention, step, window, block_size)
+            for layer in dict.fromkeys(attention_spec(spec, i) for i in range(spec.num_layers)):
+                _attend(spec, layer, dtype, kv_dtype, attention, step, block_size)
         _sample(spec, slots)
         _products(spec, dtype, residual, device)
     return ahead
@@ -73,29 +74,42 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
     width, inner = spec.hidden_size, spec.intermediate_size
     heads = spec.num_heads * spec.head_dim
     outputs = heads + 2 * spec.num_kv_heads * spec.head_dim
-    norm = (empty(width), 1e-5)
+    up = 2 * inner if spec.mlp.gated else inner
+    gated = spec.mlp.gated and spec.mlp.activation == "silu"
+    rms = spec.norm.kind == "rms"
+    norm = (empty(width, kind=torch.float32 if spec.norm.offset else dtype), 1e-5)
     stream = empty(1, width, kind=residual)
-    bias = empty(outputs) if "qkv" in spec.biases else None
-    few_rows.fused_product(stream, empty(outputs, width), norm=norm, bias=bias)
+    if rms:
+        bias = empty(outputs) if "qkv" in spec.biases else None
+        few_rows.fused_product(stream, empty(outputs, width), norm=norm, bias=bias)
+        few_rows.fused_product(stream, empty(up, width), norm=norm, gated=gated)
+        few_rows.fused_product(stream, empty(spec.vocab_size, width), norm=norm, dtype=torch.float32)
     bias = empty(width) if "o" in spec.biases else None
     few_rows.fused_product(empty(1, heads), empty(width, heads), add_to=stream, bias=bias)
-    few_rows.fused_product(stream, empty(2 * inner, width), norm=norm, gated=True)
     few_rows.fused_product(empty(1, inner), empty(width, inner), add_to=stream)
-    few_rows.fused_product(stream, empty(spec.vocab_size, width), norm=norm, dtype=torch.float32)
     if dtype.itemsize == 2:
-        for rows_of, columns in ((outputs, width), (width, heads), (width, inner), (2 * inner, width)):
+        for rows_of, columns in ((outputs, width), (width, heads), (width, inner), (up, width)):
             if few_rows.pays(2, rows_of):
                 add_to = empty(2, width) if rows_of == width and residual == dtype else None
                 few_rows.few_product(empty(2, columns), empty(rows_of, columns), add_to)
+    if rms:
+        _norms(empty, norm, width, residual)
+    if gated:
+        triton_activation.silu_mul(empty(2, up))
+        if gating.serves(256, empty(up, width)):
+            gating.gated_product(empty(256, width), empty(up, width))
+
+
+def _norms(
+    empty: Callable[..., torch.Tensor], norm: tuple[torch.Tensor, float], width: int, residual: torch.dtype
+) -> None:
+    dtype = empty(1).dtype
     stream = empty(2, width, kind=residual)
-    triton_norm.rms_norm(stream, *norm)
-    triton_norm.add_rms_norm(empty(2, width), stream, *norm)
+    triton_norm.rms_norm(stream, *norm, dtype)
+    triton_norm.add_rms_norm(empty(2, width), stream, *norm, dtype)
     if residual == dtype and dtype.itemsize == 2:
         for rows in (2, 256):
-            triton_norm.sum_rms_norm(empty(2, rows, width), empty(rows, width), *norm)
-    triton_activation.silu_mul(empty(2, 2 * inner))
-    if gating.serves(256, empty(2 * inner, width)):
-        gating.gated_product(empty(256, width), empty(2 * inner, width))
+            triton_norm.sum_rms_norm(empty(2, rows, width), empty(rows, width), *norm, dtype)
 
 
 def _step(slots: DeviceSlots, counts: Sequence[int], context: int) -> StepInput:
@@ -123,14 +137,13 @@ def _step(slots: DeviceSlots, counts: Sequence[int], context: int) -> StepInput:
 
 def _attend(
     spec: DecoderSpec,
+    layer: AttentionSpec,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     attention: AttentionBackend,
     step: StepInput,
-    window: int | None,
     block_size: int,
 ) -> None:
-    layer = AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, window=window)
     heads = spec.num_heads + 2 * spec.num_kv_heads
     qkv = torch.empty(step.num_tokens, heads, spec.head_dim, dtype=dtype, device=step.device)
     cache = torch.empty(attention.cache_shape(layer, 2, block_size), dtype=kv_dtype, device=step.device)
@@ -139,7 +152,7 @@ def _attend(
         table = torch.empty(2, spec.head_dim, dtype=torch.float32, device=step.device)
         scales = table.new_empty(2, spec.num_kv_heads) if kv_dtype.itemsize == 1 else None
         norm = torch.empty(spec.head_dim, dtype=dtype, device=step.device)
-        norms = (norm, norm, 1e-5) if spec.qk_norm else None
+        norms = (norm, norm, 1e-5) if spec.head_norms is not None and spec.fuses_head_norms else None
         attention.rotate_and_attend(qkv, norms, table, cache, scales, step, layer)
 
 

@@ -11,8 +11,9 @@ import torch
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.registry import ARCHITECTURES, build_model, spec_of
+from octavo.models.spec import HeadNorms, NormSpec
 from octavo.nn.attention.reference import ReferenceAttention
-from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, YarnScaling
+from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 BASE = {
     "hidden_size": 64,
@@ -77,9 +78,9 @@ def test_yarn_stretches_the_context() -> None:
     assert rope.scaling.attention_factor == pytest.approx(1.1386294)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope"])
+@pytest.mark.parametrize("kind", ["proportional", "mrope"])
 def test_an_unsupported_rope_type_is_named(kind: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{kind}'.*default, linear, llama3, yarn"):
+    with pytest.raises(ConfigError, match=rf"'{kind}'.*default, linear, dynamic, llama3, longrope, yarn"):
         spec_of(config(rope_scaling={"rope_type": kind, "factor": 2.0}))
 
 
@@ -116,7 +117,7 @@ def test_families_differ_where_they_should() -> None:
     assert spec_of(config(mlp_bias=True)).biases == {"mlp"}
     assert spec_of(config("Qwen2ForCausalLM")).biases == {"qkv"}
     qwen3 = spec_of(config("Qwen3ForCausalLM"))
-    assert (qwen3.biases, qwen3.qk_norm, qwen3.head_dim) == (frozenset(), True, 128)
+    assert (qwen3.biases, qwen3.head_norms, qwen3.head_dim) == (frozenset(), HeadNorms(NormSpec(1e-5)), 128)
 
 
 def test_an_unknown_architecture_lists_those_known() -> None:
@@ -124,6 +125,45 @@ def test_an_unknown_architecture_lists_those_known() -> None:
         spec_of(config("MambaForCausalLM"))
     for name in ARCHITECTURES:
         assert name in str(caught.value)
+
+
+def test_an_unknown_architecture_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"Olmo4ForCausalLM.*nearest that Octavo has is Olmo2?3?ForCausalLM"):
+        spec_of(config("Olmo4ForCausalLM"))
+
+
+def test_a_bare_model_is_recognised_by_its_architecture() -> None:
+    gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 50}
+    assert spec_of({**gpt2, "architectures": ["GPT2Model"]}).tied
+    assert spec_of(config("LlamaModel")).tied
+
+
+def test_long_rope_uses_the_short_factors_where_they_suffice() -> None:
+    """As many positions as in training are those of the model before it was stretched."""
+    scaling = {"rope_type": "longrope", "long_factor": [4.0] * 4, "short_factor": [1.5] * 4}
+    spec = spec_of(config("Phi3ForCausalLM", rope_scaling=scaling, original_max_position_embeddings=64))
+    assert isinstance(spec.rope.scaling, LongRopeScaling)
+    assert spec.rope.scaling.divisors == (4.0,) * 4
+    for limit, expected in ((None, 4.0), (65, 4.0), (64, 1.5)):
+        limited = spec.within(limit).rope.scaling
+        assert isinstance(limited, LongRopeScaling)
+        assert limited.divisors == (expected,) * 4
+
+
+def test_soft_caps_of_gemma2_can_be_switched_off() -> None:
+    spec = spec_of(config("Gemma2ForCausalLM"))
+    assert (spec.attention_cap, spec.logit_cap) == (50.0, 30.0)
+    spec = spec_of(config("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None))
+    assert (spec.attention_cap, spec.logit_cap) == (None, None)
+
+
+@pytest.mark.parametrize(("fraction", "width"), [(0.25, 2), (1.5, 12), (0.4, 3)])
+def test_an_impossible_fraction_of_rotated_channels_is_named(fraction: float, width: int) -> None:
+    if width == 2:
+        assert spec_of(config(partial_rotary_factor=fraction)).rope.rotary_dim == width
+        return
+    with pytest.raises(ModelFileError, match=f"partial_rotary_factor={fraction}"):
+        spec_of(config(partial_rotary_factor=fraction))
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"])
@@ -139,9 +179,7 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
+        ({"hidden_act": "mish"}, "hidden_act='mish'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
     ],
 )

@@ -22,6 +22,8 @@ def common_reason(request: BackendRequest, module: str, title: str) -> str | Non
         return f"computes in bfloat16 or float16, not in {name_of(request.dtype)}: --dtype bfloat16"
     if request.kv_dtype not in (None, request.dtype):
         return "reads keys and values in the model's dtype: leave --kv-cache-dtype out"
+    if request.spec.slopes is not None:
+        return "has no linear attention biases (ALiBi)"
     if request.spec.head_dim % 8 or request.spec.head_dim > 256:
         return f"has heads of up to 256 channels, a multiple of 8, not {request.spec.head_dim}"
     return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.models.hf_config import Config, decoder_spec, only, whole
+from octavo.models.hf_config import Config, only, whole
+from octavo.models.hf_decoder import decoder_spec
 from octavo.models.spec import DecoderSpec
 
 

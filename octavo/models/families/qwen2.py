@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.models.hf_config import Config, decoder_spec, layer_windows
+from octavo.models.hf_config import Config
+from octavo.models.hf_decoder import decoder_spec, layer_windows
 from octavo.models.spec import DecoderSpec
 
 

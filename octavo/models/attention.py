@@ -1,0 +1,46 @@
+"""Parameters of attention layers, from a decoder's spec."""
+
+from __future__ import annotations
+
+import math
+
+from octavo.core.errors import ConfigError
+from octavo.models.spec import DecoderSpec
+from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.shard import Heads
+from octavo.parallel.mesh import ALONE, Mesh
+
+
+def attention_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> AttentionSpec:
+    """Return the parameters of a layer's attention on this rank.
+
+    Raises:
+        ConfigError: a model with linear biases on several devices.
+    """
+    own = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim).local(mesh)
+    if spec.alibi and mesh.size > 1:
+        raise ConfigError("This model has linear attention biases (ALiBi); Octavo runs those on one device only.")
+    return AttentionSpec(
+        num_heads=own.heads,
+        num_kv_heads=own.kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.attention_scale,
+        window=spec.windows[layer],
+        soft_cap=spec.attention_cap,
+        slopes=tuple(spec.alibi * slope for slope in alibi_slopes(spec.num_heads)) if spec.alibi else None,
+    )
+
+
+def widest_attention(spec: DecoderSpec) -> AttentionSpec:
+    """Return the parameters of a layer with a window, if any has one: those that ask most of a backend."""
+    windows = (layer for layer, window in enumerate(spec.windows) if window is not None)
+    return attention_spec(spec, next(windows, 0))
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Return each head's slope: 2 ** (-8 i / heads) for powers of two (Press et al. 2022), else those of the power
+    below, and every other one of the power above."""
+    below = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
+    more = [2.0 ** (-8 * (i + 1) / (2 * below)) for i in range(0, 2 * (heads - below), 2)]
+    return (*slopes, *more)

@@ -1,0 +1,159 @@
+"""Reading rotary settings of Hugging Face configurations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.hf_config import Config, value_or, whole
+from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+
+
+def rope_spec(
+    config: Config,
+    head_dim: int,
+    *,
+    theta: float = 10000.0,
+    rotated: float = 1.0,
+    interleaved: bool = False,
+    layer_type: str | None = None,
+) -> RopeSpec:
+    """Return rotary settings, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones).
+
+    Args:
+        theta, rotated: the family's default base, and fraction of rotated channels.
+        interleaved: the family pairs adjacent channels.
+        layer_type: whose parameters to read, if they are given per layer type.
+
+    Raises:
+        ConfigError: an unsupported rope type.
+        ModelFileError: a field is missing or impossible.
+    """
+    params = dict(value_or(config, "rope_parameters", None) or value_or(config, "rope_scaling", {}))
+    nested = [key for key, value in params.items() if isinstance(value, Mapping)]
+    if nested and layer_type is None:
+        raise ConfigError(
+            f"The model's config has rope parameters per layer type ({', '.join(nested)}); "
+            "this architecture has one set for all layers."
+        )
+    if nested:
+        params = dict(params.get(layer_type or "") or {})
+    fraction = float(value_or(params, "partial_rotary_factor", value_or(config, "partial_rotary_factor", rotated)))
+    width = int(head_dim * fraction)
+    if width < 2 or width > head_dim or width % 2:
+        raise ModelFileError(
+            f"The model's config has partial_rotary_factor={fraction}, which makes {width} of {head_dim} channels "
+            "rotate; it should be an even number of them."
+        )
+    base = float(params.get("rope_theta") or value_or(config, "rope_theta", theta))
+    limit = whole(config, "max_position_embeddings")
+    scaling, limit = _scaling(params, config, limit)
+    return RopeSpec(width, limit, base, scaling, 0 if width == head_dim else head_dim, interleaved)
+
+
+def local_rope(config: Config, head_dim: int, base: str, theta: float = 10000.0) -> RopeSpec:
+    """Return the settings of layers with a sliding window, which are never scaled.
+
+    Args:
+        base: their field in older configs.
+    """
+    params = value_or(config, "rope_parameters", {}).get("sliding_attention") or {}
+    theta = float(params.get("rope_theta") or value_or(config, base, theta))
+    return RopeSpec(head_dim, whole(config, "max_position_embeddings"), theta)
+
+
+def no_rope(head_dim: int, limit: int) -> RopeSpec:
+    """Return the settings of layers without rotary positions, for sequences of up to `limit` tokens."""
+    return RopeSpec(0, limit, head_dim=head_dim)
+
+
+Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling | None
+
+
+def _scaling(params: Config, config: Config, limit: int) -> tuple[Scaling, int]:
+    """Return the scaling, and the most positions that it serves."""
+    kind = params.get("rope_type") or params.get("type") or "default"
+    if kind == "su" or (params.get("long_factor") and kind == "yarn"):
+        kind = "longrope"  # its names in the first configs
+    match kind:
+        case "default" | "dynamic":
+            # Dynamic scaling changes nothing for sequences of up to max_position_embeddings.
+            return None, limit
+        case "linear":
+            return LinearScaling(float(_needed(params, kind, "factor"))), limit
+        case "llama3":
+            return _llama3(params, config, limit), limit
+        case "longrope":
+            return _longrope(params, config, limit), limit
+        case "yarn":
+            yarn = _yarn(params, config, limit)
+            # A config may give the context before or after scaling; the table must cover the longer one.
+            return yarn, max(limit, int(yarn.original_max_position * yarn.factor))
+    raise ConfigError(f"The model's config asks for rope type '{kind}'; Octavo supports {', '.join(ROPE_TYPES)}.")
+
+
+def _longrope(params: Config, config: Config, limit: int) -> LongRopeScaling:
+    original = _original(params, config, limit)
+    factor = float(params.get("factor") or limit / original)
+    attention_factor = params.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    long, short = (_divisors(params, name) for name in ("long_factor", "short_factor"))
+    used = long if limit > original else short
+    return LongRopeScaling(used, short, original, float(attention_factor))
+
+
+def _divisors(params: Config, name: str) -> tuple[float, ...]:
+    values: Sequence[Any] = _needed(params, "longrope", name)
+    return tuple(float(value) for value in values)
+
+
+def _needed(params: Config, kind: str, name: str) -> Any:
+    value = params.get(name)
+    if value is None:
+        raise ModelFileError(
+            f"The model's config has no '{name}' among its rope parameters, which rope type '{kind}' needs."
+        )
+    return value
+
+
+def _original(params: Config, config: Config, limit: int) -> int:
+    return int(
+        config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings") or limit
+    )
+
+
+def _llama3(params: Config, config: Config, limit: int) -> Llama3Scaling:
+    factor, low, high = (float(_needed(params, "llama3", f"{name}factor")) for name in ("", "low_freq_", "high_freq_"))
+    return Llama3Scaling(factor, low, high, _original(params, config, limit))
+
+
+def _yarn(params: Config, config: Config, limit: int) -> YarnScaling:
+    original = _original(params, config, limit)
+    factor = float(params.get("factor") or limit / original)
+    attention_factor = params.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = _yarn_attention_factor(factor, params.get("mscale"), params.get("mscale_all_dim"))
+    return YarnScaling(
+        factor=factor,
+        original_max_position=original,
+        attention_factor=float(attention_factor),
+        beta_fast=float(params.get("beta_fast") or 32.0),
+        beta_slow=float(params.get("beta_slow") or 1.0),
+        truncate=bool(params.get("truncate", True)),
+    )
+
+
+def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """Return 0.1 ln(factor) + 1, the YaRN paper's temperature; some configs give it as a ratio of two weighted ones."""
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if mscale and mscale_all_dim:
+        return temperature(mscale) / temperature(mscale_all_dim)
+    return temperature(1.0)

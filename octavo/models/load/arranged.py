@@ -1,0 +1,133 @@
+"""Checkpoints whose tensors have other names, or are arranged otherwise, than those of Octavo's decoder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.renamed import with_root
+from octavo.models.spec import DecoderSpec, StoredModule, StoredNames
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
+
+ROOT = "model"
+"""The prefix of the decoder's tensors, apart from the head's."""
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_ROTATED = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qk](_proj|_norm)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """The rows of a stored tensor that make up one of the decoder's.
+
+    Attributes:
+        name: the stored tensor.
+        begin, end, run: rows [begin, end) of each `run` rows; run 0 takes all.
+        order: order of each head's rows; None keeps it.
+        elementwise: `order` is that of each head's elements, not rows.
+    """
+
+    name: str
+    transposed: bool = False
+    begin: int = 0
+    end: int = 0
+    run: int = 0
+    order: tuple[int, ...] | None = None
+    elementwise: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.transposed or self.run or self.order)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the decoder's tensor."""
+        if self.transposed and tensor.dim() == 2:
+            tensor = tensor.T
+        if self.run:
+            tensor = tensor.unflatten(0, (-1, self.run))[:, self.begin : self.end].flatten(0, 1)
+        if self.order is not None:
+            rest = () if self.elementwise else tensor.shape[1:]
+            tensor = tensor.reshape(-1, len(self.order), *rest)[:, list(self.order)].reshape(tensor.shape)
+        return tensor
+
+
+class ArrangedCheckpoint:
+    """A view of `source` with the names and arrangement of the decoder."""
+
+    def __init__(self, source: Checkpoint, spec: DecoderSpec) -> None:
+        self.origin = source.origin
+        self._source = source
+        self._selections = dict(_selections(source.names(), spec))
+
+    def names(self) -> Set[str]:
+        return self._selections.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._selections
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        selection = self._selections[name]
+        stored = self._source.shape(selection.name)
+        if stored is None or selection.is_plain:
+            return stored
+        return self._of(name, torch.empty(stored, device="meta")).shape
+
+    def blocks(self, name: str) -> QuantizedBlocks | None:
+        selection = self._selections[name]
+        blocks = None if selection.transposed else self._source.blocks(selection.name)
+        if blocks is None or selection.is_plain:
+            return blocks
+        rows = self._of(name, torch.arange(len(blocks.values)))
+        minima = None if blocks.minima is None else blocks.minima[rows]
+        return replace(blocks, values=blocks.values[rows], scales=blocks.scales[rows], minima=minima)
+
+    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
+        selection = self._selections[name]
+        if selection.is_plain:
+            return self._source.tensor(selection.name, spec, index)
+        tensor = self._of(name, self._source.tensor(selection.name, spec))
+        return tensor if index is None else tensor[index]
+
+    def _of(self, name: str, tensor: Tensor) -> Tensor:
+        return self._selections[name].of(tensor)
+
+
+def arranged(checkpoint: Checkpoint, spec: DecoderSpec) -> Checkpoint:
+    """Return the checkpoint as the decoder of this spec reads it; the same if it is stored so."""
+    if spec.stored.root == ROOT:
+        checkpoint = with_root(checkpoint, ROOT)
+    ropes = (spec.rope_of(layer) for layer in range(spec.num_layers))
+    if not checkpoint.names() or (spec.stored == StoredNames() and all(rope.order is None for rope in ropes)):
+        return checkpoint
+    return ArrangedCheckpoint(checkpoint, spec)
+
+
+def _selections(names: Set[str], spec: DecoderSpec) -> Iterator[tuple[str, _Selection]]:
+    stored = spec.stored
+    modules = {module.name: module for module in stored.modules}
+    roots = (f"{stored.root}.", f"{stored.root.rpartition('.')[2]}.")
+    root = next((root for root in roots if any(name.startswith(root) for name in names)), "")
+    for name in names:
+        if name.endswith(stored.ignored or ("\n",)):
+            continue
+        module, _, suffix = name.removeprefix(root).rpartition(".")
+        number = _LAYER.search(module)
+        pattern = module if number is None else f"{module[: number.start()]}{{}}{module[number.end() :]}"
+        rule = modules.get(pattern, StoredModule(pattern, (pattern,)))
+        inside = name.startswith(root)
+        for i, target in enumerate(rule.names):
+            path = target.format(number[0] if number else "")
+            own = inside and not path.startswith("lm_head")
+            full = f"{ROOT}.{path}.{suffix}" if own else f"{path}.{suffix}"
+            begin = sum(rule.sizes[:i])
+            end = begin + rule.sizes[i] if rule.sizes else 0
+            yield full, _Selection(name, rule.transposed, begin, end, sum(rule.sizes), *_order(full, spec))
+
+
+def _order(name: str, spec: DecoderSpec) -> tuple[tuple[int, ...] | None, bool]:
+    match = _ROTATED.match(name)
+    return (None, False) if match is None else (spec.rope_of(int(match[1])).order, match[2] == "_norm")

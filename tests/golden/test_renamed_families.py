@@ -1,0 +1,101 @@
+"""Families whose code is not in Transformers, on checkpoints of equal models that are: only names and fields differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged import PagedRunner
+from safetensors.torch import load_file, save_file
+from tiny import load_model, make_checkpoint, model_files
+from torch import Tensor
+
+from octavo.nn.attention.reference import ReferenceAttention
+
+PROMPT = [172, 70, 25, 126, 78, 3, 190, 44]
+
+
+def internlm2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """4 heads on 2 kv heads, of 16 channels."""
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    stored = renamed(tensors, names)
+    for i in range(3):
+        q, k, v = (stored.pop(f"model.layers.{i}.self_attn.{part}_proj.weight") for part in "qkv")
+        parts = [q.unflatten(0, (2, 32)), k.unflatten(0, (2, 16)), v.unflatten(0, (2, 16))]
+        stored[f"model.layers.{i}.attention.wqkv.weight"] = torch.cat(parts, 1).flatten(0, 1).contiguous()
+    return stored
+
+
+def exaone3(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = {
+        "model.embed_tokens": "transformer.wte",
+        "model.norm": "transformer.ln_f",
+        "model.layers": "transformer.h",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "self_attn.o_proj": "attn.attention.out_proj",
+        "self_attn": "attn.attention",
+        "mlp.gate_proj": "mlp.c_fc_0",
+        "mlp.up_proj": "mlp.c_fc_1",
+        "mlp.down_proj": "mlp.c_proj",
+    }
+    return renamed(tensors, names)
+
+
+def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    def other(name: str) -> str:
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    return {other(name): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "rename", "fields"),
+    [
+        ("llama", "InternLM2ForCausalLM", internlm2, {"bias": False}),
+        ("llama", "InternLM3ForCausalLM", dict, {"qkv_bias": False, "bias": False}),
+        (
+            "llama",
+            "ExaoneForCausalLM",
+            exaone3,
+            {"num_layers": 3, "layer_norm_epsilon": 1e-6, "activation_function": "silu", "num_hidden_layers": None},
+        ),
+        (
+            "granite",
+            "MiniCPMForCausalLM",
+            dict,
+            {"scale_emb": 3.0, "scale_depth": 0.3 * 3**0.5, "dim_model_base": 16},
+        ),
+    ],
+)
+def test_the_same_logits_under_other_names(
+    family: str, architecture: str, rename: Callable[[Any], dict[str, Tensor]], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = make_checkpoint(family, tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(rename(load_file(path)), path)
+    config = json.loads((tmp_path / "config.json").read_text()) | fields | {"architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runner = PagedRunner(load_model(model_files(tmp_path), ReferenceAttention()), num_blocks=4, block_size=4)
+    logits = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
+    if family == "granite":  # MiniCPM has no factor of its own for scores
+        for layer in theirs.model.layers:
+            layer.self_attn.scaling = 0.25
+    with torch.no_grad():
+        expected = theirs(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)

@@ -1,0 +1,86 @@
+"""Tiny configurations of every family of decoders beside those of `tiny.py`, each with what is special about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+_GPT = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+_LONG = [1.0 + i / 4 for i in range(6)]
+_SHORT = [1.0 + i / 16 for i in range(6)]
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "long_factor": _LONG,
+    "short_factor": _SHORT,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 32,
+}
+_GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+}
+
+DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 6, "hidden_size": 96}),
+    "cohere": (transformers.CohereConfig, {"use_qk_norm": True}),
+    "cohere2": (transformers.Cohere2Config, {"sliding_window": 7, "sliding_window_pattern": 3}),
+    "ernie": (transformers.Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
+    "exaone4": (transformers.Exaone4Config, {"sliding_window": 7, "sliding_window_pattern": 3}),
+    "exaone4-full": (transformers.Exaone4Config, {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "falcon": (transformers.FalconConfig, {}),
+    "falcon-new": (transformers.FalconConfig, {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-one-norm": (
+        transformers.FalconConfig,
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-rw": (
+        transformers.FalconConfig,
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 32}),
+    "gemma2": (transformers.Gemma2Config, {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "sliding_window": 7,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": _GEMMA3_ROPES,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "glm": (transformers.GlmConfig, {"head_dim": 16}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 16}),
+    "gpt-neox": (transformers.GPTNeoXConfig, {"hidden_act": "gelu"}),
+    "gpt-neox-serial": (transformers.GPTNeoXConfig, {"use_parallel_residual": False, "rotary_pct": 1.0}),
+    "gpt2": (transformers.GPT2Config, _GPT),
+    "gptj": (transformers.GPTJConfig, {**_GPT, "rotary_dim": 8}),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "nemotron": (transformers.NemotronConfig, {"attention_bias": True}),
+    "olmo": (transformers.OlmoConfig, {"clip_qkv": 0.8}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "opt": (transformers.OPTConfig, {"ffn_dim": 112, "word_embed_proj_dim": 64}),
+    "phi": (transformers.PhiConfig, {"qk_layernorm": True}),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 9}),
+    "phi3-longrope": (transformers.Phi3Config, {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}),
+    "seed-oss": (transformers.SeedOssConfig, {"head_dim": 32}),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layer_interval": 2}),
+    "stablelm": (transformers.StableLmConfig, {"use_qkv_bias": True}),
+    "stablelm-parallel": (transformers.StableLmConfig, {"use_parallel_residual": True}),
+    "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 7}),
+}

@@ -1,0 +1,72 @@
+"""Write the table of architectures in docs/models.md from the registry and the configurations that the tests run.
+
+PYTHONPATH=.:tests python tools/models_table.py [FILE]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+from tiny import FAMILIES, config_of
+from tiny_families import DENSE
+
+from octavo.hub.gguf_config import ARCHITECTURES as GGUF
+from octavo.models.native import reason_against
+from octavo.models.registry import ARCHITECTURES, spec_of
+
+BEGIN = "<!-- table: python tools/models_table.py -->"
+END = "<!-- end of table -->"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+NOT_IN_TRANSFORMERS = {
+    "ExaoneForCausalLM": "Llama's",
+    "InternLM2ForCausalLM": "Llama's",
+    "InternLM3ForCausalLM": "Llama's",
+    "MiniCPMForCausalLM": "Granite's",
+}
+"""Architecture -> whose weights `tests/golden/test_renamed_families.py` gives it."""
+
+
+def rows() -> Iterator[str]:
+    tested = dict(_configurations())
+    in_gguf = {architecture for architecture, _ in GGUF.values()}
+    for name, family in sorted(ARCHITECTURES.items(), key=lambda pair: pair[0].lower()):
+        about = " ".join((family.__doc__ or "").partition("\n\n")[0].split()).rstrip(".").replace("|", "\\|")
+        gguf = "yes" if name in in_gguf else ""
+        if name not in tested:
+            yield f"| `{name}` | {about} | as {NOT_IN_TRANSFORMERS[name]} | yes | yes | {gguf} |"
+            continue
+        spec = spec_of(tested[name])
+        reason = reason_against(spec)
+        program = "yes" if reason is None else f"no: {reason.removeprefix('the kernels lack ')}"
+        yield f"| `{name}` | {about} | {program} | yes | {'no' if spec.alibi else 'yes'} | {gguf} |"
+
+
+def table() -> str:
+    header = [
+        "| architecture | models | CPU program | CPU, torch | GPU | GGUF |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    return "\n".join([*header, *rows()])
+
+
+def _configurations() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the architecture and configuration of every tiny checkpoint that the tests compare with Transformers."""
+    for name in (*DENSE, *FAMILIES)[::-1]:
+        config = config_of(name)
+        architecture = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+        yield architecture, {**config.to_dict(), "architectures": [architecture]}
+
+
+def rewrite(text: str) -> str:
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{table()}\n\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
+    path.write_text(rewrite(path.read_text(encoding="utf-8")), encoding="utf-8")
