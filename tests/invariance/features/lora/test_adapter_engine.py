@@ -1,0 +1,189 @@
+"""The whole engine with adapters: greedy tokens are those of the model with the adapter's weights merged in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny import make_checkpoint, model_files
+from tiny_adapters import merged, save_adapter
+from toy_engine import drive, tiny_config, tokens_of
+
+from octavo.build import build_core
+from octavo.core.errors import InvalidRequestError, ModelFileError
+from octavo.core.output import FinishReason
+from octavo.core.params import SamplingParams
+from octavo.core.pausing import PauseMode, SleepTag
+from octavo.core.request import GenerateRequest
+from octavo.engine.loop import EngineLoop
+from octavo.features.lora.payload import NAME
+from octavo.features.lora.requests import Part, encode
+
+RANKS = {"a": 4, "b": 8, "c": 16}
+MAGNITUDES = "d"
+Tokens = dict[tuple[str, int], list[int]]
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(7 * number + 3 * place) % 199 for place in range(5 + 3 * number)]
+
+
+def asking(name: str, number: int, *parts: tuple[str, float], max_tokens: int = 12) -> GenerateRequest:
+    options = {NAME: encode(tuple(Part(*part) for part in parts))} if parts else {}
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return GenerateRequest(id=name, tokens=prompt_of(number), params=params, options=options)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    make_checkpoint("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    config = msgspec.json.decode((model / "config.json").read_bytes())
+    root = tmp_path_factory.mktemp("adapters")
+    made = {name: save_adapter(root / name, config, seed=i, rank=r) for i, (name, r) in enumerate(RANKS.items())}
+    made[MAGNITUDES] = save_adapter(root / MAGNITUDES, config, seed=9, rank=4, use_dora=True)
+    return made
+
+
+def engine(model: Path, adapters: Mapping[str, Path], **settings: Any) -> EngineLoop:
+    modules = tuple(f"{name}={path}" for name, path in adapters.items())
+    asked = {"load_format": "auto", "attention_backend": "torch", "lora_modules": modules} | settings
+    return build_core(tiny_config(**asked), model_files(model))[0]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the tokens of a prompt under merged weights, computed alone."""
+    loops: dict[Any, EngineLoop] = {}
+
+    def tokens(number: int, *parts: tuple[str, float], max_tokens: int = 12) -> list[int]:
+        if parts not in loops:
+            folder = tmp_path_factory.mktemp("merged")
+            weights = load_file(model / "model.safetensors")
+            for name, weight in parts:
+                weights = merged(weights, adapters[name], weight)
+            save_file(weights, folder / "model.safetensors")
+            (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+            loops[parts] = build_core(tiny_config(load_format="auto"), model_files(folder))[0]
+        found = tokens_of(drive(loops[parts], [asking("x", number, max_tokens=max_tokens)]))
+        return found["x", 0]
+
+    return tokens
+
+
+SELECTIONS: list[tuple[tuple[str, float], ...]] = [
+    (("a", 1.0),),
+    (),
+    (("b", 1.0),),
+    (("c", 1.0),),
+    (("a", 1.0), ("b", 0.5)),
+    ((MAGNITUDES, 1.0),),
+    (("a", 1.0),),
+    (),
+    (("c", 0.25),),
+]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "in step": {},
+    "overlap and chunks": {"async_scheduling": True, "max_num_batched_tokens": 8, "max_num_seqs": 6},
+    "one adapter at a time": {"async_scheduling": True, "max_loras": 1, "max_cpu_loras": 1},
+    "little memory": {"async_scheduling": True, "num_blocks": 44, "max_model_len": 96},
+    "another process": {"distributed_executor_backend": "mp", "async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_tokens_are_those_of_merged_weights(kind: str, model: Path, adapters: dict[str, Path], expected: Any) -> None:
+    loop = engine(model, adapters, **SETTINGS[kind])
+    asked = [asking(f"r{i}", i % 4, *parts) for i, parts in enumerate(SELECTIONS)]
+    found = tokens_of(drive(loop, asked))
+    stats = {one.name: one.values for one in loop.stats().features}
+    for i, parts in enumerate(SELECTIONS):
+        assert found[f"r{i}", 0] == expected(i % 4, *parts), f"request {i} with {parts}"
+    assert stats["lora_tokens"] == {"a": 36, "b": 24, "c": 24, "d": 12}
+    if kind == "one adapter at a time":
+        assert stats["lora_evictions"][""] > 2
+    loop.close()
+
+
+def test_a_sleep_and_new_weights_bring_adapters_back(model: Path, adapters: dict[str, Path], expected: Any) -> None:
+    loop = engine(model, adapters, enable_sleep_mode=True)
+    asked = [asking(f"r{i}", i % 4, *parts) for i, parts in enumerate(SELECTIONS[:6])]
+    before = tokens_of(drive(loop, asked))
+    loop.pause(PauseMode.KEEP)
+    loop.sleep(1)
+    loop.wake_up(list(SleepTag))
+    assert tokens_of(drive(loop, asked)) == before
+    loads = {one.name: one.values for one in loop.stats().features}["lora_loads"][""]
+    loop.pause(PauseMode.KEEP)
+    loop.update_weights(loop.check_weights().stage_weights(None, None))
+    loop.resume()
+    assert tokens_of(drive(loop, asked)) == before
+    assert {one.name: one.values for one in loop.stats().features}["lora_loads"][""] > loads
+    loop.close()
+
+
+def test_names_are_loaded_replaced_and_unloaded(
+    model: Path, adapters: dict[str, Path], expected: Any, tmp_path: Path
+) -> None:
+    loop = engine(model, {}, lora_dir=str(adapters["a"].parent))
+
+    def call(method: str, **args: Any) -> Any:
+        value = loop.call(NAME, method, args)
+        while hasattr(value, "done") and not value.done():
+            loop.step() if loop.busy else loop.idle()
+        return value.result() if hasattr(value, "done") else value
+
+    def tokens(name: str) -> list[int]:
+        return tokens_of(drive(loop, [asking("x", 1, (name, 1.0))]))["x", 0]
+
+    with pytest.raises(InvalidRequestError, match="The model `mine` does not exist"):
+        loop.add(asking("x", 1, ("mine", 1.0)))
+    call("load", name="mine", path=str(adapters["a"]))
+    assert tokens("mine") == expected(1, ("a", 1.0))
+    with pytest.raises(InvalidRequestError, match="has already been loaded"):
+        call("load", name="mine", path=str(adapters["b"]))
+    call("load", name="mine", path=str(adapters["b"]), in_place=True)
+    assert tokens("mine") == expected(1, ("b", 1.0))
+    call("pin", name="mine", pinned=True)
+    assert [(one["name"], one["state"], one["pinned"]) for one in call("list")["adapters"]] == [
+        ("mine", "device", True)
+    ]
+    call("unload", name="mine")
+    with pytest.raises(InvalidRequestError, match="The model `mine` does not exist"):
+        loop.add(asking("x", 1, ("mine", 1.0)))
+    assert call("find", name="../a") == call("find", name="absent") == {"adapter": None}
+    assert call("find", name="c")["adapter"]["rank"] == 16
+    assert tokens("c") == expected(1, ("c", 1.0))
+    with pytest.raises(ModelFileError, match="has no adapter_config.json"):
+        call("load", name="odd", path=str(tmp_path))
+    loop.close()
+
+
+def test_a_file_that_is_gone_ends_the_requests_that_need_it_and_no_others(
+    model: Path, adapters: dict[str, Path], expected: Any, tmp_path: Path
+) -> None:
+    config = msgspec.json.decode((model / "config.json").read_bytes())
+    mine = save_adapter(tmp_path / "mine", config, seed=0, rank=4)
+    loop = engine(model, {**adapters, "mine": mine})
+    weights = mine / "adapter_model.safetensors"
+    weights.rename(tmp_path / "away")
+    ends = {
+        delta.id: delta
+        for delta in drive(loop, [asking("bad", 1, ("mine", 1.0)), asking("good", 1, ("a", 1.0))])
+        if delta.finish is not None
+    }
+    assert ends["bad"].finish is FinishReason.ERROR
+    assert "adapter_model.safetensors" in (ends["bad"].error or "")
+    assert ends["good"].finish is FinishReason.LENGTH
+    (tmp_path / "away").rename(weights)
+    assert tokens_of(drive(loop, [asking("x", 1, ("mine", 1.0))]))["x", 0] == expected(1, ("a", 1.0))
+    loop.close()
