@@ -163,7 +163,7 @@ def test_names_are_loaded_replaced_and_unloaded(
     assert call("find", name="../a") == call("find", name="absent") == {"adapter": None}
     assert call("find", name="c")["adapter"]["rank"] == 16
     assert tokens("c") == expected(1, ("c", 1.0))
-    with pytest.raises(ModelFileError, match="has no adapter_config.json"):
+    with pytest.raises(ModelFileError, match=r"has no adapter_config\.json"):
         call("load", name="odd", path=str(tmp_path))
     loop.close()
 
