@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.cli.flags.parser import say
@@ -44,7 +44,8 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
         )
     async with llm:
         if server:
-            print_memory(llm.info)
+            hooks = llm.frontend.preparer.hooks
+            print_rows([*memory_rows(llm.info), *(row for hook in hooks for row in hook.start_rows())])
         yield llm.frontend
 
 
@@ -74,9 +75,8 @@ def _cache_rows(info: ModelInfo) -> list[tuple[str, str]]:
     return [("KV cache holds", f"{info.kv_tokens:,} tokens ({size}{form})")]
 
 
-def print_memory(info: ModelInfo) -> None:
-    """Print the table to standard error."""
-    rows = memory_rows(info)
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Print a table to standard error."""
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         say(f"{label:{width}}  {value}")

@@ -177,6 +177,10 @@ class TextHook:
         """
         return dict.fromkeys(self.params)
 
+    def start_rows(self) -> list[tuple[str, str]]:
+        """Return rows, a label and a text each, for the table that a server prints at its start."""
+        return []
+
     async def models(self, engine: EngineClient) -> list[AddedModel]:
         """Return the models that the feature adds, as of now."""
         return []

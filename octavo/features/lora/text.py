@@ -12,7 +12,7 @@ from octavo.core.stats import EngineStats
 from octavo.engine.protocol import EngineClient
 from octavo.features.lora.api import AdapterIds, requested, selected
 from octavo.features.lora.payload import NAME
-from octavo.features.lora.requests import CHANGES, Adapter, Part, Selection, encode, selection_of
+from octavo.features.lora.requests import CHANGES, Adapter, Part, Selection, encode, info_of, selection_of
 from octavo.text.hooks import AddedModel, ReadArgument, TextContext, TextHook
 
 
@@ -28,6 +28,14 @@ class LoraText(TextHook):
         self.ids = AdapterIds()
         self._found: dict[str, AddedModel] = {}
         self._changes = -1.0
+
+    def start_rows(self) -> list[tuple[str, str]]:
+        info = info_of(self.context.info)
+        if info is None:
+            return []
+        known = f"{info.adapters} known" if info.adapters else "none known yet"
+        most = f"at most {info.max_adapters} in memory at once, up to rank {info.max_rank}"
+        return [("LoRA adapters", f"{known}; {most}")]
 
     async def models(self, engine: EngineClient) -> list[AddedModel]:
         if not self.present:
