@@ -165,6 +165,7 @@ class EngineLoop:
         with self._guarded():
             if level and not self._sleep.empty:
                 self._scheduler.park()
+                self._scheduler.has_blocks(there=False)
                 self._executor = NoExecutor()  # the old one's memory is freed once nothing holds it
             self._sleep.sleep(level)
 
@@ -185,6 +186,7 @@ class EngineLoop:
             executor = self._sleep.wake_up(parts)
         if executor is not None:
             self._executor = self._recorded(executor)
+            self._scheduler.has_blocks(there=True)
             self._realms.refresh()
         return self._pause.open() if self._sleep.level == AWAKE else []
 
@@ -277,10 +279,9 @@ class EngineLoop:
         """Check workers and profile; call periodically while the engine is idle. Raises DeviceLostError."""
         with self._guarded():
             self._worker.check()
-        if self._sleep.level == AWAKE:
-            self._scheduler.turn()
-            if self._scheduler.storing:
-                self.step()
+        self._scheduler.turn()
+        if self._scheduler.storing and self._sleep.level == AWAKE:
+            self.step()
         if self._profiler is not None:
             self._profiler.end_if_due()
 

@@ -51,9 +51,13 @@ class PageLoads:
 
     Args:
         tickets: numbers of transfers; those of tiers are from the same iterator.
+
+    Attributes:
+        possible: whether there are blocks to load into; not while the engine sleeps.
     """
 
     def __init__(self, tickets: Iterator[int]) -> None:
+        self.possible = True
         self._tickets = tickets
         self._unsent: dict[int, tuple[Transfer, Loaded]] = {}
         self._sent: dict[int, tuple[Transfer, Loaded]] = {}
@@ -139,7 +143,12 @@ class Pages:
         return self._cache.num_free
 
     def missing(self, count: int, request: Request | None = None) -> int:
-        """Return the blocks that lack for `count` blocks and then for the request to be admitted; <= 0 if none do."""
+        """Return the blocks that lack for `count` blocks and then for the request to be admitted; <= 0 if none do.
+
+        All of them lack while the engine sleeps.
+        """
+        if not self._loads.possible:
+            return max(1, count)
         return count - self._cache.num_free if request is None else count + self._shortage(request)
 
     def take(self, count: int) -> Lease | None:
@@ -147,7 +156,7 @@ class Pages:
 
         Release the lease when no launched step reads the blocks: no request that uses them has a slot.
         """
-        return self._cache.lease_new(count, self._owner)
+        return self._cache.lease_new(count, self._owner) if self._loads.possible else None
 
     def load(self, names: Sequence[bytes], blocks: Sequence[int], loaded: Loaded) -> None:
         """Have the worker half's `load` fill blocks under these names while steps run.

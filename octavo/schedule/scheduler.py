@@ -181,6 +181,10 @@ class Scheduler:
         told(self._hooks, "on_park")
         self.cache.reset()
 
+    def has_blocks(self, *, there: bool) -> None:
+        """The memory of the KV cache was freed, or allocated again."""
+        self._loads.possible = there
+
     def weights_replaced(self) -> None:
         """The model has other weights now; nothing is in flight."""
         self._steady = None

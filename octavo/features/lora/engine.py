@@ -31,6 +31,8 @@ from octavo.schedule.request import Request
 log = logging.getLogger(__name__)
 
 _BASE = -1
+_LONG_WAIT_S = 1.0
+"""Waits from this on are logged."""
 _REPEATED = {general: LoraStep(general=general) for general in (False, True)}
 
 
@@ -204,7 +206,8 @@ class LoraEngine(EngineHook):
         if since is not None:
             waited = self._clock() - since
             self._waited_s += waited
-            log.debug("request %s waited %.0f ms for the adapter %s", request.id, 1000 * waited, weights.label)
+            level = logging.INFO if waited > _LONG_WAIT_S else logging.DEBUG
+            log.log(level, "request %s waited %.0f ms for the adapter %s", request.id, 1000 * waited, weights.label)
 
     def waits_for(self, request: Request) -> str:
         since, weights = self._since.get(request), self._of.get(request)
