@@ -167,10 +167,10 @@ class ToyDevice:
         if plan.id == self._lost_at:
             self._lost = True
             raise DeviceLostError("toy device", "it was told to break")
+        self._apply(plan)
         if plan.transfers is not None:
             assert self._mover is not None
             self._mover.begin(plan.transfers, self._cells)
-        self._apply(plan)
         spans = []
         for slot, count, drafts in zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True):
             state = self._slots[slot]

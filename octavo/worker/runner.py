@@ -68,16 +68,15 @@ class Runner:
 
     def forward(self, plan: StepPlan) -> Step:
         hooks = self.hooks
-        if plan.transfers is not None:
-            assert self._mover is not None, "a feature has the engine half of a tier only"
-            self._mover.begin(plan.transfers)
         if not plan.slots:
+            self._move(plan)
             return Step(plan, hooks, mover=self._mover)
         self._slots.apply(plan)
         if plan.new:
             hooks.add(plan.new)
         if plan.copies:
             self._blocks.copy(plan.copies)
+        self._move(plan)  # after the copies: a block that one of them reads may be free by now, and be loaded into
         hooks.lay_out(plan)
         step = Step(plan, hooks, began=self._link.event(), mover=self._mover)
         variant = hooks.variant(plan.payload)
@@ -89,6 +88,12 @@ class Runner:
             self._compute(step)
         self._follow(step)
         return step
+
+    def _move(self, plan: StepPlan) -> None:
+        """Begin the plan's transfers."""
+        if plan.transfers is not None:
+            assert self._mover is not None, "a feature has the engine half of a tier only"
+            self._mover.begin(plan.transfers)
 
     def _follow(self, step: Step) -> None:
         """Remember the step that was running when this one was launched, to measure the device's idle time."""
