@@ -217,6 +217,7 @@ def _recorder(config: EngineConfig, path: str, facts: WorkerFacts, sizes: CacheS
     """Return the recorder of steps; raise ConfigError if settings hold objects that can't be written to a file."""
     for own in config.features.values():
         own.check_sendable("objects can't be recorded with record_steps")
+        own.check_recordable()
     header = Header(FORM, __version__, msgspec.to_builtins(config), facts, sizes)
     return PlanRecorder(Path(path).expanduser(), config.device.record_steps_limit, header, PlanCodec(payload_types()))
 

@@ -48,6 +48,9 @@ class FeatureSettings:
     def check_sendable(self, why: str) -> None:
         """Raise ConfigError with the text `why` if a value cannot be written to a file or sent to another process."""
 
+    def check_recordable(self) -> None:
+        """Raise ConfigError if steps with these settings can't be computed again from a record."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class FeatureContext:

@@ -82,6 +82,13 @@ class LoraSettings(FeatureSettings):
     def enabled(self) -> bool:
         return self.enable_lora or bool(self.lora_modules) or self.lora_dir is not None
 
+    def check_recordable(self) -> None:
+        if self.enabled:
+            raise ConfigError(
+                "--record-steps can't be used with adapters, since a replay would not have their weights. Leave out one "
+                "of them."
+            )
+
     def modules(self) -> tuple[LoraModule, ...]:
         """Return the adapters of `lora_modules`, each name once.
 

@@ -62,3 +62,9 @@ def test_nothing_is_enabled_by_default() -> None:
 def test_wrong_settings_are_errors(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig.of(**settings)
+
+
+def test_steps_with_adapters_can_not_be_recorded() -> None:
+    LoraSettings().check_recordable()
+    with pytest.raises(ConfigError, match="--record-steps can't be used with adapters"):
+        LoraSettings(enable_lora=True).check_recordable()
