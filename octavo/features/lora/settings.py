@@ -85,8 +85,8 @@ class LoraSettings(FeatureSettings):
     def check_recordable(self) -> None:
         if self.enabled:
             raise ConfigError(
-                "--record-steps can't be used with adapters, since a replay would not have their weights. Leave out one "
-                "of them."
+                "--record-steps can't be used with adapters, since a replay would not have their weights. Leave out "
+                "one of them."
             )
 
     def modules(self) -> tuple[LoraModule, ...]:
