@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.build import Build
 from octavo.nn.norm import RMSNorm
-from octavo.nn.quant.base import everywhere
 from octavo.nn.rope import Rope
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
@@ -81,12 +78,6 @@ class Plain(Hybrid):
     """Computes whole sequences, without a state."""
 
     mixer = Summed
-
-
-def build_hybrid(spec: DecoderSpec, *, dtype: torch.dtype, device: torch.device, **choices: Any) -> CausalLM:
-    """In place of `build_model`."""
-    schemes = everywhere(choices["scheme"], dtype, device, choices["keep"])
-    return Hybrid(Build(dtype, device, choices["attention"], schemes, keep=choices["keep"]), spec)
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from toy_engine import drive, tiny_config, tokens_of
 from toy_models import LLAMA, VOCAB, model_files
-from toy_recurrent import SNAPSHOT, Plain, build_hybrid, plain_greedy
+from toy_recurrent import SNAPSHOT, Hybrid, Plain, plain_greedy
 
 from octavo.build import build_core
 from octavo.core.errors import ConfigError
@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any] = CONFIG, **settings: Any) -> EngineLoop:
-    monkeypatch.setattr("octavo.worker.worker.build_model", build_hybrid)
+    monkeypatch.setattr("octavo.models.implementation.CausalLM", Hybrid)
     chosen = {"attention_backend": "torch", "max_model_len": 160, "max_num_seqs": 4, "async_scheduling": False}
     loop, _ = build_core(tiny_config(**chosen | settings), model_files(config))
     return loop
@@ -118,7 +118,7 @@ def test_a_prefix_is_found_where_a_chunk_ended(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_state_takes_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.worker.worker.build_model", build_hybrid)
+    monkeypatch.setattr("octavo.models.implementation.CausalLM", Hybrid)
     settings = {"max_model_len": 200, "max_num_seqs": 1, "attention_backend": "torch", "enable_prefix_caching": False}
     loop, info = build_core(tiny_config(**settings), model_files(CONFIG))
     assert info.kv_groups == 2

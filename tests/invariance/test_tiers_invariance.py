@@ -17,7 +17,7 @@ from shelf_kit import TOYS
 from test_cache_groups_invariance import MIXED, WINDOWED, replay_of
 from toy_engine import GPU, drive, tiny_config, tokens_of
 from toy_models import LLAMA, QWEN3, VOCAB, behind, model_files
-from toy_recurrent import build_hybrid
+from toy_recurrent import Hybrid
 
 import octavo.features
 import octavo.replay
@@ -140,7 +140,7 @@ def test_a_second_engine_goes_on_from_what_the_first_has_computed(name: str, ove
 @pytest.mark.parametrize("overlap", [False, True])
 def test_states_of_recurrent_layers_come_back(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the keys and values beside them, where a state was kept for others."""
-    monkeypatch.setattr("octavo.worker.worker.build_model", build_hybrid)
+    monkeypatch.setattr("octavo.models.implementation.CausalLM", Hybrid)
     config, settings = LLAMA | {"num_hidden_layers": 4}, {"attention_backend": "torch", "async_scheduling": overlap}
     expected = plain(config, **settings)
     first, _ = run(engine(config, **settings), requests())

@@ -32,6 +32,7 @@ from octavo.features.lora.settings import LoraSettings
 from octavo.features.lora.tables import Batch, Tables
 from octavo.features.lora.targets import Targets
 from octavo.models.model import EncoderModel, Model
+from octavo.models.spec import DecoderSpec
 from octavo.nn.delta import Delta
 from octavo.nn.embedding import Embedding
 from octavo.nn.linear import Projection
@@ -76,6 +77,12 @@ class LoraWorker(WorkerHook):
         model = cast("Model", model)
         if not isinstance(model, nn.Module):
             raise ConfigError("Adapters need a model that runs in torch here: set --attention-backend torch.")
+        spec = model.spec
+        if isinstance(spec, DecoderSpec) and any(spec.rope_of(i).order for i in range(spec.num_layers)):
+            raise ConfigError(
+                "Adapters can't be used with this model yet: its query and key channels are reordered when they are "
+                "loaded, and those of adapters are not. Leave out --enable-lora, --lora-modules and --lora-dir."
+            )
         self._site = site
         self._targets = Targets.of(model)
         memory = site.blocks.memory
