@@ -142,9 +142,7 @@ def compared(name: str, forms: dict[str, tuple[EngineLoop, list[str]]], args: ar
     return medians
 
 
-def run(
-    loop: EngineLoop, work: list[Work], names: list[str], output_tokens: int | None = None
-) -> tuple[float, float]:
+def run(loop: EngineLoop, work: list[Work], names: list[str], output_tokens: int | None = None) -> tuple[float, float]:
     """Run the requests to their end, spread over these adapters; return all seconds, and the median of a decoding
     step."""
     loop.forget_past()

@@ -12,15 +12,13 @@ from torch import Tensor
 from octavo.features.lora.layout import Target
 from octavo.features.lora.tables import TILE_ROWS, Assigned, Tables, most_tiles
 from octavo.features.lora.triton_expand import expand_kernel, gate_kernel
-from octavo.features.lora.triton_row import adapted_row_kernel
+from octavo.features.lora.triton_row import adapted_row_kernel, row_shrink_kernel
 from octavo.features.lora.triton_shrink import shrink_kernel
 from octavo.nn.delta import Addition, Delta
-from octavo.nn.ops.few_rows import row_plan
+from octavo.nn.ops.few_rows import RowPlan, row_plan
 from octavo.nn.ops.triton_overlap import overlap
 
 MAX_PARTS = 3
-HELPERS = 64
-"""Programs that multiply a single row with A, beside those that multiply it with the matrix."""
 _RANKS = 16
 """Ranks that a program multiplies at once, the least that the matrix units take."""
 
@@ -42,6 +40,28 @@ class Shape:
     shrink_warps: int
     shrink_stages: int
     expand_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """How a single row is multiplied.
+
+    Attributes:
+        plan: of the product with the matrix.
+        shrinks: programs that multiply with A.
+        early: read B before the matrix.
+    """
+
+    plan: RowPlan
+    shrinks: int
+    early: bool
+
+
+def row_form(inputs: int, *, gated: bool, normed: bool, device: torch.device) -> RowForm:
+    """Return the fastest measured form."""
+    plan = row_plan(inputs, gated=gated, normed=normed, device=device)
+    # Triton's interpreter runs programs in sequence.
+    return RowForm(plan, 192 if device.type == "cuda" else 3, early=False)
 
 
 def shape_of(rows: int, inputs: int) -> Shape:
@@ -97,7 +117,6 @@ class LowRankDelta(Delta):
             "BLOCK_R": _RANKS,
         }
         self._sums = torch.empty(self._ranks, dtype=torch.float32, device=pool.device)
-        self._arrived = torch.zeros(4, dtype=torch.int32, device=pool.device)
         self._overlap = overlap(pool.device) if beside is None else {"OVERLAPS": False}
         self._beside = beside
 
@@ -124,24 +143,32 @@ class LowRankDelta(Delta):
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         out = torch.empty(1, outputs, dtype=dtype or weight.dtype, device=x.device) if add_to is None else add_to
         scale, eps = norm if norm is not None else (x, 0.0)
-        plan = row_plan(self._inputs, gated=gated, normed=norm is not None, device=x.device)
-        helpers = HELPERS if x.is_cuda else 3  # Triton's interpreter runs programs in sequence
-        programs = helpers + triton.cdiv(outputs, plan.block_n)
+        form = row_form(self._inputs, gated=gated, normed=norm is not None, device=x.device)
+        fixed = {name: value for name, value in self._fixed.items() if name not in ("RANKS", "BLOCK_M", "BLOCK_R")}
+        fixed |= overlap(x.device)
+        tables = self._pool, self._tables.blocks, self._meta, self.rows.adapter, self._sums
+        row_shrink_kernel[(min(form.shrinks, self._ranks),)](
+            x,
+            scale,
+            *tables,
+            eps,
+            self._pool.shape[1],
+            K=self._inputs,
+            PARTS=len(self._sizes),
+            WIDE=max(1, min(2048, triton.next_power_of_2(self._inputs)) // self._tile),
+            NORMED=norm is not None,
+            **fixed,
+        )
         sizes = [*self._sizes, 0, 0]
-        fixed = {name: value for name, value in self._fixed.items() if name not in ("RANKS", "BLOCK_M")}
-        adapted_row_kernel[(programs,)](
+        plan = form.plan
+        adapted_row_kernel[(triton.cdiv(outputs, plan.block_n),)](
             x,
             scale,
             weight,
             x if bias is None else bias,
             out,
             out,
-            self._pool,
-            self._tables.blocks,
-            self._meta,
-            self.rows.adapter,
-            self._sums,
-            self._arrived,
+            *tables,
             eps,
             self._pool.shape[1],
             N=outputs,
@@ -150,19 +177,17 @@ class LowRankDelta(Delta):
             SIZE_1=sizes[1],
             SIZE_2=sizes[2],
             PARTS=len(self._sizes),
-            WIDE=max(1, min(2048, triton.next_power_of_2(self._inputs)) // self._tile),
             BLOCK_N=plan.block_n,
             BLOCK_K=plan.block_k,
-            HELPERS=helpers,
-            ARRIVALS=triton.next_power_of_2(programs),
+            BLOCK_R=_RANKS,
             NORMED=norm is not None,
             GATED=gated,
             BIASED=bias is not None,
             ADDED=add_to is not None,
             AHEAD=plan.ahead,
+            EARLY=form.early,
             num_warps=plan.warps,
             **fixed,
-            **overlap(x.device),
         )
         return out
 

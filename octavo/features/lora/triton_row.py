@@ -1,8 +1,8 @@
-"""One row's product with a matrix and with the adapter's, in one launch.
+"""One row's product with a matrix and with the adapter's, in two launches side by side.
 
-The first programs multiply the row by A, one rank after the other. All others multiply it by rows of the matrix, as
-`row_kernel` in `nn/ops/triton_gemv.py` does, which takes much longer; then they wait for the first ones, which were
-started before them and wait for nothing, and add the product with B.
+The first multiplies the row by A, one rank after the other. The second multiplies it by rows of the matrix, as
+`row_kernel` in `nn/ops/triton_gemv.py` does, which takes much longer and need not wait for the first one until it adds
+the product with B.
 """
 
 from __future__ import annotations
@@ -12,35 +12,43 @@ import triton.language as tl
 
 from octavo.features.lora.triton_shrink import place_of
 from octavo.nn.ops.triton_gemv import ask_for_row, multiply_row
-from octavo.nn.ops.triton_overlap import follow
+from octavo.nn.ops.triton_overlap import invite, join, lead
 
 
-@triton.jit
-def _multiply_ranks(
+@triton.jit(do_not_specialize=["num_blocks"])
+def row_shrink_kernel(
     x,
     norm,
     pool,
     blocks,
-    spans,
+    meta,
+    adapters,
     sums,
     eps,
     num_blocks,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    HELPERS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    META_PARTS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE_TILES: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
     NORMED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Multiply the row by every HELPERS-th row of A, WIDE tiles at once."""
+    """Multiply the row by every n-th row of A, in n programs, WIDE tiles at once; the sums are float32."""
     t = tl.arange(0, WIDE)
     i = tl.arange(0, TILE)
+    adapter = tl.load(adapters)
+    spans = meta + adapter * (META_PARTS * 4)
+    own = blocks + adapter * MAX_BLOCKS
     total = 0
-    for part in tl.static_range(PARTS):
-        total += tl.load(spans + part * 4 + 2)
-    for rank in range(tl.program_id(0), total, HELPERS):
+    if adapter >= 0:
+        for part in tl.static_range(PARTS):
+            total += tl.load(spans + part * 4 + 2)
+    lead(OVERLAPS)
+    for rank in range(tl.program_id(0), total, tl.num_programs(0)):
         begin, a = 0, 0
         for part in tl.static_range(PARTS):
             ranks = tl.load(spans + part * 4 + 2)
@@ -51,7 +59,7 @@ def _multiply_ranks(
         square = tl.zeros([WIDE, TILE], tl.float32)
         for first in range(0, K, WIDE * TILE):
             exists = first + t * TILE < K
-            place = place_of(a + first // TILE + t, blocks, exists, num_blocks, SLICES, SLICE_TILES, TILE)
+            place = place_of(a + first // TILE + t, own, exists, num_blocks, SLICES, SLICE_TILES, TILE)
             at = first + t[:, None] * TILE + i[None, :]
             w = tl.load(pool + place[:, None] + i[None, :], mask=at < K, other=0.0)
             value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
@@ -69,13 +77,17 @@ def _multiply_ranks(
 def _columns(
     spans,
     n,
+    adapter,
     SIZE_0: tl.constexpr,
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return, of the parts of these outputs: ranks, the first of them, first tile of B, tiles of its rows, column."""
+    """Return, of the parts of these outputs: ranks, the first of them, first tile of B, tiles of its rows, column.
+
+    Without an adapter, spans are of any one, and there are no ranks.
+    """
     ranks = tl.zeros_like(n) + tl.load(spans + 2)
     begin = tl.zeros_like(n)
     b = tl.zeros_like(n) + tl.load(spans + 1)
@@ -95,7 +107,7 @@ def _columns(
         b = tl.where(third, tl.load(spans + 9), b)
         row_tiles = tl.where(third, (SIZE_2 + TILE - 1) // TILE, row_tiles)
         column = tl.where(third, n - SIZE_0 - SIZE_1, column)
-    return ranks, begin, b, row_tiles, column
+    return tl.where(adapter >= 0, ranks, 0), begin, b, row_tiles, column
 
 
 @triton.jit
@@ -125,6 +137,59 @@ def _sums_of(sums, rank, ranks, begin):
     return tl.load(sums + begin[None, :] + rank[:, None], mask=rank[:, None] < ranks[None, :], other=0.0)
 
 
+@triton.jit
+def _addition(
+    sums,
+    pool,
+    blocks,
+    spans,
+    n,
+    adapter,
+    num_blocks,
+    w,
+    SIZE_0: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    SIZE_2: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Return the sums times B, for outputs n; `w` has the weights of their first ranks."""
+    r = tl.arange(0, BLOCK_R)
+    ranks, begin, b, row_tiles, column = _columns(spans, n, adapter, SIZE_0, SIZE_1, SIZE_2, PARTS, TILE)
+    found = tl.sum(w * _sums_of(sums, r, ranks, begin), 0)
+    for more in range(BLOCK_R, tl.max(ranks, 0), BLOCK_R):
+        w = _weights_of(pool, blocks, more + r, ranks, b, row_tiles, column, num_blocks, SLICES, SLICE_TILES, TILE)
+        found += tl.sum(w * _sums_of(sums, more + r, ranks, begin), 0)
+    return found
+
+
+@triton.jit
+def _first_weights(
+    pool,
+    blocks,
+    spans,
+    n,
+    adapter,
+    num_blocks,
+    SIZE_0: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    SIZE_2: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Return the weights of the first ranks of outputs n: [BLOCK_R, outputs] float32."""
+    ranks, _, b, row_tiles, column = _columns(spans, n, adapter, SIZE_0, SIZE_1, SIZE_2, PARTS, TILE)
+    return _weights_of(
+        pool, blocks, tl.arange(0, BLOCK_R), ranks, b, row_tiles, column, num_blocks, SLICES, SLICE_TILES, TILE
+    )
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def adapted_row_kernel(
     x,
@@ -138,7 +203,6 @@ def adapted_row_kernel(
     meta,
     adapters,
     sums,
-    arrived,
     eps,
     num_blocks,
     N: tl.constexpr,
@@ -152,75 +216,72 @@ def adapted_row_kernel(
     SLICES: tl.constexpr,
     SLICE_TILES: tl.constexpr,
     TILE: tl.constexpr,
-    WIDE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    HELPERS: tl.constexpr,
-    ARRIVALS: tl.constexpr,
     NORMED: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Compute as `row_kernel`, with the addition of the row's adapter, in HELPERS programs before its own.
+    """Compute as `row_kernel`, and add the row's sums times B.
 
-    `arrived` counts the programs that have written, or read, `sums`. ARRIVALS, a power of two, is the count of a whole
-    launch, so the counter's low bits are zero when the next one begins.
+    The previous launch is `row_shrink_kernel`, which lets this one begin when the row is there. EARLY: read B before
+    the matrix.
     """
-    adapter = tl.load(adapters)
-    spans = meta + adapter * (META_PARTS * 4)
-    own = blocks + adapter * MAX_BLOCKS
-    if tl.program_id(0) < HELPERS:
-        follow(OVERLAPS)
-        if adapter >= 0:
-            _multiply_ranks(
-                x, norm, pool, own, spans, sums, eps, num_blocks, K, PARTS, HELPERS, SLICES, SLICE_TILES, TILE, WIDE,
-                NORMED,
+    invite(OVERLAPS)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_valid = n < N
+    inside = tl.minimum(n, N - 1)
+    start = weight + n.to(tl.int64)[:, None] * K
+    partner = start
+    if GATED:
+        partner = start + N * K
+    if OVERLAPS and AHEAD > 0:
+        ask_for_row(weight, start, partner, n_valid, GATED, AHEAD)
+    if EARLY:
+        adapter = tl.load(adapters)
+        spans = meta + tl.maximum(adapter, 0) * (META_PARTS * 4)
+        own = blocks + tl.maximum(adapter, 0) * MAX_BLOCKS
+        w = _first_weights(
+            pool, own, spans, inside, adapter, num_blocks,
+            SIZE_0, SIZE_1, SIZE_2, PARTS, SLICES, SLICE_TILES, TILE, BLOCK_R,
+        )  # fmt: skip
+        if GATED:
+            v = _first_weights(
+                pool, own, spans, inside + SIZE_0, adapter, num_blocks,
+                SIZE_0, SIZE_1, SIZE_2, PARTS, SLICES, SLICE_TILES, TILE, BLOCK_R,
             )  # fmt: skip
-            tl.debug_barrier()
-            tl.atomic_add(arrived, 1, sem="release")
-    else:
-        first = tl.program_id(0) - HELPERS
-        n = first * BLOCK_N + tl.arange(0, BLOCK_N)
-        r = tl.arange(0, BLOCK_R)
-        n_valid = n < N
-        start = weight + n.to(tl.int64)[:, None] * K
-        partner = start
+    total, partners = multiply_row(x, norm, start, partner, n_valid, eps, N, K, BLOCK_N, BLOCK_K, NORMED, GATED)
+    if not EARLY:
+        adapter = tl.load(adapters)
+        spans = meta + tl.maximum(adapter, 0) * (META_PARTS * 4)
+        own = blocks + tl.maximum(adapter, 0) * MAX_BLOCKS
+        w = _first_weights(
+            pool, own, spans, inside, adapter, num_blocks,
+            SIZE_0, SIZE_1, SIZE_2, PARTS, SLICES, SLICE_TILES, TILE, BLOCK_R,
+        )  # fmt: skip
         if GATED:
-            partner = start + N * K
-        if OVERLAPS and AHEAD > 0:
-            ask_for_row(weight, start, partner, n_valid, GATED, AHEAD)
-        follow(OVERLAPS)
-        total, partners = multiply_row(x, norm, start, partner, n_valid, eps, N, K, BLOCK_N, BLOCK_K, NORMED, GATED)
-        if adapter >= 0:
-            inside = tl.minimum(n, N - 1)
-            ranks, begin, b, row_tiles, column = _columns(spans, inside, SIZE_0, SIZE_1, SIZE_2, PARTS, TILE)
-            w = _weights_of(pool, own, r, ranks, b, row_tiles, column, num_blocks, SLICES, SLICE_TILES, TILE)
-            while tl.atomic_add(arrived, 0, sem="acquire") & (ARRIVALS - 1) < HELPERS:
-                pass
-            total += tl.sum(w * _sums_of(sums, r, ranks, begin), 0)
-            for more in range(BLOCK_R, tl.max(ranks, 0), BLOCK_R):
-                w = _weights_of(pool, own, more + r, ranks, b, row_tiles, column, num_blocks, SLICES, SLICE_TILES, TILE)
-                total += tl.sum(w * _sums_of(sums, more + r, ranks, begin), 0)
-            if GATED:
-                ranks, begin, b, row_tiles, column = _columns(
-                    spans, inside + SIZE_0, SIZE_0, SIZE_1, SIZE_2, PARTS, TILE
-                )
-                for more in range(0, tl.max(ranks, 0), BLOCK_R):
-                    w = _weights_of(
-                        pool, own, more + r, ranks, b, row_tiles, column, num_blocks, SLICES, SLICE_TILES, TILE
-                    )
-                    partners += tl.sum(w * _sums_of(sums, more + r, ranks, begin), 0)
-            last = tl.program_id(0) == tl.num_programs(0) - 1
-            tl.debug_barrier()
-            tl.atomic_add(arrived, tl.where(last, ARRIVALS - tl.num_programs(0) + 1, 1), sem="release")
-        if GATED:
-            total = total / (1.0 + tl.exp(-total)) * partners
-        if BIASED:
-            total += tl.load(bias + n, mask=n_valid, other=0.0).to(tl.float32)
-        if ADDED:
-            total += tl.load(residual + n, mask=n_valid, other=0.0).to(tl.float32)
-        tl.store(out + n, total.to(out.dtype.element_ty), mask=n_valid)
+            v = _first_weights(
+                pool, own, spans, inside + SIZE_0, adapter, num_blocks,
+                SIZE_0, SIZE_1, SIZE_2, PARTS, SLICES, SLICE_TILES, TILE, BLOCK_R,
+            )  # fmt: skip
+    join(OVERLAPS)
+    total += _addition(
+        sums, pool, own, spans, inside, adapter, num_blocks, w,
+        SIZE_0, SIZE_1, SIZE_2, PARTS, SLICES, SLICE_TILES, TILE, BLOCK_R,
+    )  # fmt: skip
+    if GATED:
+        partners += _addition(
+            sums, pool, own, spans, inside + SIZE_0, adapter, num_blocks, v,
+            SIZE_0, SIZE_1, SIZE_2, PARTS, SLICES, SLICE_TILES, TILE, BLOCK_R,
+        )  # fmt: skip
+        total = total / (1.0 + tl.exp(-total)) * partners
+    if BIASED:
+        total += tl.load(bias + n, mask=n_valid, other=0.0).to(tl.float32)
+    if ADDED:
+        total += tl.load(residual + n, mask=n_valid, other=0.0).to(tl.float32)
+    tl.store(out + n, total.to(out.dtype.element_ty), mask=n_valid)
