@@ -189,6 +189,21 @@ def shaped(shape: Shape | None) -> Iterator[None]:
         gpu.shape_of = own
 
 
+@contextmanager
+def row_formed(shrinks: int, ahead: int, *, early: bool) -> Iterator[None]:
+    """Multiply single rows in this form."""
+    own = gpu.row_form
+
+    def chosen(*args: Any, **kwargs: Any) -> gpu.RowForm:
+        return gpu.RowForm(own(*args, **kwargs).plan._replace(ahead=ahead), shrinks, early)
+
+    gpu.row_form = chosen
+    try:
+        yield
+    finally:
+        gpu.row_form = own
+
+
 def set_deltas(layers: list[Layer], deltas: list[dict[str, LowRankDelta]] | None) -> None:
     for i, layer in enumerate(layers):
         for name, linear in layer.linears.items():
@@ -215,12 +230,13 @@ def measure_layers(layers: list[Layer], world: World, rows: int, adapters: list[
             world.assign(rows, count)
             found[name][count] = round(micros(graph), 1)
     if rows == 1:
-        found["helpers"] = {}
-        for gpu.HELPERS in (32, 128, 64):
-            set_deltas(layers, world.deltas())
-            graph = graph_of(run)
+        found["forms"] = {}
+        for shrinks, early, ahead in itertools.product((64, 192), (False, True), (0, 512, 2048)):
+            with row_formed(shrinks, ahead, early=early):
+                set_deltas(layers, world.deltas())
+                graph = graph_of(run)
             world.assign(1, 1)
-            found["helpers"][gpu.HELPERS] = round(micros(graph), 1)
+            found["forms"][f"{shrinks} {'early' if early else 'late'} {ahead}"] = round(micros(graph), 1)
         set_deltas(layers, None)
     found["base again"] = round(micros(base), 1)
     return found
