@@ -11,7 +11,7 @@ import torch
 from paged import PagedRunner, Row
 from torch import Tensor
 
-from octavo.core.cache_groups import groups_of
+from octavo.core.cache_groups import CacheGroup
 from octavo.core.plan import PlanDraft
 from octavo.device.cpu import CpuDevice
 from octavo.features.lora.checks import read_adapter
@@ -56,7 +56,7 @@ class Adapted:
     def attach(self) -> None:
         """Bind a new cache to the model, and the worker half to both."""
         layers, device = self.model.cached_layers, CpuDevice()
-        groups = groups_of([layer.keeps(self.block_size) for layer in layers])
+        groups = [CacheGroup(layers=tuple(range(len(layers))))]  # rows have one block table here
         self.runner = PagedRunner(self.model, self.num_blocks, self.block_size, self.seed)
         shape = layers[0].backend.cache_shape(layers[0].spec, self.num_blocks, self.block_size)
         self.blocks = Blocks(layers, groups, shape, self.block_size, self.kv_dtype, device)
