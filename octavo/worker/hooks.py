@@ -103,9 +103,9 @@ class WorkerHook:
     def select(self, variant: Hashable | None) -> None:
         """Make the wrapped layers compute this variant from now on; called before they compute or are recorded."""
 
-    def only_row(self, row: int | None) -> None:
-        """All rows of logits that are computed from now on are of the prompt of this row of the plan; None: they are
-        those of the plan, in its order, as after `lay_out`."""
+    def only_row(self, row: int | None, count: int = 0) -> None:
+        """The logits that are computed next are `count` rows, all of the prompt of this row of the plan. None: they
+        are those of the plan again, in its order, as after `lay_out`."""
 
     def detach(self) -> None:
         """Drop all references to the memory of `Site.blocks`, which is about to be freed. No step follows before
@@ -251,9 +251,9 @@ class Hooks:
             for hook, one in zip(self._varying, variant or itertools.repeat(None), strict=False):
                 hook.select(one)
 
-    def only_row(self, row: int | None) -> None:
+    def only_row(self, row: int | None, count: int = 0) -> None:
         for hook in self._narrowing:
-            hook.only_row(row)
+            hook.only_row(row, count)
 
     def detach(self) -> None:
         """Let all hooks drop the KV cache; the layers compute the model as loaded."""

@@ -6,9 +6,11 @@ Features take part through `WorkerHook`. Differences between devices are in `Slo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans, Watched
@@ -149,10 +151,10 @@ class Runner:
             return
         logits_of = cast("Model", self._model).logits
         if step.prompts:
-            step.prompted = {}
-            for prompt in step.prompts:
-                hooks.only_row(prompt.row)
-                step.prompted[prompt.row] = self._sampler.prompt(prompt, logits_of)
+            step.prompted = {
+                prompt.row: self._sampler.prompt(prompt, partial(self._prompt_logits, prompt.row))
+                for prompt in step.prompts
+            }
             hooks.only_row(None)
             step.prompts = ()
         if not order:
@@ -167,6 +169,11 @@ class Runner:
             failed |= hooks.apply(logits, order, payload)
             drawn = self._sampler.sample(logits, step, allowed)
         step.drawn, step.failed = drawn, failed
+
+    def _prompt_logits(self, row: int, hidden: Tensor) -> Tensor:
+        """Return the logits of some tokens of a row's prompt."""
+        self.hooks.only_row(row, len(hidden))
+        return cast("Model", self._model).logits(hidden)
 
     @torch.inference_mode()
     def _propose(self, step: Step, payload: dict[str, Any]) -> None:

@@ -115,7 +115,6 @@ class Batch:
     """
 
     def __init__(self, max_rows: int, max_adapters: int, link: Link) -> None:
-        self.max_rows = max_rows
         self.tokens = Assigned(max_rows, max_adapters, link)
         self.logits = Assigned(max_rows, max_adapters, link)
         self.chosen = False

@@ -179,13 +179,13 @@ class LoraWorker(WorkerHook):
         self._logits = np.repeat(self._rows, np.where(plan.samples, 1 + np.array(plan.num_drafts), 0))
         self._batch.logits.fill(self._logits)
 
-    def only_row(self, row: int | None) -> None:
+    def only_row(self, row: int | None, count: int = 0) -> None:
         if self._selected is None:
             return
         if row is None:
             self._batch.logits.fill(self._logits)
         else:
-            self._batch.logits.fill(np.full(self._batch.max_rows, self._rows[row], dtype=np.int32))
+            self._batch.logits.fill(np.full(count, self._rows[row], dtype=np.int32))
 
     def _layout(self, uid: int) -> Layout:
         with self._lock:

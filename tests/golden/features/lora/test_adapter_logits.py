@@ -136,3 +136,29 @@ def test_an_adapter_is_usable_after_a_new_cache_was_attached(pair: tuple[Any, Pa
         found = adapted.step([row], [len(prompt)], LoraStep(payload.entries, [0], payload.general))
         torch.testing.assert_close(found[0], with_merged(theirs, folder, adapter, prompt)[-1], **TOLERANCE)
         adapted.attach()
+
+
+def test_prompts_logits_are_those_of_their_rows_adapter(pair: tuple[Any, Path], tmp_path: Path) -> None:
+    """A head's adapter also changes the logits of a prompt, which are computed for one row of the step at a time."""
+    theirs, folder = pair
+    adapted = load(model_files(folder), ReferenceAttention())
+    adapter = save_adapter(tmp_path, theirs.config.to_dict(), seed=1, targets=("lm_head",))
+    entries = adapted.enter(adapter).entries
+    prompt = prompts_of(1)[0]
+    rows = [adapted.runner.row(prompt, len(prompt)) for _ in range(2)]
+    adapted.step(rows, [len(prompt)] * 2, LoraStep(entries, [-1, 0]))
+    whole = adapted.runner.input([adapted.runner.row(prompt, len(prompt))], [len(prompt)], all_logits=True)
+    adapted.worker.select("lora")
+    try:
+        with torch.inference_mode():
+            hidden = adapted.model.forward(adapted.model.embed(whole), whole)
+            for row, changed in ((1, adapter), (0, None)):
+                adapted.worker.only_row(row, len(hidden))
+                found = adapted.model.logits(hidden).clone()
+                torch.testing.assert_close(found, with_merged(theirs, folder, changed, prompt), **TOLERANCE)
+            adapted.worker.only_row(None)
+            ends = adapted.model.logits(hidden[[-1, -1]])
+    finally:
+        adapted.worker.select(None)
+    for found, changed in zip(ends, (None, adapter), strict=True):
+        torch.testing.assert_close(found, with_merged(theirs, folder, changed, prompt)[-1], **TOLERANCE)

@@ -187,3 +187,33 @@ def test_a_file_that_is_gone_ends_the_requests_that_need_it_and_no_others(
     (tmp_path / "away").rename(weights)
     assert tokens_of(drive(loop, [asking("x", 1, ("mine", 1.0))]))["x", 0] == expected(1, ("a", 1.0))
     loop.close()
+
+
+def test_a_prompts_log_probabilities_are_those_of_its_own_adapter(
+    model: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Those of a head's adapter, for prompts that share a step with another row, in chunks."""
+    config = msgspec.json.decode((model / "config.json").read_bytes())
+    head = save_adapter(tmp_path / "head", config, seed=5, rank=4, targets=("lm_head",))
+    (tmp_path / "merged").mkdir()
+    save_file(merged(load_file(model / "model.safetensors"), head), tmp_path / "merged" / "model.safetensors")
+    (tmp_path / "merged" / "config.json").write_bytes((model / "config.json").read_bytes())
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, prompt_logprobs=0)
+
+    def reported(loop: EngineLoop, *asked: GenerateRequest) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {one.id: [] for one in asked}
+        for delta in drive(loop, asked):
+            found[delta.id] += [entry.logprob for entry in delta.prompt_logprobs or ()]
+        loop.close()
+        return found
+
+    def request(name: str, *parts: tuple[str, float]) -> GenerateRequest:
+        return msgspec.structs.replace(asking(name, 3, *parts), tokens=[*range(1, 14)] * 3, params=params)
+
+    limits = {"max_num_batched_tokens": 24}
+    found = reported(engine(model, {"head": head}, **limits), request("with", ("head", 1.0)), request("without"))
+    plain = reported(engine(model, {}, **limits), request("without"))
+    changed = reported(engine(tmp_path / "merged", {}, **limits), request("with"))
+    assert found["with"] == pytest.approx(changed["with"], abs=1e-4)
+    assert found["without"] == pytest.approx(plain["without"], abs=1e-4)
+    assert found["with"] != pytest.approx(found["without"], abs=1e-2)
