@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ConfigError
 from octavo.models.attention import attention_spec
+from octavo.models.feed_forwards.table import make_feed_forward
 from octavo.models.spec import DecoderSpec, NormSpec
-from octavo.native.bindings import Dtype, Epilogue
+from octavo.native.bindings import Epilogue
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder
 from octavo.nn.attention.base import Norms
 from octavo.nn.attention.layer import PagedAttention
@@ -18,13 +19,12 @@ from octavo.nn.build import Build
 from octavo.nn.embedding import TiedHead
 from octavo.nn.linear import Projection
 from octavo.nn.norm import NoNorm, Norm, RMSNorm
-from octavo.nn.ops.activation import ACTIVATIONS
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.rope import Rope
 from octavo.nn.shard import COL, NONE, ROW, Heads
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
-from octavo.nn.stream import Stream
+from octavo.nn.stream import Stream, StreamOutput
 
 
 def make_norm(b: Build, name: str | None, size: int, spec: NormSpec) -> Norm:
@@ -125,41 +125,6 @@ class Attention(nn.Module):
         return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
 
-class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
-
-    def __init__(self, b: Build, spec: DecoderSpec) -> None:
-        super().__init__()
-        bias, inner = "mlp" in spec.biases, spec.intermediate_size
-        self.activation = ACTIVATIONS[spec.mlp.activation]
-        self.gated = spec.mlp.gated
-        names = ("gate_proj", "up_proj") if spec.mlp.gated else ("up_proj",)
-        self.gate_up = b.linear(
-            *names,
-            inputs=spec.hidden_size,
-            outputs=inner,
-            shard=COL,
-            bias=bias,
-            gates=spec.mlp.gated,
-            activation=spec.mlp.activation,
-        )
-        self.down = b.linear("down_proj", inputs=inner, outputs=spec.hidden_size, shard=ROW, bias=bias)
-
-    def forward(self, stream: Stream, norm: Norm) -> Tensor:
-        """Return what `down` multiplies: [T, intermediate_size] for norm(stream)."""
-        if self.gated:
-            return self.gate_up.after_norm(stream, norm, gated=True)
-        return self.activation(self.gate_up.after_norm(stream, norm))
-
-    def emit(self, b: ProgramBuilder, norm: Norm) -> None:
-        """Add the block's output for norm(stream) to the stream, in a native program."""
-        down = self.down.matrix
-        dtype = Dtype.BFLOAT if b.meets(down.dtype) is Dtype.BFLOAT else Dtype.FLOAT
-        gated = b.scratch("gated", down.columns * 4)
-        self.gate_up.emit_after_norm(b, norm, gated, Epilogue.GATE, dtype)
-        self.down.emit(b, gated, dtype, RESIDUAL, Epilogue.ADD)
-
-
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, with the family's norms around them, each added to the residual stream."""
 
@@ -172,7 +137,7 @@ class DecoderLayer(nn.Module):
         self.attended_norm = make_norm(b, norms.after_attention, size, spec.norm) if norms.after_attention else None
         shared = norms.parallel and norms.before_mlp is None
         self.post_norm = self.input_norm if shared else make_norm(b, norms.before_mlp, size, spec.norm)
-        self.mlp = MLP(b.at("mlp"), spec)
+        self.mlp = make_feed_forward(b.at("mlp"), spec, layer)
         self.mlp_norm = make_norm(b, norms.after_mlp, size, spec.norm) if norms.after_mlp else None
 
     def forward(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> None:
@@ -183,14 +148,14 @@ class DecoderLayer(nn.Module):
             attended = attended.index_select(0, rows)
         inner = self.mlp(stream, self.post_norm) if self.parallel else None
         self._add(stream, self.attention.out, attended, self.attended_norm)
-        self._add(stream, self.mlp.down, self.mlp(stream, self.post_norm) if inner is None else inner, self.mlp_norm)
+        self._add(stream, self.mlp.out, self.mlp(stream, self.post_norm) if inner is None else inner, self.mlp_norm)
 
-    def _add(self, stream: Stream, linear: Projection, x: Tensor, norm: Norm | None) -> None:
-        """Add norm(linear(x)), times the multiplier, to the stream."""
+    def _add(self, stream: Stream, out: StreamOutput, x: Tensor, norm: Norm | None) -> None:
+        """Add norm(out(x)), times the multiplier, to the stream."""
         if norm is None and self.multiplier == 1.0:
-            linear.into(stream, x)
+            out.into(stream, x)
             return
-        y = linear(x) if norm is None else norm(linear(x))
+        y = out(x) if norm is None else norm(out(x))
         stream.add_later(y if self.multiplier == 1.0 else y.mul_(self.multiplier))
 
     @property

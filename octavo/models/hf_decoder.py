@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.feed_forwards.spec import FeedForwardSpec, MlpSpec
 from octavo.models.hf_config import Config, value_or, whole
 from octavo.models.hf_rope import rope_spec
-from octavo.models.spec import DecoderSpec, MlpSpec, NormSpec
+from octavo.models.spec import DecoderSpec, NormSpec
 from octavo.nn.rope_spec import RopeSpec
 
 _ACTIVATIONS = {
@@ -30,7 +31,8 @@ def decoder_spec(
     head_dim: int | None = None,
     rope: RopeSpec | None = None,
     norm: NormSpec | None = None,
-    mlp: MlpSpec | None = None,
+    mlp: FeedForwardSpec | None = None,
+    mlps: Sequence[FeedForwardSpec] = (),
     tied: bool = False,
     **parts: Any,
 ) -> DecoderSpec:
@@ -39,7 +41,8 @@ def decoder_spec(
     Args:
         windows: each layer's; None for full attention in all layers.
         head_dim: the family's default; None for hidden_size / num_attention_heads.
-        rope, norm, mlp: those of the model; None reads Llama's fields.
+        rope, norm, mlp: those of all layers; None reads Llama's fields.
+        mlps: each layer's feed-forward, if they differ.
         tied: the family's default.
         parts: other fields of `DecoderSpec`.
 
@@ -61,15 +64,19 @@ def decoder_spec(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=whole(config, "intermediate_size"),
         vocab_size=whole(config, "vocab_size"),
         norm=norm or rms_norm(config),
         rope=rope or rope_spec(config, head_dim),
         windows=tuple(windows or [None] * layers),
-        mlp=mlp or MlpSpec(activation(config)),
+        mlps=tuple(mlps) or (mlp or mlp_spec(config, activation(config)),) * layers,
         tied=bool(value_or(config, "tie_word_embeddings", tied)),
         **parts,
     )
+
+
+def mlp_spec(config: Config, activation: str, *, gated: bool = True) -> MlpSpec:
+    """Return a dense feed-forward of the configuration's `intermediate_size`."""
+    return MlpSpec(whole(config, "intermediate_size"), activation, gated)
 
 
 def rms_norm(config: Config, *, default: float = 1e-6, offset: float = 0.0) -> NormSpec:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from octavo.core.spans import Spans
 from octavo.models.decoder import CausalLM
+from octavo.models.feed_forwards.spec import FeedForwardSpec, MlpSpec
 from octavo.models.load.weights import replace_weights, weight_layers
-from octavo.models.spec import PRE, DecoderSpec, MlpSpec, Multipliers
+from octavo.models.spec import PRE, DecoderSpec, Multipliers
 from octavo.native.bindings import Decode, Dtype, StepArgs
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, Pool, Program, ProgramBuilder
 from octavo.nn.attention.layer import PagedAttention
@@ -30,7 +31,7 @@ def reason_against(spec: DecoderSpec) -> str | None:
     """Return the reason why the kernels can't run a model of this spec; None if they can."""
     if (lacking := _lacking(spec)) is not None:
         return f"the kernels lack {lacking}"
-    for what, size in (("hidden_size", spec.hidden_size), ("intermediate_size", spec.intermediate_size)):
+    for what, size in (("hidden_size", spec.hidden_size), *(("intermediate_size", mlp.size) for mlp in spec.mlps)):
         if size % PANEL:
             return f"{what} must be a multiple of {PANEL}, not {size}"
     return None
@@ -41,7 +42,7 @@ def _lacking(spec: DecoderSpec) -> str | None:
     lacking = {
         "norms other than RMSNorm": spec.norm.kind != "rms" or spec.embedding_norm is not None,
         "norms after a layer's parts": spec.norms != PRE,
-        f"{spec.mlp.activation} feed-forwards": spec.mlp != MlpSpec(),
+        **{f"{_kind(mlp)} feed-forwards": mlp != MlpSpec(mlp.size) for mlp in spec.mlps},
         "such norms of queries and keys": not spec.fuses_head_norms,
         "linear attention biases": bool(spec.alibi),
         "learned positions": bool(spec.learned_positions),
@@ -50,6 +51,10 @@ def _lacking(spec: DecoderSpec) -> str | None:
         "limits of queries and keys": spec.qkv_clip is not None,
     }
     return next((what for what, needed in lacking.items() if needed), None)
+
+
+def _kind(mlp: FeedForwardSpec) -> str:
+    return mlp.activation
 
 
 PLANES = {"int16": 2, "int8": 1, "bfloat16": 0}

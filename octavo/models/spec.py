@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from octavo.models.feed_forwards.spec import FeedForwardSpec
 from octavo.nn.rope_spec import LongRopeScaling, RopeSpec
 
 
@@ -70,18 +71,6 @@ PARALLEL_TWO = LayerNorms(parallel=True)
 
 
 @dataclass(frozen=True, slots=True)
-class MlpSpec:
-    """A feed-forward: down(act(gate(x)) * up(x)) if gated, else down(act(up(x))).
-
-    Attributes:
-        activation: a name of `nn/ops/activation.py`.
-    """
-
-    activation: str = "silu"
-    gated: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Multipliers:
     """Constants that scale embeddings, each part's output before its sum with the residual stream, and logits."""
 
@@ -136,6 +125,7 @@ class DecoderSpec:
     Loader, decoder, CPU program and GPU runner read these fields; none of them knows a family.
 
     Attributes:
+        mlps: each layer's feed-forward.
         rope: rotary embedding of all layers without an entry in `ropes`.
         ropes: that of each layer, if they differ; empty if not.
         windows: each layer's sliding window in tokens; None for full attention.
@@ -158,15 +148,14 @@ class DecoderSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
+    mlps: tuple[FeedForwardSpec, ...]
     norm: NormSpec
     rope: RopeSpec
     windows: tuple[int | None, ...]
     ropes: tuple[RopeSpec, ...] = ()
     biases: frozenset[str] = field(default=frozenset())
     norms: LayerNorms = PRE
-    mlp: MlpSpec = MlpSpec()
     head_norms: HeadNorms | None = None
     scale: float | None = None
     attention_cap: float | None = None
@@ -199,6 +188,11 @@ class DecoderSpec:
         if max_length is None or not isinstance(self.rope.scaling, LongRopeScaling):
             return self
         return replace(self, rope=self.rope.within(max_length))
+
+    @property
+    def intermediate_size(self) -> int:
+        """Values of a token in front of the last product of the widest feed-forward."""
+        return max(mlp.width for mlp in self.mlps)
 
     @property
     def max_position(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -88,3 +90,15 @@ class Stream:
         if self._parts is not None:
             self.writable().add_(self._parts.sum(0, dtype=torch.float32))
             self._parts = None
+
+
+class StreamOutput(Protocol):
+    """The last operation of a layer's part: a projection, or what else makes [T, hidden_size] of the part's values."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """Return the part's output, [T, hidden_size], as a new tensor."""
+        ...
+
+    def into(self, stream: Stream, x: Tensor) -> None:
+        """Add the part's output to the stream."""
+        ...

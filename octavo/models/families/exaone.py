@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from octavo.models.hf_config import Config, whole
-from octavo.models.hf_decoder import activation, decoder_spec, head_size, layer_types, rms_norm, sliding_windows
+from octavo.models.hf_decoder import (
+    activation,
+    decoder_spec,
+    head_size,
+    layer_types,
+    mlp_spec,
+    rms_norm,
+    sliding_windows,
+)
 from octavo.models.hf_rope import no_rope, rope_spec
-from octavo.models.spec import POST, DecoderSpec, HeadNorms, MlpSpec, NormSpec, StoredNames, renamed
+from octavo.models.spec import POST, DecoderSpec, HeadNorms, NormSpec, StoredNames, renamed
 
 _LAYER = {
     "ln_1": "input_layernorm",
@@ -31,7 +39,7 @@ def exaone3(config: Config) -> DecoderSpec:
     """EXAONE 3: Llama with other names (https://arxiv.org/abs/2408.03541)."""
     named = {**config, "num_hidden_layers": whole(config, "num_layers", config.get("num_hidden_layers"))}
     norm = NormSpec(float(config.get("layer_norm_epsilon") or 1e-5))
-    mlp = MlpSpec(activation(config, "activation_function"))
+    mlp = mlp_spec(config, activation(config, "activation_function"))
     return decoder_spec(named, norm=norm, mlp=mlp, stored=_EXAONE3)
 
 

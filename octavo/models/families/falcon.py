@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from octavo.models.hf_config import Config, only, value_or, whole
-from octavo.models.hf_decoder import activation, decoder_spec, head_size, layer_norm
+from octavo.models.hf_decoder import activation, decoder_spec, head_size, layer_norm, mlp_spec
 from octavo.models.hf_rope import no_rope, rope_spec
-from octavo.models.spec import PARALLEL, PARALLEL_TWO, PRE, DecoderSpec, MlpSpec, StoredModule, StoredNames, renamed
+from octavo.models.spec import PARALLEL, PARALLEL_TWO, PRE, DecoderSpec, StoredModule, StoredNames, renamed
 
 _QKV = ("layers.{}.self_attn.q_proj", "layers.{}.self_attn.k_proj", "layers.{}.self_attn.v_proj")
 _NAMES = renamed(
@@ -47,7 +47,7 @@ def falcon(config: Config) -> DecoderSpec:
         named,
         norm=layer_norm(config, "layer_norm_epsilon"),
         norms=norms,
-        mlp=MlpSpec(activation(config, "activation", "gelu"), gated=False),
+        mlp=mlp_spec(named, activation(config, "activation", "gelu"), gated=False),
         rope=no_rope(dim, named["max_position_embeddings"]) if alibi else rope_spec(named, dim),
         alibi=dim**-0.5 if alibi else 0.0,
         biases=frozenset({"qkv", "o", "mlp"}) if config.get("bias") else frozenset(),
@@ -75,7 +75,7 @@ def bloom(config: Config) -> DecoderSpec:
         named,
         norm=norm,
         embedding_norm=norm,
-        mlp=MlpSpec("gelu_tanh", gated=False),
+        mlp=mlp_spec(named, "gelu_tanh", gated=False),
         rope=no_rope(dim, named["max_position_embeddings"]),
         alibi=1.0,
         biases=frozenset({"qkv", "o", "mlp"}),

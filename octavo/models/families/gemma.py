@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from octavo.models.hf_config import Config, only, value_or, whole
-from octavo.models.hf_decoder import bias_set, decoder_spec, layer_types, rms_norm, sliding_windows
+from octavo.models.hf_decoder import bias_set, decoder_spec, layer_types, mlp_spec, rms_norm, sliding_windows
 from octavo.models.hf_rope import local_rope, rope_spec
-from octavo.models.spec import SANDWICH, DecoderSpec, HeadNorms, MlpSpec, Multipliers
+from octavo.models.spec import SANDWICH, DecoderSpec, HeadNorms, Multipliers
 
 
 def gemma(config: Config) -> DecoderSpec:
@@ -54,7 +54,7 @@ def _gemma(config: Config, **parts: Any) -> DecoderSpec:
         head_dim=256,
         norm=rms_norm(config, offset=1.0),
         # The first configs say "gelu" and mean its approximation.
-        mlp=MlpSpec("gelu_tanh"),
+        mlp=mlp_spec(config, "gelu_tanh"),
         multipliers=Multipliers(embedding=whole(config, "hidden_size") ** 0.5),
         biases=bias_set(config, mlp=""),
         tied=True,

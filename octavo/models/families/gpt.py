@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from octavo.models.hf_config import Config, only, value_or, whole
-from octavo.models.hf_decoder import activation, bias_set, decoder_spec, head_size, layer_norm
+from octavo.models.hf_decoder import activation, bias_set, decoder_spec, head_size, layer_norm, mlp_spec
 from octavo.models.hf_rope import no_rope, rope_spec
 from octavo.models.spec import (
     PARALLEL,
     PARALLEL_TWO,
     PRE,
     DecoderSpec,
-    MlpSpec,
     NormSpec,
     StoredModule,
     StoredNames,
@@ -74,7 +73,7 @@ def gpt2(config: Config) -> DecoderSpec:
     return decoder_spec(
         named,
         norm=layer_norm(config, "layer_norm_epsilon"),
-        mlp=MlpSpec(activation(config, "activation_function", "gelu_new"), gated=False),
+        mlp=mlp_spec(named, activation(config, "activation_function", "gelu_new"), gated=False),
         rope=no_rope(head_size(named), limit),
         learned_positions=limit,
         biases=_ALL,
@@ -91,7 +90,7 @@ def gptj(config: Config) -> DecoderSpec:
         named,
         norm=layer_norm(config, "layer_norm_epsilon"),
         norms=PARALLEL,
-        mlp=MlpSpec(activation(config, "activation_function", "gelu_new"), gated=False),
+        mlp=mlp_spec(named, activation(config, "activation_function", "gelu_new"), gated=False),
         rope=rope_spec(named, dim, rotated=whole(config, "rotary_dim", 64) / dim, interleaved=True),
         biases=frozenset({"mlp", "head"}),
         stored=_GPTJ,
@@ -108,7 +107,7 @@ def gpt_neox(config: Config) -> DecoderSpec:
         {**config, "num_key_value_heads": whole(config, "num_attention_heads")},
         norm=layer_norm(config),
         norms=PARALLEL_TWO if value_or(config, "use_parallel_residual", True) else PRE,
-        mlp=MlpSpec(activation(config, default="gelu"), gated=False),
+        mlp=mlp_spec(config, activation(config, default="gelu"), gated=False),
         rope=rope_spec(config, dim, theta=theta, rotated=rotated),
         biases=bias_set(config, mlp="", default=True) | {"mlp"},
         stored=StoredNames("gpt_neox", (*_NEOX, qkv), ignored),
@@ -130,7 +129,7 @@ def opt(config: Config) -> DecoderSpec:
     return decoder_spec(
         named,
         norm=NormSpec(1e-5, "layer", bias=True),
-        mlp=MlpSpec(activation(config, "activation_function", "relu"), gated=False),
+        mlp=mlp_spec(named, activation(config, "activation_function", "relu"), gated=False),
         rope=no_rope(head_size(config), limit),
         learned_positions=limit + 2,
         position_offset=2,

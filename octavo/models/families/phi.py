@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from octavo.models.hf_config import Config, value_or, whole
-from octavo.models.hf_decoder import activation, decoder_spec, head_size, layer_norm, rms_norm
+from octavo.models.hf_decoder import activation, decoder_spec, head_size, layer_norm, mlp_spec, rms_norm
 from octavo.models.hf_rope import rope_spec
-from octavo.models.spec import PARALLEL, DecoderSpec, HeadNorms, MlpSpec, StoredModule, StoredNames, renamed
+from octavo.models.spec import PARALLEL, DecoderSpec, HeadNorms, StoredModule, StoredNames, renamed
 
 _ATTENTION = ("layers.{}.self_attn.q_proj", "layers.{}.self_attn.k_proj", "layers.{}.self_attn.v_proj")
 _PHI = renamed(
@@ -29,7 +29,7 @@ def phi(config: Config) -> DecoderSpec:
         norms=PARALLEL,
         head_norms=HeadNorms(norm) if config.get("qk_layernorm") else None,
         rope=rope_spec(config, head_size(config), rotated=0.5),
-        mlp=MlpSpec(activation(config, default="gelu_new"), gated=False),
+        mlp=mlp_spec(config, activation(config, default="gelu_new"), gated=False),
         biases=frozenset({"qkv", "o", "mlp", "head"}),
         stored=StoredNames(modules=_PHI),
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.models.hf_config import Config, only, value_or, whole
-from octavo.models.hf_decoder import activation, bias_set, decoder_spec, head_size, layer_norm
+from octavo.models.hf_decoder import activation, bias_set, decoder_spec, head_size, layer_norm, mlp_spec
 from octavo.models.hf_rope import rope_spec
-from octavo.models.spec import PARALLEL, PRE, DecoderSpec, MlpSpec, StoredModule, StoredNames
+from octavo.models.spec import PARALLEL, PRE, DecoderSpec, StoredModule, StoredNames
 
 
 def stablelm(config: Config) -> DecoderSpec:
@@ -31,7 +31,7 @@ def starcoder2(config: Config) -> DecoderSpec:
     return decoder_spec(
         config,
         norm=layer_norm(config, "norm_epsilon"),
-        mlp=MlpSpec(activation(config, default="gelu_pytorch_tanh"), gated=False),
+        mlp=mlp_spec(config, activation(config, default="gelu_pytorch_tanh"), gated=False),
         windows=[value_or(config, "sliding_window", None)] * whole(config, "num_hidden_layers"),
         biases=bias_set(config, qkv="use_bias", o="use_bias", mlp="use_bias", default=True),
         tied=True,
@@ -44,7 +44,7 @@ def nemotron(config: Config) -> DecoderSpec:
     return decoder_spec(
         config,
         norm=replace(layer_norm(config, "norm_eps"), offset=1.0),
-        mlp=MlpSpec(activation(config, default="relu2"), gated=False),
+        mlp=mlp_spec(config, activation(config, default="relu2"), gated=False),
         rope=rope_spec(config, head_size(config), rotated=0.5),
         biases=bias_set(config),
     )

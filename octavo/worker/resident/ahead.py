@@ -15,6 +15,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.ahead import Ahead, target_of
 from octavo.models.attention import attention_spec
+from octavo.models.feed_forwards.spec import MlpSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.libraries.attention import LibraryAttention
@@ -25,6 +26,9 @@ from octavo.sampling.allowed import num_words
 from octavo.sampling.resident import ResidentRow, ResidentSampler
 from octavo.sampling.state import PreparedParams
 from octavo.worker.resident.slots import DeviceSlots
+
+_Empty = Callable[..., torch.Tensor]
+"""Makes a tensor without values, by default of the model's dtype."""
 
 _SLOTS = 80
 """Enough rows that no context is split over several programs."""
@@ -71,38 +75,52 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device=device)
 
-    width, inner = spec.hidden_size, spec.intermediate_size
+    width = spec.hidden_size
     heads = spec.num_heads * spec.head_dim
     outputs = heads + 2 * spec.num_kv_heads * spec.head_dim
-    up = 2 * inner if spec.mlp.gated else inner
-    gated = spec.mlp.gated and spec.mlp.activation == "silu"
     rms = spec.norm.kind == "rms"
     norm = (empty(width, kind=torch.float32 if spec.norm.offset else dtype), 1e-5)
     stream = empty(1, width, kind=residual)
     if rms:
         bias = empty(outputs) if "qkv" in spec.biases else None
         few_rows.fused_product(stream, empty(outputs, width), norm=norm, bias=bias)
-        few_rows.fused_product(stream, empty(up, width), norm=norm, gated=gated)
         few_rows.fused_product(stream, empty(spec.vocab_size, width), norm=norm, dtype=torch.float32)
     bias = empty(width) if "o" in spec.biases else None
     few_rows.fused_product(empty(1, heads), empty(width, heads), add_to=stream, bias=bias)
-    few_rows.fused_product(empty(1, inner), empty(width, inner), add_to=stream)
     if dtype.itemsize == 2:
-        for rows_of, columns in ((outputs, width), (width, heads), (width, inner), (up, width)):
-            if few_rows.pays(2, rows_of):
-                add_to = empty(2, width) if rows_of == width and residual == dtype else None
-                few_rows.few_product(empty(2, columns), empty(rows_of, columns), add_to)
+        _few(empty, outputs, width)
+        _few(empty, width, heads, residual)
     if rms:
         _norms(empty, norm, width, residual)
+    for mlp in dict.fromkeys(spec.mlps):
+        _mlp(mlp, empty, stream, norm if rms else None)
+
+
+def _mlp(spec: MlpSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> None:
+    """Launch the kernels of a dense feed-forward, after this norm if it can be fused."""
+    width, inner = stream.shape[1], spec.size
+    up = 2 * inner if spec.gated else inner
+    gated = spec.gated and spec.activation == "silu"
+    if norm is not None:
+        few_rows.fused_product(stream, empty(up, width), norm=norm, gated=gated)
+    few_rows.fused_product(empty(1, inner), empty(width, inner), add_to=stream)
+    if empty(1).dtype.itemsize == 2:
+        _few(empty, width, inner, stream.dtype)
+        _few(empty, up, width)
     if gated:
         triton_activation.silu_mul(empty(2, up))
         if gating.serves(256, empty(up, width)):
             gating.gated_product(empty(256, width), empty(up, width))
 
 
-def _norms(
-    empty: Callable[..., torch.Tensor], norm: tuple[torch.Tensor, float], width: int, residual: torch.dtype
-) -> None:
+def _few(empty: _Empty, outputs: int, inputs: int, residual: torch.dtype | None = None) -> None:
+    """Launch a product of few rows, which is added to a residual stream of this dtype if it can be."""
+    if few_rows.pays(2, outputs):
+        add_to = empty(2, outputs) if residual == empty(1).dtype else None
+        few_rows.few_product(empty(2, inputs), empty(outputs, inputs), add_to)
+
+
+def _norms(empty: _Empty, norm: tuple[torch.Tensor, float], width: int, residual: torch.dtype) -> None:
     dtype = empty(1).dtype
     stream = empty(2, width, kind=residual)
     triton_norm.rms_norm(stream, *norm, dtype)

@@ -75,7 +75,7 @@ def hidden_after(model: CausalLM) -> Tensor:
     torch.manual_seed(0)
     with torch.inference_mode():
         stream, layer = Stream(torch.randn(5, 32)), model.layers[0]
-        layer.mlp.down.into(stream, layer.mlp(stream, layer.post_norm))
+        layer.mlp.out.into(stream, layer.mlp(stream, layer.post_norm))
         return model.logits(stream.total())
 
 

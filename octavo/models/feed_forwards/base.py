@@ -1,0 +1,34 @@
+"""The interface between a decoder's layers and their feed-forwards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from octavo.native.program import ProgramBuilder
+from octavo.nn.norm import Norm
+from octavo.nn.stream import Stream, StreamOutput
+
+
+class FeedForward(nn.Module, ABC):
+    """The part of a layer behind its mixer. The layer adds out(forward(stream, norm)) to the residual stream.
+
+    Attributes:
+        out: the last operation, which can add its result to the stream itself.
+    """
+
+    out: StreamOutput
+
+    if TYPE_CHECKING:
+
+        def __call__(self, stream: Stream, norm: Norm, /) -> Tensor: ...
+
+    @abstractmethod
+    def forward(self, stream: Stream, norm: Norm) -> Tensor:
+        """Return the argument of `out`, [T, ...], for norm(stream)."""
+
+    @abstractmethod
+    def emit(self, b: ProgramBuilder, norm: Norm) -> None:
+        """Add out(forward(stream, norm)) to the stream, in a native program."""

@@ -1,0 +1,56 @@
+"""A dense feed-forward."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.models.feed_forwards.base import FeedForward
+from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.native.bindings import Dtype, Epilogue
+from octavo.native.program import RESIDUAL, ProgramBuilder
+from octavo.nn.build import Build
+from octavo.nn.linear import Linear
+from octavo.nn.norm import Norm
+from octavo.nn.ops.activation import ACTIVATIONS
+from octavo.nn.shard import COL, ROW
+from octavo.nn.stream import Stream
+
+
+class Mlp(FeedForward):
+    """down(act(gate(x)) * up(x)), or down(act(up(x))).
+
+    Attributes:
+        out: the projection `down`.
+    """
+
+    out: Linear
+
+    def __init__(self, b: Build, spec: MlpSpec, hidden_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.gated = spec.gated
+        names = ("gate_proj", "up_proj") if spec.gated else ("up_proj",)
+        self.gate_up = b.linear(
+            *names,
+            inputs=hidden_size,
+            outputs=spec.size,
+            shard=COL,
+            bias=bias,
+            gates=spec.gated,
+            activation=spec.activation,
+        )
+        self.out = b.linear("down_proj", inputs=spec.size, outputs=hidden_size, shard=ROW, bias=bias)
+
+    def forward(self, stream: Stream, norm: Norm) -> Tensor:
+        """Return what `down` multiplies: [T, size] for norm(stream)."""
+        if self.gated:
+            return self.gate_up.after_norm(stream, norm, gated=True)
+        return self.activation(self.gate_up.after_norm(stream, norm))
+
+    def emit(self, b: ProgramBuilder, norm: Norm) -> None:
+        """Add the block's output for norm(stream) to the stream, in a native program."""
+        down = self.out.matrix
+        dtype = Dtype.BFLOAT if b.meets(down.dtype) is Dtype.BFLOAT else Dtype.FLOAT
+        gated = b.scratch("gated", down.columns * 4)
+        self.gate_up.emit_after_norm(b, norm, gated, Epilogue.GATE, dtype)
+        self.out.emit(b, gated, dtype, RESIDUAL, Epilogue.ADD)

@@ -1,0 +1,17 @@
+"""The module of each kind of feed-forward."""
+
+from __future__ import annotations
+
+from octavo.models.feed_forwards.base import FeedForward
+from octavo.models.feed_forwards.mlp import Mlp
+from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.models.spec import DecoderSpec
+from octavo.nn.build import Build
+
+_MODULES = {MlpSpec: Mlp}
+
+
+def make_feed_forward(b: Build, spec: DecoderSpec, layer: int) -> FeedForward:
+    """Make a layer's feed-forward at the place of `b`."""
+    own = spec.mlps[layer]
+    return _MODULES[type(own)](b, own, spec.hidden_size, bias="mlp" in spec.biases)
