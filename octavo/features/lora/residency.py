@@ -3,6 +3,9 @@
 Disk -> host: the worker half reads files in threads of its own, from a request's arrival on. Host -> device: blocks are
 taken, and filled on a copy stream while steps run. Both are left least recently used first: the host when it holds
 `max_host` adapters, the device when requests or other adapters lack blocks, or when `max_device` adapters are there.
+
+Requests that the planner does not ask about (`EngineHook.admit`) keep no room on the host from those that it does ask
+about: after a failed step it asks about one suspect only, and would wait for the others in vain.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Residency:
         self._all: dict[int, AdapterWeights] = {}
         """Uid -> what is not only on disk, or is on its way."""
         self._reading: list[AdapterWeights] = []
-        self._uses = 0
+        self._uses = self._turns = 0
         self._roomless: list[AdapterWeights] = []
         """Adapters that requests wait for and the host has no room for, longest first."""
         self._placeless: dict[AdapterWeights, float] = {}
@@ -82,7 +85,8 @@ class Residency:
         weights.used = self._uses
 
     def poll(self) -> None:
-        """Take in what was read since the last call."""
+        """Take in what was read since the last call; called once before each plan."""
+        self._turns += 1
         ended = [one for one in self._reading if one.reading is not None and one.reading.done()]
         for weights in ended:
             self._reading.remove(weights)
@@ -90,8 +94,11 @@ class Residency:
 
     def prefetch(self, weights: AdapterWeights) -> None:
         """Begin to read the files, if they are not on the host and there is room."""
-        if weights.state is not State.DISK or not self._may_read(weights):
+        if weights.state is not State.DISK or not self._may_read(weights, asked=False):
             return
+        self._begin_to_read(weights)
+
+    def _begin_to_read(self, weights: AdapterWeights) -> None:
         weights.error = None
         reading = Reading(weights.uid, weights.sources, weights.manifest)
         weights.reading = self._pages.call("read", msgspec.to_builtins(reading))
@@ -101,8 +108,9 @@ class Residency:
 
     def bring(self, weights: AdapterWeights, request: Request | None) -> int:
         """Take the next step to the device for a request that waits; return what `EngineHook.admit` is to return."""
-        if weights.state is State.DISK:
-            self.prefetch(weights)
+        weights.asked = self._turns
+        if weights.state is State.DISK and self._may_read(weights, asked=True):
+            self._begin_to_read(weights)
         if weights.state is State.HOST:
             return self._load(weights, request)
         return NO_ROOM if weights.hasty and weights.state is State.LOADING else 0
@@ -158,21 +166,33 @@ class Residency:
 
     # Host
 
-    def _may_read(self, weights: AdapterWeights) -> bool:
-        """Return whether there is room on the host; those that lacked it before come first."""
+    def _may_read(self, weights: AdapterWeights, *, asked: bool) -> bool:
+        """Return whether there is room on the host; those that lacked it before come first.
+
+        Args:
+            asked: the planner asks about a request of the adapter, so that only those of the same kind come first, and
+                the copies of others can go.
+        """
         self._roomless = [one for one in self._roomless if one.requests and one.state is State.DISK]
-        first = self._roomless[0] if self._roomless else weights
-        if first is weights and self._make_host_room():
+        first = next((one for one in self._roomless if not asked or self._asked_about(one)), weights)
+        if first is weights and self._make_host_room(asked=asked):
             return True
         if weights not in self._roomless:
             self._roomless.append(weights)
         return False
 
-    def _make_host_room(self) -> bool:
+    def _asked_about(self, weights: AdapterWeights) -> bool:
+        """Whether this plan or the last one asked about a request of the adapter."""
+        return self._turns - weights.asked <= 1
+
+    def _make_host_room(self, *, asked: bool) -> bool:
         held = [one for one in self._all.values() if one.on_host or one.state is State.READING]
         if len(held) < self._max_host:
             return True
-        free = [one for one in held if one.state in (State.HOST, State.DEVICE) and self._unneeded_on_host(one)]
+        there = [one for one in held if one.state in (State.HOST, State.DEVICE)]
+        free = [one for one in there if self._unneeded_on_host(one)]
+        if not free and asked:
+            free = [one for one in there if not self._asked_about(one)]
         if not free:
             return False
         self.forget_host(min(free, key=lambda one: (one.state is State.HOST, one.used)))

@@ -47,6 +47,7 @@ class AdapterWeights:
         stale: made for earlier weights of the model; evicted as soon as no step reads it.
         hasty: it was evicted while a request waited for it; while it is loaded again, no other request passes.
         used: a number that grows with its last use.
+        asked: number of the last plan that asked about a request that waits for it.
     """
 
     uid: int
@@ -74,6 +75,7 @@ class AdapterWeights:
     stale: bool = False
     hasty: bool = False
     used: int = 0
+    asked: int = -2
 
     @property
     def read_by_steps(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ class House:
 
     def call(self, method: str, **args: Any) -> Any:
         value = self.loop.call(NAME, method, args)
+        wait([job.reading for job in self.hook._names._jobs])  # else running requests may end meanwhile
         if isinstance(value, Future):
             while not value.done():
                 self.worker.turn()
@@ -360,3 +361,43 @@ def test_an_unpinned_error_is_of_the_engine(paths: dict[str, str]) -> None:
     house.loop.call(NAME, "unload", {"name": "a"})
     with pytest.raises(EngineStateError, match="The adapter 'a' was unloaded"):
         pinned.result(0)
+
+
+def suspects_without_their_adapter(paths: dict[str, str]) -> House:
+    """Return an engine with room for one adapter, where a step of two requests of "a" has failed, so that they are to
+    be computed one by one, "a" is on disk, request "3" has "c" on the host, and request "4" waits for room for "b"."""
+    house = House(paths, max_loras=1, max_cpu_loras=1)
+    for name in ("1", "2"):
+        house.ask(name, "a", max_tokens=12)
+    while not house.device.plans or len(house.device.plans[-1].slots) < 2:
+        house.worker.turn()
+        house.step()
+    house.ask("3", "c")
+    house.ask("4", "b")
+    house.worker.turn()
+    house.step()
+    house.device._fail_at = frozenset([house.device.plans[-1].id + 1])
+    house.step()
+    house.scheduler.park()
+    states = {one["name"]: one["state"] for one in house.call("list")["adapters"]}
+    assert [states[name] for name in ("a", "b", "c")] == ["disk", "disk", "host"]
+    return house
+
+
+def test_copies_for_requests_behind_a_failure_make_room_for_suspects(paths: dict[str, str]) -> None:
+    house = suspects_without_their_adapter(paths)
+    assert sorted(run_at_most(house, 200)) == ["1", "2", "3", "4"]
+
+
+def test_requests_that_wait_for_room_behind_a_failure_do_not_go_before_suspects(paths: dict[str, str]) -> None:
+    house = suspects_without_their_adapter(paths)
+    house.loop.abort("3")
+    assert sorted(run_at_most(house, 200)) == ["1", "2", "4"]
+
+
+def run_at_most(house: House, steps: int) -> list[str]:
+    house.ends = []
+    for _ in range(steps):
+        house.worker.turn()
+        house.step()
+    return house.ends
