@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.models.decoder import Attention, CausalLM
+from octavo.models.decoder import CausalLM
+from octavo.models.mixers.attention import Attention
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.reference import ReferenceAttention
@@ -69,7 +70,7 @@ class Hybrid(CausalLM):
     def __init__(self, b: Build, spec: DecoderSpec) -> None:
         super().__init__(b, spec)
         for i in range(0, spec.num_layers, 2):
-            self.layers[i].attention = self.mixer(b.at("model", "layers", i, "self_attn"), spec, i, self.rope_of(i))
+            self.layers[i].mixer = self.mixer(b.at("model", "layers", i, "self_attn"), spec, i, self.rope_of(i))
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
         self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | StateCache)]
 

@@ -33,7 +33,7 @@ def attention_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> Attenti
 
 def widest_attention(spec: DecoderSpec) -> AttentionSpec:
     """Return the parameters of a layer with a window, if any has one: those that ask most of a backend."""
-    windows = (layer for layer, window in enumerate(spec.windows) if window is not None)
+    windows = (layer for layer in spec.attention_layers if spec.windows[layer] is not None)
     return attention_spec(spec, next(windows, 0))
 
 

@@ -2,153 +2,63 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
-from octavo.core.errors import ConfigError
-from octavo.models.attention import attention_spec
 from octavo.models.feed_forwards.table import make_feed_forward
-from octavo.models.spec import DecoderSpec, NormSpec
+from octavo.models.mixers.table import make_mixer
+from octavo.models.norms import make_norm
+from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Epilogue
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder
-from octavo.nn.attention.base import Norms
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import TiedHead
 from octavo.nn.linear import Projection
-from octavo.nn.norm import NoNorm, Norm, RMSNorm
+from octavo.nn.norm import Norm
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.rope import Rope
-from octavo.nn.shard import COL, NONE, ROW, Heads
+from octavo.nn.shard import COL, NONE
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream, StreamOutput
 
 
-def make_norm(b: Build, name: str | None, size: int, spec: NormSpec) -> Norm:
-    """Make the norm with this name; one that changes nothing if there is none."""
-    if name is None:
-        return NoNorm(b.path, b.device, b.dtype, size)
-    if spec.kind == "rms":
-        return b.norm(name, size, spec.eps, offset=spec.offset)
-    return b.layer_norm(name, size, spec.eps, bias=spec.bias, scaled=spec.scaled, offset=spec.offset)
-
-
-def make_head_norm(b: Build, name: str, heads: int, spec: DecoderSpec) -> Norm | None:
-    """Make the norm of queries or keys; None if there is none.
-
-    Raises:
-        ConfigError: one norm over the heads of several devices.
-    """
-    norms = spec.head_norms
-    if norms is None:
-        return None
-    if norms.over == "heads":
-        own = norms.norm
-        return b.layer_norm(name, spec.head_dim, own.eps, bias=own.bias, offset=own.offset, heads=heads)
-    if norms.over == "all" and b.mesh.size > 1:
-        raise ConfigError("This model normalizes all heads together, so it can't be divided over devices. Use one.")
-    return make_norm(b, name, spec.head_dim * (heads if norms.over == "all" else 1), norms.norm)
-
-
-class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions."""
-
-    if TYPE_CHECKING:
-
-        def __call__(self, stream: Stream, norm: Norm, step: StepInput, /) -> Tensor: ...
-
-    def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
-        super().__init__()
-        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        own = heads.local(b.mesh)
-        self.head_dim = spec.head_dim
-        self.head_counts = [own.heads, own.kv_heads, own.kv_heads]
-        self.rope = rope
-        self.clip = spec.qkv_clip
-        self.qkv = b.linear(
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            inputs=spec.hidden_size,
-            outputs=heads.outputs,
-            shard=heads,
-            bias="qkv" in spec.biases,
-        )
-        self.out = b.linear(
-            "o_proj", inputs=heads.outputs[0], outputs=spec.hidden_size, shard=ROW, bias="o" in spec.biases
-        )
-        self.q_norm = make_head_norm(b, "q_norm", own.heads, spec)
-        self.k_norm = make_head_norm(b, "k_norm", own.kv_heads, spec)
-        self._fuses_norms = spec.fuses_head_norms
-        self.attn = b.attention(attention_spec(spec, layer, b.mesh))
-
-    def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
-        """Return attention over norm(stream), before the output projection: [T, num_heads * head_dim]."""
-        qkv = self.qkv.after_norm(stream, norm)
-        if self.clip is not None:
-            qkv.clamp_(-self.clip, self.clip)
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
-        if not self._fuses_norms:
-            self._normalize(heads)
-        if self.attn.fused:
-            return self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step).flatten(1)
-        q, k, v = heads.split(self.head_counts, dim=1)
-        if self._fuses_norms and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions)
-        elif self.rope.spec.rotary_dim:
-            self.rope.joint(heads[:, : -self.head_counts[2]], step.positions)
-        return self.attn(q, k, v, step).flatten(1)
-
-    def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, attended: int) -> None:
-        """Add `forward`, from the residual stream to the buffer `attended`, to a native program."""
-        heads = b.scratch("heads", sum(self.qkv.sizes) * 4)
-        self.qkv.emit_after_norm(b, norm, heads)
-        self.attn.emit(b, heads, attended, dtype, self._norms(), self.rope.cos_sin)
-
-    def _normalize(self, heads: Tensor) -> None:
-        """Normalize queries and keys in place."""
-        q, k, _ = heads.split(self.head_counts, dim=1)
-        for part, norm in ((q, self.q_norm), (k, self.k_norm)):
-            if norm is not None:
-                whole = norm.size != self.head_dim
-                part.copy_(norm(part.flatten(1)).view_as(part) if whole else norm(part))
-
-    def _norms(self) -> Norms | None:
-        """Return the norms that the backend computes."""
-        if not self._fuses_norms or self.q_norm is None or self.k_norm is None:
-            return None
-        assert isinstance(self.q_norm, RMSNorm)
-        assert isinstance(self.k_norm, RMSNorm)
-        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-
-
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, with the family's norms around them, each added to the residual stream."""
+    """A mixer and a feed-forward, with the family's norms around them, each added to the residual stream.
+
+    Attributes:
+        mixer, mlp: one of them is None in a layer that has only the other.
+    """
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
         norms, size = spec.norms, spec.hidden_size
         self.parallel, self.multiplier = norms.parallel, spec.multipliers.residual
-        self.input_norm = make_norm(b, norms.before_attention, size, spec.norm)
-        self.attention = Attention(b.at("self_attn"), spec, layer, rope)
-        self.attended_norm = make_norm(b, norms.after_attention, size, spec.norm) if norms.after_attention else None
-        shared = norms.parallel and norms.before_mlp is None
-        self.post_norm = self.input_norm if shared else make_norm(b, norms.before_mlp, size, spec.norm)
+        self.mixer = make_mixer(b, spec, layer, rope)
         self.mlp = make_feed_forward(b.at("mlp"), spec, layer)
-        self.mlp_norm = make_norm(b, norms.after_mlp, size, spec.norm) if norms.after_mlp else None
+
+        def norm(name: str | None, *, exists: bool) -> Norm:
+            return make_norm(b, name if exists else None, size, spec.norm)
+
+        mixes, feeds = self.mixer is not None, self.mlp is not None
+        self.input_norm = norm(norms.before_mixer, exists=mixes)
+        self.mixed_norm = norm(norms.after_mixer, exists=mixes) if norms.after_mixer else None
+        shared = norms.parallel and norms.before_mlp is None
+        self.post_norm = self.input_norm if shared else norm(norms.before_mlp, exists=feeds)
+        self.mlp_norm = norm(norms.after_mlp, exists=feeds) if norms.after_mlp else None
 
     def forward(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> None:
-        """Add the layer's outputs to the stream; with `rows` [S], compute only these tokens after attention."""
-        attended = self.attention(stream, self.input_norm, step)
+        """Add the layer's outputs to the stream; with `rows` [S], compute only these tokens after the mixer."""
+        mixed = None if self.mixer is None else self.mixer(stream, self.input_norm, step)
         stream.choose(rows)
-        if rows is not None:
-            attended = attended.index_select(0, rows)
-        inner = self.mlp(stream, self.post_norm) if self.parallel else None
-        self._add(stream, self.attention.out, attended, self.attended_norm)
-        self._add(stream, self.mlp.out, self.mlp(stream, self.post_norm) if inner is None else inner, self.mlp_norm)
+        if rows is not None and mixed is not None:
+            mixed = mixed.index_select(0, rows)
+        inner = self.mlp(stream, self.post_norm) if self.parallel and self.mlp is not None else None
+        if self.mixer is not None and mixed is not None:
+            self._add(stream, self.mixer.out, mixed, self.mixed_norm)
+        if self.mlp is not None:
+            self._add(stream, self.mlp.out, self.mlp(stream, self.post_norm) if inner is None else inner, self.mlp_norm)
 
     def _add(self, stream: Stream, out: StreamOutput, x: Tensor, norm: Norm | None) -> None:
         """Add norm(out(x)), times the multiplier, to the stream."""
@@ -159,18 +69,27 @@ class DecoderLayer(nn.Module):
         stream.add_later(y if self.multiplier == 1.0 else y.mul_(self.multiplier))
 
     @property
-    def after_attention(self) -> list[Projection]:
-        """The projections that compute only the tokens of `rows`."""
-        return [self.attention.out, *(one for one in self.mlp.modules() if isinstance(one, Projection))]
+    def outputs(self) -> list[StreamOutput]:
+        """The last operation of each part, whose outputs are added to the residual stream."""
+        return [part.out for part in (self.mixer, self.mlp) if part is not None]
 
-    def emit(self, b: ProgramBuilder, dtype: torch.dtype, attended: int) -> None:
-        """Add `forward` to a native program; `attended` is the buffer for attention's output.
+    @property
+    def after_mixer(self) -> list[Projection]:
+        """The projections that compute only the tokens of `rows`."""
+        mixed = [] if self.mixer is None else [self.mixer.out]
+        late = [*mixed, *(() if self.mlp is None else self.mlp.modules())]
+        return [one for one in late if isinstance(one, Projection)]
+
+    def emit(self, b: ProgramBuilder, dtype: torch.dtype, mixed: int) -> None:
+        """Add `forward` to a native program; `mixed` is the buffer for the mixer's output.
 
         The last mark "rest" is the place from which on tokens are independent.
         """
-        self.attention.emit(b, self.input_norm, dtype, attended)
+        assert self.mixer is not None
+        assert self.mlp is not None
+        self.mixer.emit(b, self.input_norm, dtype, mixed)
         b.mark("rest")
-        self.attention.out.emit(b, attended, DTYPES[dtype], RESIDUAL, Epilogue.ADD)
+        self.mixer.out.emit(b, mixed, DTYPES[dtype], RESIDUAL, Epilogue.ADD)
         self.mlp.emit(b, self.post_norm)
 
 

@@ -31,7 +31,8 @@ def reason_against(spec: DecoderSpec) -> str | None:
     """Return the reason why the kernels can't run a model of this spec; None if they can."""
     if (lacking := _lacking(spec)) is not None:
         return f"the kernels lack {lacking}"
-    for what, size in (("hidden_size", spec.hidden_size), *(("intermediate_size", mlp.size) for mlp in spec.mlps)):
+    inner = (("intermediate_size", mlp.size) for mlp in spec.mlps if mlp is not None)
+    for what, size in (("hidden_size", spec.hidden_size), *inner):
         if size % PANEL:
             return f"{what} must be a multiple of {PANEL}, not {size}"
     return None
@@ -40,9 +41,10 @@ def reason_against(spec: DecoderSpec) -> str | None:
 def _lacking(spec: DecoderSpec) -> str | None:
     """Return what the kernels lack for a model of this spec."""
     lacking = {
+        "layers of one part": None in spec.mlps or None in spec.mixers,
         "norms other than RMSNorm": spec.norm.kind != "rms" or spec.embedding_norm is not None,
         "norms after a layer's parts": spec.norms != PRE,
-        **{f"{_kind(mlp)} feed-forwards": mlp != MlpSpec(mlp.size) for mlp in spec.mlps},
+        **{f"{_kind(mlp)} feed-forwards": mlp != MlpSpec(mlp.size) for mlp in spec.mlps if mlp is not None},
         "such norms of queries and keys": not spec.fuses_head_norms,
         "linear attention biases": bool(spec.alibi),
         "learned positions": bool(spec.learned_positions),
@@ -50,7 +52,10 @@ def _lacking(spec: DecoderSpec) -> str | None:
         "soft caps of logits": spec.logit_cap is not None,
         "limits of queries and keys": spec.qkv_clip is not None,
     }
-    return next((what for what, needed in lacking.items() if needed), None)
+    mixers = dict.fromkeys(spec.mixer_of(layer) for layer in range(spec.num_layers))
+    reasons = [mixer.lacking for mixer in mixers if mixer is not None]
+    lacks = [what for what, needed in lacking.items() if needed]
+    return next((reason for reason in (*reasons, *lacks) if reason is not None), None)
 
 
 def _kind(mlp: FeedForwardSpec) -> str:

@@ -37,7 +37,7 @@ def _groups(model: Model) -> list[products.Like]:
         return []
     groups: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
     blocks = [block for block in model.layers if isinstance(block, DecoderLayer)]
-    last = {layer for block in blocks for layer in (block.attention.out, block.mlp.out)}
+    last = {layer for block in blocks for layer in block.outputs}
     added: set[torch.Size] = set()
     gated: set[torch.Size] = set()
     for module in model.modules():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.models.feed_forwards.spec import FeedForwardSpec
+from octavo.models.mixers.spec import ATTENTION, MixerSpec, SelfAttention
 from octavo.nn.rope_spec import LongRopeScaling, RopeSpec
 
 
@@ -45,12 +46,12 @@ class LayerNorms:
     """Where a layer normalizes: the name of each norm, or None where there is none.
 
     Attributes:
-        parallel: attention and feed-forward both read the layer's input, and their sum is added to it. Without
+        parallel: mixer and feed-forward both read the layer's input, and their sum is added to it. Without
             `before_mlp`, both read the same normalized input.
     """
 
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
+    before_mixer: str | None = "input_layernorm"
+    after_mixer: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     parallel: bool = False
@@ -120,12 +121,13 @@ class StoredNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A decoder-only transformer: layers of attention and a feed-forward, with norms around them.
+    """A decoder-only model: layers of a mixer and a feed-forward, with norms around them.
 
     Loader, decoder, CPU program and GPU runner read these fields; none of them knows a family.
 
     Attributes:
-        mlps: each layer's feed-forward.
+        mlps: each layer's feed-forward; None in a layer that has only a mixer.
+        mixers: each layer's mixer, None in a layer that has only a feed-forward; empty for attention in all layers.
         rope: rotary embedding of all layers without an entry in `ropes`.
         ropes: that of each layer, if they differ; empty if not.
         windows: each layer's sliding window in tokens; None for full attention.
@@ -149,10 +151,11 @@ class DecoderSpec:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    mlps: tuple[FeedForwardSpec, ...]
+    mlps: tuple[FeedForwardSpec | None, ...]
     norm: NormSpec
     rope: RopeSpec
     windows: tuple[int | None, ...]
+    mixers: tuple[MixerSpec | None, ...] = ()
     ropes: tuple[RopeSpec, ...] = ()
     biases: frozenset[str] = field(default=frozenset())
     norms: LayerNorms = PRE
@@ -168,6 +171,15 @@ class DecoderSpec:
     multipliers: Multipliers = Multipliers()
     tied: bool = False
     stored: StoredNames = StoredNames()
+
+    def mixer_of(self, layer: int) -> MixerSpec | None:
+        """Return a layer's mixer; None if it has only a feed-forward."""
+        return self.mixers[layer] if self.mixers else ATTENTION
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers with attention."""
+        return [i for i in range(self.num_layers) if isinstance(self.mixer_of(i), SelfAttention)]
 
     def rope_of(self, layer: int) -> RopeSpec:
         """Return a layer's rotary embedding."""
@@ -192,7 +204,7 @@ class DecoderSpec:
     @property
     def intermediate_size(self) -> int:
         """Values of a token in front of the last product of the widest feed-forward."""
-        return max(mlp.width for mlp in self.mlps)
+        return max((mlp.width for mlp in self.mlps if mlp is not None), default=0)
 
     @property
     def max_position(self) -> int:

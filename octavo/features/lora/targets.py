@@ -30,7 +30,7 @@ class Targets:
     @classmethod
     def of(cls, model: nn.Module) -> Targets:
         """Return the targets of a model, in the order of its modules."""
-        late = _after_attention(model)
+        late = _after_mixer(model)
         found = [
             (_target(layer, head=layer is getattr(model, "head", None), late=layer in late), layer)
             for layer in model.modules()
@@ -40,11 +40,11 @@ class Targets:
         return cls(targets, layers, tuple(_cuts(layer) for layer in layers))
 
 
-def _after_attention(model: nn.Module) -> set[nn.Module]:
+def _after_mixer(model: nn.Module) -> set[nn.Module]:
     """Return the layers that compute only the chosen tokens of a step."""
     layers = getattr(model, "layers", ())
     last = layers[len(layers) - 1] if len(layers) else None
-    return set(last.after_attention) if isinstance(last, DecoderLayer) else set()
+    return set(last.after_mixer) if isinstance(last, DecoderLayer) else set()
 
 
 def _target(layer: Layer, *, head: bool, late: bool) -> Target:

@@ -11,7 +11,9 @@ from octavo.nn.build import Build
 _MODULES = {MlpSpec: Mlp}
 
 
-def make_feed_forward(b: Build, spec: DecoderSpec, layer: int) -> FeedForward:
-    """Make a layer's feed-forward at the place of `b`."""
+def make_feed_forward(b: Build, spec: DecoderSpec, layer: int) -> FeedForward | None:
+    """Make a layer's feed-forward at the place of `b`; None if the layer has only a mixer."""
     own = spec.mlps[layer]
+    if own is None:
+        return None
     return _MODULES[type(own)](b, own, spec.hidden_size, bias="mlp" in spec.biases)

@@ -64,7 +64,7 @@ def compile_ahead(
             step = _step(slots, counts, context)
             if shares:
                 step.shared = SharedContexts(step.block_tables[:, :3], step.seq_lens, step.seq_lens)
-            for layer in dict.fromkeys(attention_spec(spec, i) for i in range(spec.num_layers)):
+            for layer in dict.fromkeys(attention_spec(spec, i) for i in spec.attention_layers):
                 _attend(spec, layer, dtype, kv_dtype, attention, step, block_size)
         _sample(spec, slots)
         _products(spec, dtype, residual, device)
@@ -92,7 +92,7 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
         _few(empty, width, heads, residual)
     if rms:
         _norms(empty, norm, width, residual)
-    for mlp in dict.fromkeys(spec.mlps):
+    for mlp in dict.fromkeys(mlp for mlp in spec.mlps if mlp is not None):
         _mlp(mlp, empty, stream, norm if rms else None)
 
 

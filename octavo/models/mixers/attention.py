@@ -1,0 +1,104 @@
+"""Attention over a paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.models.attention import attention_spec
+from octavo.models.mixers.base import Mixer
+from octavo.models.norms import make_norm
+from octavo.models.spec import DecoderSpec
+from octavo.native.program import ProgramBuilder
+from octavo.nn.attention.base import Norms
+from octavo.nn.build import Build
+from octavo.nn.norm import Norm, RMSNorm
+from octavo.nn.rope import Rope
+from octavo.nn.shard import ROW, Heads
+from octavo.nn.step import StepInput
+from octavo.nn.stream import Stream
+
+
+def make_head_norm(b: Build, name: str, heads: int, spec: DecoderSpec) -> Norm | None:
+    """Make the norm of queries or keys; None if there is none.
+
+    Raises:
+        ConfigError: one norm over the heads of several devices.
+    """
+    norms = spec.head_norms
+    if norms is None:
+        return None
+    if norms.over == "heads":
+        own = norms.norm
+        return b.layer_norm(name, spec.head_dim, own.eps, bias=own.bias, offset=own.offset, heads=heads)
+    if norms.over == "all" and b.mesh.size > 1:
+        raise ConfigError("This model normalizes all heads together, so it can't be divided over devices. Use one.")
+    return make_norm(b, name, spec.head_dim * (heads if norms.over == "all" else 1), norms.norm)
+
+
+class Attention(Mixer):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
+        super().__init__()
+        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        own = heads.local(b.mesh)
+        self.head_dim = spec.head_dim
+        self.head_counts = [own.heads, own.kv_heads, own.kv_heads]
+        self.rope = rope
+        self.clip = spec.qkv_clip
+        self.qkv = b.linear(
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            inputs=spec.hidden_size,
+            outputs=heads.outputs,
+            shard=heads,
+            bias="qkv" in spec.biases,
+        )
+        self.out = b.linear(
+            "o_proj", inputs=heads.outputs[0], outputs=spec.hidden_size, shard=ROW, bias="o" in spec.biases
+        )
+        self.q_norm = make_head_norm(b, "q_norm", own.heads, spec)
+        self.k_norm = make_head_norm(b, "k_norm", own.kv_heads, spec)
+        self._fuses_norms = spec.fuses_head_norms
+        self.attn = b.attention(attention_spec(spec, layer, b.mesh))
+
+    def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
+        """Return attention over norm(stream), before the output projection: [T, num_heads * head_dim]."""
+        qkv = self.qkv.after_norm(stream, norm)
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        if not self._fuses_norms:
+            self._normalize(heads)
+        if self.attn.fused:
+            return self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step).flatten(1)
+        q, k, v = heads.split(self.head_counts, dim=1)
+        if self._fuses_norms and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions)
+        elif self.rope.spec.rotary_dim:
+            self.rope.joint(heads[:, : -self.head_counts[2]], step.positions)
+        return self.attn(q, k, v, step).flatten(1)
+
+    def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:
+        heads = b.scratch("heads", sum(self.qkv.sizes) * 4)
+        self.qkv.emit_after_norm(b, norm, heads)
+        self.attn.emit(b, heads, output, dtype, self._norms(), self.rope.cos_sin)
+
+    def _normalize(self, heads: Tensor) -> None:
+        """Normalize queries and keys in place."""
+        q, k, _ = heads.split(self.head_counts, dim=1)
+        for part, norm in ((q, self.q_norm), (k, self.k_norm)):
+            if norm is not None:
+                whole = norm.size != self.head_dim
+                part.copy_(norm(part.flatten(1)).view_as(part) if whole else norm(part))
+
+    def _norms(self) -> Norms | None:
+        """Return the norms that the backend computes."""
+        if not self._fuses_norms or self.q_norm is None or self.k_norm is None:
+            return None
+        assert isinstance(self.q_norm, RMSNorm)
+        assert isinstance(self.k_norm, RMSNorm)
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
