@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,15 @@ FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-def config_of(family: str) -> Any:
-    """The family's tiny configuration."""
+def config_of(family: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """The family's tiny configuration, with some fields changed."""
     make, settings = {**FAMILIES, **DENSE}[family]
-    return make(**{**_COMMON, **settings})
+    return make(**{**_COMMON, **settings, **(changes or {})})
 
 
-def make_checkpoint(family: str, folder: Path, **save: Any) -> Any:
+def make_checkpoint(family: str, folder: Path, changes: Mapping[str, Any] | None = None, **save: Any) -> Any:
     """Writes a random checkpoint of the family and returns the Transformers model, in float32."""
-    config = config_of(family)
+    config = config_of(family, changes)
     torch.manual_seed(len(family))
     # The eager form of Falcon adds its linear biases twice.
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"

@@ -14,7 +14,7 @@ import transformers
 from tiny import FAMILIES, config_of
 from tiny_families import DENSE
 
-from octavo.hub.gguf_config import ARCHITECTURES as GGUF
+from octavo.hub.gguf_families import FAMILIES as GGUF
 from octavo.models.native import reason_against
 from octavo.models.registry import ARCHITECTURES, spec_of
 
@@ -32,7 +32,7 @@ NOT_IN_TRANSFORMERS = {
 
 def rows() -> Iterator[str]:
     tested = dict(_configurations())
-    in_gguf = {architecture for architecture, _ in GGUF.values()}
+    in_gguf = {family.name for family in GGUF.values()}
     for name, family in sorted(ARCHITECTURES.items(), key=lambda pair: pair[0].lower()):
         about = " ".join((family.__doc__ or "").partition("\n\n")[0].split()).rstrip(".").replace("|", "\\|")
         gguf = "yes" if name in in_gguf else ""

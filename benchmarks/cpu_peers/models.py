@@ -94,6 +94,7 @@ def to_folder(source: Path, target: Path) -> None:
     from safetensors.torch import save_file
 
     from octavo.hub.gguf_file import read_gguf
+    from octavo.hub.gguf_names import hf_name
     from octavo.hub.resolve import resolve
     from octavo.models.load.gguf import GGUFCheckpoint
     from octavo.nn.weights import TensorSpec
@@ -104,7 +105,7 @@ def to_folder(source: Path, target: Path) -> None:
     tensors = {}
     for name in checkpoint.names():
         spec = TensorSpec(checkpoint.shape(name) or (), torch.bfloat16)
-        tensors[name] = checkpoint.tensor(name, spec).to(spec.dtype).contiguous()
+        tensors[hf_name(name)] = checkpoint.tensor(name, spec).to(spec.dtype).contiguous()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     file = read_gguf(source)
     build_backend(file).save(str(target / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Recover the formula of Llama 3's rotary scaling from GGUF, which stores one divisor per frequency."""
+"""Rotary scalings that GGUF stores as one divisor per frequency: Llama 3's, recovered as a formula, and LongRoPE's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import ModelFileError
-from octavo.hub.gguf_file import GGUFTensor
+from octavo.hub.gguf_file import GGUFFile, GGUFTensor
 
 _F32 = 0
 _TOLERANCE = 1e-3
@@ -44,6 +44,31 @@ def llama3_scaling(path: Path, tensor: GGUFTensor, theta: float) -> dict[str, An
     }
 
 
+def longrope_scaling(
+    file: GGUFFile, *, long: str, short: str, original: int, attention_factor: float | None
+) -> dict[str, Any]:
+    """Return the `rope_scaling` of LongRoPE.
+
+    Args:
+        long, short: names of the tensors with the divisors.
+        original: positions in training.
+        attention_factor: of cosines and sines; None for the paper's.
+
+    Raises:
+        ModelFileError: a tensor is missing or is not one-dimensional float32.
+    """
+    if short not in file.tensors:
+        raise ModelFileError(f"{file.path} has {long} but lacks {short}. Convert the model again.")
+    factor = {} if attention_factor is None else {"attention_factor": attention_factor}
+    return {
+        "rope_type": "longrope",
+        "long_factor": _read(file.path, file.tensors[long]),
+        "short_factor": _read(file.path, file.tensors[short]),
+        "original_max_position_embeddings": original,
+        **factor,
+    }
+
+
 def _fit(path: Path, waves: list[float], divisors: list[float], factor: float) -> tuple[float, float]:
     """Return `original` and `high`, from the two outermost frequencies in the blended range, which is linear."""
     blended = [
@@ -63,7 +88,7 @@ def _fit(path: Path, waves: list[float], divisors: list[float], factor: float) -
 
 def _read(path: Path, tensor: GGUFTensor) -> list[float]:
     if tensor.kind != _F32 or len(tensor.shape) != 1 or not tensor.shape[0]:
-        raise _unknown(path)
+        raise ModelFileError(f"{path}: {tensor.name} must be one-dimensional float32. Convert the model again.")
     with path.open("rb") as file:
         file.seek(tensor.offset)
         return list(struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.num_bytes)))

@@ -43,7 +43,7 @@ def rope_spec(
     if nested:
         params = dict(params.get(layer_type or "") or {})
     fraction = float(value_or(params, "partial_rotary_factor", value_or(config, "partial_rotary_factor", rotated)))
-    width = int(head_dim * fraction)
+    width = int(head_dim * fraction + 1e-6)  # a quotient of whole numbers may be rounded down
     if width < 2 or width > head_dim or width % 2:
         raise ModelFileError(
             f"The model's config has partial_rotary_factor={fraction}, which makes {width} of {head_dim} channels "

@@ -88,15 +88,17 @@ class StoredModule:
 
     Attributes:
         name: below the checkpoint's base model; "{}" is a layer's number.
-        names: below "model."; those that begin with "lm_head" are not.
+        names: below "model."; those that begin with "lm_head" or "rope_freqs" are not.
         sizes: rows of each name's run; empty if there is only one name.
         transposed: the weight is stored as [inputs, outputs].
+        shift: added to the stored weight, but not to the bias.
     """
 
     name: str
     names: tuple[str, ...]
     sizes: tuple[int, ...] = ()
     transposed: bool = False
+    shift: float = 0.0
 
 
 def renamed(names: Mapping[str, str]) -> tuple[StoredModule, ...]:
@@ -109,7 +111,8 @@ class StoredNames:
     """How a family's checkpoints name and arrange tensors, where that differs from Llama's.
 
     Attributes:
-        root: the prefix of the base model's tensors. Checkpoints of the bare model may lack it, or its first part.
+        root: the prefix of the base model's tensors; "" for none. Checkpoints of the bare model may lack it, or its
+            first part.
         modules: those with other names or arrangements; all others keep their names.
         ignored: ends of names of tensors that are not weights.
     """

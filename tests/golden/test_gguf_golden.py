@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
-import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf_kit import write_model
 from levels import ISAS, needs_isa
 from paged import PagedRunner
 from tiny import load_model, make_checkpoint, model_files
-from torch import Tensor
 
 from octavo.build import build_core
 from octavo.config import EngineConfig
-from octavo.hub.files import ModelFiles
-from octavo.hub.gguf_config import model_config
 from octavo.hub.gguf_file import read_gguf
 from octavo.models.native import NativeDecoder
 from octavo.native.build import NativeBuildError
@@ -32,59 +27,6 @@ from octavo.nn.quant.none import Unquantized
 PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95]
 
 
-def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Row j of a head's first half, then row j of its second half: the order that llama.cpp's rope wants."""
-    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def write_gguf(path: Path, model: Any, arch: str, kinds: list[Kind] | None = None) -> None:
-    """With `kinds`, matrices are quantized with these in turn, as far as their rows divide into blocks."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if getattr(config, "head_dim", None):
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if config.tie_word_embeddings and name == "lm_head.weight":
-            continue
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-            tensor = interleaved(tensor, heads)
-        stored, kind = tensor.numpy(), None
-        if kinds and tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
-            kind = kinds[len(writer.tensors[0]) % len(kinds)]
-            stored = gguf.quants.quantize(stored, kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=kind)
-    if config.rope_parameters["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", llama3_divisors(config).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def llama3_divisors(config: Any) -> Tensor:
-    """What the converter stores in place of Llama 3's rope parameters."""
-    rope = config.rope_parameters
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    divisors = []
-    for pair in range(0, config.head_dim, 2):
-        wave = 2 * math.pi * rope["rope_theta"] ** (pair / config.head_dim)
-        turns = rope["original_max_position_embeddings"] / wave
-        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return torch.tensor(divisors)
-
-
 @pytest.mark.parametrize(
     ("family", "arch"),
     [("llama", "llama"), ("llama-llama3-rope", "llama"), ("smollm", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")],
@@ -92,8 +34,7 @@ def llama3_divisors(config: Any) -> Tensor:
 def test_a_converted_model_gives_the_same_logits(family: str, arch: str, tmp_path: Path) -> None:
     theirs = make_checkpoint(family, tmp_path)
     path = tmp_path / "model.gguf"
-    write_gguf(path, theirs, arch)
-    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    files = write_model(path, theirs, arch)
     assert ("rope_freqs.weight" in read_gguf(path).tensors) == (family == "llama-llama3-rope")
     # load_model sees to it that no tensor, the rotary divisors among them, is left unread.
     runner = PagedRunner(load_model(files, ReferenceAttention()), num_blocks=20, block_size=4)
@@ -116,8 +57,7 @@ def test_packed_weights_give_the_logits_of_dequantized_ones(
     """Some of a layer's matrices, whose rows are no whole blocks, stay float32 beside packed ones."""
     theirs = make_checkpoint(family, tmp_path)
     path = tmp_path / "model.gguf"
-    write_gguf(path, theirs, arch, kinds)
-    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    files = write_model(path, theirs, arch, kinds)
     attention = NativeAttention(native_pool())
     logits = {}
     for scheme in (Unquantized, BlockQuantized):
@@ -133,8 +73,7 @@ def test_packed_weights_give_a_prompt_the_same_logits_in_chunks_and_beside_anoth
     activations: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q4_1, Kind.Q4_1, Kind.Q8_0])
-    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    files = write_model(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q4_1, Kind.Q4_1, Kind.Q8_0])
     attention = NativeAttention(native_pool())
     model = NativeDecoder(load_model(files, attention, dtype, BlockQuantized), attention.pool, activations)
     assert model.weight_form.endswith(f", multiplied with {activations} activations")
@@ -173,8 +112,7 @@ def test_quantized_weights_are_converted_where_the_program_can_not_run(
     native_pool()
     monkeypatch.setattr("octavo.models.native.PANEL", 48)
     path = tmp_path / "model.gguf"
-    write_gguf(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q8_0])
-    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    files = write_model(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q8_0])
     _, info = build_core(EngineConfig.of(memory_bytes=1 << 22, threads=1), files)
     assert "layer by layer in torch" in caplog.text
     assert "integers" not in info.weights
@@ -185,8 +123,7 @@ def test_quantized_weights_are_converted_where_the_program_can_not_run(
 def test_what_computes_is_told_and_what_would_be_faster(tmp_path: Path, isa: str, activations: str) -> None:
     needs_isa(isa)
     path = tmp_path / "model.gguf"
-    write_gguf(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q8_0])
-    files = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=model_config(read_gguf(path)))
+    files = write_model(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q8_0])
     settings = {"memory_bytes": 1 << 22, "threads": 1, "cpu_isa": isa, "activation_dtype": activations}
     _, info = build_core(EngineConfig.of(**settings), files)
     assert info.kernels == f"native, {isa}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from octavo.core.errors import ModelFileError
 from octavo.features.lora.layout import Manifest, Piece, Target
 from octavo.features.lora.peft_config import PeftConfig
+from octavo.hub.gguf_families import is_paired
 from octavo.hub.gguf_file import read_gguf
 from octavo.hub.gguf_names import hf_name
 from octavo.hub.json_file import read_json
@@ -120,7 +121,7 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterF
     config = PeftConfig(path, alpha=float(alpha) or None)
     matcher = _Matcher(path, targets, max_rank, "")
     manifest, tensors = matcher.checked(matcher.placed(found), config, shapes)
-    return AdapterFile(path, manifest, tensors, pairs=file.metadata.get("general.architecture") == "llama")
+    return AdapterFile(path, manifest, tensors, pairs=is_paired(file.metadata.get("general.architecture")))
 
 
 Place = tuple[int, int]

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.gguf_layout import gguf_names, is_gguf
 from octavo.models.load.renamed import with_root
 from octavo.models.spec import DecoderSpec, StoredModule, StoredNames
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 ROOT = "model"
-"""The prefix of the decoder's tensors, apart from the head's."""
+"""The prefix of the decoder's tensors, but for `_OUTSIDE`."""
+_OUTSIDE = ("lm_head", "rope_freqs")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _ROTATED = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qk](_proj|_norm)")
 
@@ -29,6 +31,7 @@ class _Selection:
         begin, end, run: rows [begin, end) of each `run` rows; run 0 takes all.
         order: order of each head's rows; None keeps it.
         elementwise: `order` is that of each head's elements, not rows.
+        shift: added to all elements.
     """
 
     name: str
@@ -38,10 +41,11 @@ class _Selection:
     run: int = 0
     order: tuple[int, ...] | None = None
     elementwise: bool = False
+    shift: float = 0.0
 
     @property
     def is_plain(self) -> bool:
-        return not (self.transposed or self.run or self.order)
+        return not (self.transposed or self.run or self.order or self.shift)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the decoder's tensor."""
@@ -52,16 +56,16 @@ class _Selection:
         if self.order is not None:
             rest = () if self.elementwise else tensor.shape[1:]
             tensor = tensor.reshape(-1, len(self.order), *rest)[:, list(self.order)].reshape(tensor.shape)
-        return tensor
+        return tensor + self.shift if self.shift else tensor
 
 
 class ArrangedCheckpoint:
     """A view of `source` with the names and arrangement of the decoder."""
 
-    def __init__(self, source: Checkpoint, spec: DecoderSpec) -> None:
+    def __init__(self, source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> None:
         self.origin = source.origin
         self._source = source
-        self._selections = dict(_selections(source.names(), spec))
+        self._selections = dict(_selections(source.names(), spec, stored))
 
     def names(self) -> Set[str]:
         return self._selections.keys()
@@ -98,16 +102,17 @@ class ArrangedCheckpoint:
 
 def arranged(checkpoint: Checkpoint, spec: DecoderSpec) -> Checkpoint:
     """Return the checkpoint as the decoder of this spec reads it; the same if it is stored so."""
+    if is_gguf(checkpoint.names()):
+        return ArrangedCheckpoint(checkpoint, spec, gguf_names(spec, checkpoint.names()))
     if spec.stored.root == ROOT:
         checkpoint = with_root(checkpoint, ROOT)
     ropes = (spec.rope_of(layer) for layer in range(spec.num_layers))
     if not checkpoint.names() or (spec.stored == StoredNames() and all(rope.order is None for rope in ropes)):
         return checkpoint
-    return ArrangedCheckpoint(checkpoint, spec)
+    return ArrangedCheckpoint(checkpoint, spec, spec.stored)
 
 
-def _selections(names: Set[str], spec: DecoderSpec) -> Iterator[tuple[str, _Selection]]:
-    stored = spec.stored
+def _selections(names: Set[str], spec: DecoderSpec, stored: StoredNames) -> Iterator[tuple[str, _Selection]]:
     modules = {module.name: module for module in stored.modules}
     roots = (f"{stored.root}.", f"{stored.root.rpartition('.')[2]}.")
     root = next((root for root in roots if any(name.startswith(root) for name in names)), "")
@@ -121,11 +126,12 @@ def _selections(names: Set[str], spec: DecoderSpec) -> Iterator[tuple[str, _Sele
         inside = name.startswith(root)
         for i, target in enumerate(rule.names):
             path = target.format(number[0] if number else "")
-            own = inside and not path.startswith("lm_head")
+            own = inside and not path.startswith(_OUTSIDE)
             full = f"{ROOT}.{path}.{suffix}" if own else f"{path}.{suffix}"
             begin = sum(rule.sizes[:i])
             end = begin + rule.sizes[i] if rule.sizes else 0
-            yield full, _Selection(name, rule.transposed, begin, end, sum(rule.sizes), *_order(full, spec))
+            shift = rule.shift if suffix == "weight" else 0.0
+            yield full, _Selection(name, rule.transposed, begin, end, sum(rule.sizes), *_order(full, spec), shift)
 
 
 def _order(name: str, spec: DecoderSpec) -> tuple[tuple[int, ...] | None, bool]:

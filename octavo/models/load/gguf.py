@@ -11,14 +11,14 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
+from octavo.hub.gguf_families import is_paired
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
-from octavo.hub.gguf_names import hf_name
 from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks, dequantize
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 
 class GGUFCheckpoint:
-    """One GGUF file.
+    """One GGUF file: its tensors with llama.cpp's names, and the rows of queries and keys in Hugging Face's order.
 
     Raises:
         ModelFileError: the file is corrupt, truncated or not GGUF, or has an unsupported tensor type.
@@ -27,7 +27,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.origin = str(path)
         file = read_gguf(path)
-        self._tensors = {hf_name(name): tensor for name, tensor in file.tensors.items()}
+        self._tensors = file.tensors
         for tensor in self._tensors.values():
             _check_kind(tensor, path)
         self._path = path
@@ -77,20 +77,21 @@ def _check_kind(tensor: GGUFTensor, path: Path) -> None:
 
 
 def _permuted_heads(metadata: Mapping[str, object], path: Path) -> dict[str, int]:
-    """Return projection -> heads, for projections whose rows llama.cpp stores in pairs: Llama's q and k.
+    """Return projection -> heads, for projections whose rows llama.cpp stores in pairs: q and k of some families.
 
-    Its rope pairs adjacent channels, while Hugging Face's pairs channel i with channel i + half.
+    Its rope pairs adjacent channels there, while Hugging Face's pairs channel i with channel i + half.
     """
-    if metadata.get("general.architecture") != "llama":
+    arch = metadata.get("general.architecture")
+    if not is_paired(arch):
         return {}
-    heads = metadata.get("llama.attention.head_count")
-    kv_heads = metadata.get("llama.attention.head_count_kv", heads)
+    heads = metadata.get(f"{arch}.attention.head_count")
+    kv_heads = metadata.get(f"{arch}.attention.head_count_kv", heads)
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
         raise ModelFileError(
-            f"{path}: llama.attention.head_count is {heads!r} and head_count_kv {kv_heads!r}; "
+            f"{path}: {arch}.attention.head_count is {heads!r} and head_count_kv {kv_heads!r}; "
             "Octavo needs one positive number each, the same for all layers."
         )
-    return {"q_proj": heads, "k_proj": kv_heads}
+    return {"attn_q": heads, "attn_k": kv_heads}
 
 
 def in_halves(rows: Tensor, heads: int) -> Tensor:

@@ -138,6 +138,38 @@ def test_yarn_scaling(tmp_path: Path) -> None:
     }
 
 
+def test_longrope_scaling(tmp_path: Path) -> None:
+    keys = {"phi3.rope.scaling.original_context_length": 32, "phi3.rope.scaling.attn_factor": 1.25}
+    factors = {
+        f"rope_factors_{kind}.weight": np.full(4, value, np.float32) for kind, value in (("long", 2), ("short", 1))
+    }
+    assert config_of(tmp_path, keys, arch="phi3", tensors=EMBEDDING | factors)["rope_scaling"] == {
+        "rope_type": "longrope",
+        "long_factor": [2.0] * 4,
+        "short_factor": [1.0] * 4,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.25,
+    }
+    del factors["rope_factors_short.weight"]
+    with pytest.raises(ModelFileError, match=r"lacks rope_factors_short\.weight"):
+        config_of(tmp_path, keys, arch="phi3", tensors=EMBEDDING | factors)
+
+
+def test_what_files_of_old_converters_lack(tmp_path: Path) -> None:
+    minicpm = config_of(tmp_path, arch="minicpm")
+    assert (minicpm["scale_emb"], minicpm["scale_depth"], minicpm["dim_model_base"]) == (12.0, 1.4, 256)
+    gemma = config_of(tmp_path, {"gemma2.block_count": 46, "gemma2.attention.key_length": 4}, arch="gemma2")
+    assert gemma["query_pre_attn_scalar"] == 8  # the hidden size per head, in the 27B only
+    assert config_of(tmp_path, {"gemma2.attention.key_length": 4}, arch="gemma2")["query_pre_attn_scalar"] == 4
+
+
+def test_heads_that_are_rotated_in_part(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"phi2.rope.dimension_count": 2}, arch="phi2")
+    assert config["partial_rotary_factor"] == 0.25
+    with pytest.raises(ModelFileError, match=r"rotary embedding of 2 channels"):
+        config_of(tmp_path, {"granite.rope.dimension_count": 2, "granite.logit_scale": 1.0}, arch="granite")
+
+
 def test_unknown_scaling(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"'longrope'; supported are"):
         config_of(tmp_path, {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0})

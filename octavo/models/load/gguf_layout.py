@@ -1,0 +1,68 @@
+"""How GGUF files name and arrange the tensors of a decoder.
+
+llama.cpp's converter gives all families the same names, one order of queries, keys and values, matrices of
+[outputs, inputs], and weights of norms that are not offsets from one. So a spec says what a file has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from octavo.hub.gguf_names import LAYER, ROOT
+from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.models.spec import DecoderSpec, StoredModule, StoredNames
+
+_MARK = "token_embd.weight"
+_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are read with the metadata."""
+
+
+def is_gguf(names: Set[str]) -> bool:
+    """Return whether a checkpoint's tensors have llama.cpp's names."""
+    return _MARK in names
+
+
+def gguf_names(spec: DecoderSpec, names: Set[str]) -> StoredNames:
+    """Return the names and arrangement of a decoder's tensors in a GGUF file.
+
+    Args:
+        names: those of the file's tensors.
+    """
+    return StoredNames("", (*_root(spec), *_projections(spec, names), *_norms(spec, names)), _FACTORS)
+
+
+def _root(spec: DecoderSpec) -> Iterator[StoredModule]:
+    for theirs, ours in ROOT.items():
+        shift = -spec.norm.offset if ours == "norm" else 0.0
+        yield StoredModule(theirs, (ours,), shift=shift)
+
+
+def _projections(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
+    shift = -spec.head_norms.norm.offset if spec.head_norms else 0.0
+    for theirs, ours in LAYER.items():
+        is_norm = theirs.endswith("_norm")
+        yield StoredModule(f"blk.{{}}.{theirs}", (f"layers.{{}}.{ours}",), shift=shift if is_norm else 0.0)
+    kv = spec.num_kv_heads * spec.head_dim
+    qkv = tuple(f"layers.{{}}.self_attn.{part}_proj" for part in "qkv")
+    yield StoredModule("blk.{}.attn_qkv", qkv, (spec.num_heads * spec.head_dim, kv, kv))
+    mlp = spec.mlps[0]
+    if isinstance(mlp, MlpSpec) and mlp.gated and "blk.0.ffn_gate.weight" not in names:
+        gate_up = ("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj")
+        yield StoredModule("blk.{}.ffn_up", gate_up, (mlp.width,) * 2)
+
+
+def _norms(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
+    where = spec.norms
+    roles = {
+        "attn_norm": where.before_mixer,
+        "post_attention_norm": where.after_mixer,
+        "ffn_norm": where.before_mlp,
+        "post_ffw_norm": where.after_mlp,
+    }
+    if "blk.0.attn_norm_2.weight" in names:  # Falcon's: attention's own norm
+        roles |= {"attn_norm": where.before_mlp, "attn_norm_2": where.before_mixer}
+    if where.after_mixer is None and "blk.0.ffn_norm.weight" not in names:  # Seed-OSS names it by its place
+        roles["post_attention_norm"] = where.before_mlp
+    for theirs, ours in roles.items():
+        if ours is not None:
+            yield StoredModule(f"blk.{{}}.{theirs}", (f"layers.{{}}.{ours}",), shift=-spec.norm.offset)

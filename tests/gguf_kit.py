@@ -1,0 +1,152 @@
+"""Models of Transformers as GGUF files, laid out as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_config import model_config
+from octavo.hub.gguf_file import read_gguf
+
+ARCHS = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in gguf.MODEL_ARCH}
+PAIRED = {"llama", "granite", "minicpm", "internlm2", "olmo", "smollm3"}
+"""Architectures whose q and k the converter permutes."""
+ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron"}
+"""Architectures to whose norms it adds one."""
+
+
+def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = None, **metadata: Any) -> ModelFiles:
+    """Write a model and return the file as the hub describes it.
+
+    Args:
+        kinds: quantization of matrices, in turn, as far as their rows divide into blocks; None for none.
+        metadata: values below the architecture's prefix, with "__" for ".".
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    _write_metadata(writer, config, arch)
+    adders = {int: writer.add_uint32, bool: writer.add_bool, float: writer.add_float32, list: writer.add_array}
+    for key, value in metadata.items():
+        adders[type(value)](f"{arch}.{key.replace('__', '.')}", value)
+    layers = _first(config, "num_hidden_layers", "n_layer")
+    names = gguf.get_tensor_name_map(ARCHS[arch], layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        found = names.get_name(name.removeprefix("transformer." if arch == "bloom" else ""), (".weight", ".bias"))
+        assert found is not None, f"{arch} has no tensor {name}"
+        tensor = _converted(arch, config, name, tensor)
+        stored, kind = tensor.contiguous().numpy(), None
+        if kinds and tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            kind = kinds[len(writer.tensors[0]) % len(kinds)]
+            stored = gguf.quants.quantize(stored, kind)
+        writer.add_tensor(found, stored, raw_dtype=kind)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(config).numpy())
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", torch.tensor(rope[f"{length}_factor"]).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return gguf_files(path)
+
+
+def gguf_files(path: Path) -> ModelFiles:
+    config = model_config(read_gguf(path))
+    return ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=config)
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
+    writer.add_block_count(_first(config, "num_hidden_layers", "n_layer"))
+    writer.add_context_length(_first(config, "max_position_embeddings", "n_positions", "seq_length") or 128)
+    writer.add_embedding_length(hidden)
+    if arch in ("bloom", "gpt2", "falcon"):
+        writer.add_feed_forward_length(4 * hidden)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    if arch == "falcon":
+        writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
+    elif (kv_heads := _first(config, "num_key_value_heads")) is not None:
+        writer.add_head_count_kv(kv_heads)
+    head_dim = _first(config, "head_dim") or hidden // heads
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if (eps := _first(config, "rms_norm_eps")) is not None:
+        writer.add_layer_norm_rms_eps(eps)
+    if (eps := _first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")) is not None:
+        writer.add_layer_norm_eps(eps)
+    if arch == "olmo":
+        writer.add_layer_norm_eps(1e-5)
+    _write_rope(writer, config, head_dim)
+
+
+def _write_rope(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
+    ropes = getattr(config, "rope_parameters", None) or {}
+    rope = ropes.get("full_attention", ropes)
+    if not rope:
+        return
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if "sliding_attention" in ropes:
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    share = rope.get("partial_rotary_factor")
+    if share is not None:
+        writer.add_rope_dimension_count(int(share * head_dim))
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if "original_max_position_embeddings" in rope:
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _converted(arch: str, config: Any, name: str, tensor: Tensor) -> Tensor:
+    if arch in PAIRED and (".q_proj." in name or ".k_proj." in name):
+        heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+        return interleaved(tensor, heads)
+    if arch in ONE_MORE and name.endswith("norm.weight"):
+        return tensor + 1
+    if "query_key_value" in name:
+        heads = _first(config, "num_attention_heads", "n_head")
+        size = _first(config, "hidden_size") // heads
+        kv_heads = heads
+        if arch == "falcon":
+            kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
+        groups = tensor.unflatten(0, (kv_heads, -1, size))
+        return torch.cat([part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])])
+    if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return tensor.T
+    return tensor
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """Row j of a head's first half, then row j of its second half: the order that llama.cpp's rope wants."""
+    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def llama3_divisors(config: Any) -> Tensor:
+    """What the converter stores in place of Llama 3's rope parameters."""
+    rope = config.rope_parameters
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    divisors = []
+    for pair in range(0, config.head_dim, 2):
+        wave = 2 * math.pi * rope["rope_theta"] ** (pair / config.head_dim)
+        turns = rope["original_max_position_embeddings"] / wave
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return torch.tensor(divisors)
