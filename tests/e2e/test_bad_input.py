@@ -177,7 +177,7 @@ def lacking_safetensors(folder: Path, real: Path) -> Path:
 
 
 def other_architecture(folder: Path, real: Path) -> Path:
-    return checkpoint(folder, "MambaForCausalLM")
+    return checkpoint(folder, "Llama9ForCausalLM")
 
 
 MODELS: list[tuple[Callable[[Path, Path], Path], list[str]]] = [
@@ -189,7 +189,7 @@ MODELS: list[tuple[Callable[[Path, Path], Path], list[str]]] = [
     (lacking_safetensors, ["model.layers.0.input_layernorm.weight", "model.safetensors lacks"]),
     (
         other_architecture,
-        ["MambaForCausalLM", "LlamaForCausalLM, MistralForCausalLM", "Qwen3ForCausalLM"],
+        ["Llama9ForCausalLM", "neither Octavo nor transformers", "the nearest known one is Llama"],
     ),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ def classes_of(config: Mapping[str, Any], folder: Path, *, trusts_code: bool) ->
     Raises:
         ConfigError: there are none, or they are code that may not be run.
     """
-    name, kind = str(config["architectures"][0]), str(config.get("model_type"))
-    stated = _CAUSAL.get(kind)
-    causal = stated[0] if isinstance(stated, tuple | list) else stated
+    name = str(config["architectures"][0])
+    kind = str(config.get("model_type") or _model_type(name))
+    causal = _first(_CAUSAL[kind]) if kind in _CAUSAL else None
     if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         raise ConfigError(
             f"{name} takes images, and Octavo runs models of text through transformers. Serve a model of text."
@@ -95,13 +95,22 @@ def _reason_against(name: str, kind: str) -> str:
         return f"{name} is an encoder that Octavo has no implementation of. Serve another embedding model."
     if kind in CONFIG_MAPPING:
         return f"{name} is not a language model that generates text, as far as {version} knows. Serve another model."
-    known = {*ARCHITECTURES, *(one if isinstance(one, str) else one[0] for one in _CAUSAL.values())}
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
-    hint = f" The nearest known one is {near[0]}." if near else ""
+    known = {*ARCHITECTURES, *map(_first, _CAUSAL.values())} - {name}
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
     return (
-        f"The model's architecture is {name}, which neither Octavo nor {version} knows.{hint} A newer transformers may "
-        "know it (pip install -U transformers), or serve another model."
+        f"The model's architecture is {name}, which neither Octavo nor {version} knows; the nearest known one is {near}. "
+        "A newer transformers may know it (pip install -U transformers), or serve another model."
     )
+
+
+def _model_type(name: str) -> str | None:
+    """Return the `model_type` of an architecture's configurations; None if transformers lacks it."""
+    return next((kind for kind, stated in _CAUSAL.items() if _first(stated) == name), None)
+
+
+def _first(stated: str | Sequence[str]) -> str:
+    """Return the first of the classes that transformers states for a model type."""
+    return stated if isinstance(stated, str) else stated[0]
 
 
 def has_field(config: type[PreTrainedConfig], name: str) -> bool:

@@ -57,7 +57,7 @@ def of(architecture: str, kind: str, **changes: Any) -> dict[str, Any]:
             of("ArceeForCausalLM", "arcee", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
             "from the longest sequence of a batch",
         ),
-        (of("ArceForCausalLM", "arce"), "The nearest known one is ArceeForCausalLM"),
+        (of("ArceForCausalLM", "arce"), "the nearest known one is ArceeForCausalLM"),
         (of("ArceeForCausalLM", "arcee", quantization_config={"quant_method": "awq"}), "quantized with awq"),
         (of("ArceeForCausalLM", "arcee", num_attention_heads="4"), "num_attention_heads"),
     ],
@@ -71,6 +71,12 @@ def test_the_reason_names_the_architecture_and_the_remedy() -> None:
     text = refused(of("BloomForCausalLM", "bloom"), model_impl="transformers")
     assert text.startswith("BloomForCausalLM can't be computed by transformers' modules")
     assert text.endswith("Serve another model.")
+
+
+def test_without_a_model_type_the_name_says_it() -> None:
+    config = of("MambaForCausalLM", "mamba")
+    del config["model_type"]
+    assert "keeps a recurrent state" in refused(config, model_impl="transformers")
 
 
 def test_settings_that_do_not_go_with_it() -> None:
