@@ -46,6 +46,9 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max
 
 Make = Callable[..., Any]
 
+_QUANTIZED = {"intermediate_size": 128, "vocab_size": 160, "num_hidden_layers": 2, "tie_word_embeddings": False}
+"""Sizes that groups of 64 inputs divide."""
+
 FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False}),
     "llama-biases": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
@@ -55,6 +58,7 @@ FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
         transformers.LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}},
     ),
+    "quantized": (transformers.LlamaConfig, _QUANTIZED),
     "smollm": (
         transformers.LlamaConfig,
         {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},

@@ -133,7 +133,7 @@ FLAGS: dict[str, Missing | Needless] = {
     "prefill-context-parallel-size": _one("context parallelism"),
     "enable-expert-parallel": _switch("expert parallelism is"),
     "quantization": Missing(
-        "quantizing weights at load time is not supported; a quantized GGUF file needs no flag",
+        "quantizing weights at load time is not supported; a quantized checkpoint needs no flag",
         frozenset({"none", "None", "auto"}),
     ),
     "speculative-config": _value("speculative decoding is"),

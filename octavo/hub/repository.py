@@ -14,6 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -137,7 +137,12 @@ def _from_folder(name: str, folder: Path, need_weights: bool, tokenizer_only: bo
 
 def _config(folder: Path, *, required: bool) -> dict[str, Any]:
     path = folder / "config.json"
-    return read_json(path) if required else read_json_if_there(path)
+    config = read_json(path) if required else read_json_if_there(path)
+    # NVIDIA ModelOpt wrote its settings to a file of their own, before config.json had them.
+    older = read_json_if_there(folder / "hf_quant_config.json")
+    if older and "quantization_config" not in config:
+        return {**config, "quantization_config": {"quant_method": "modelopt", **older.get("quantization", {})}}
+    return config
 
 
 def _incomplete(folder: Path, has_config: bool, tokenizer_only: bool) -> ModelFileError:

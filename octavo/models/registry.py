@@ -26,6 +26,7 @@ from octavo.models.families.qwen2 import qwen2
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
 from octavo.models.hf_config import Config
+from octavo.models.load.quantized.table import method_of
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.build import Build
@@ -107,14 +108,7 @@ def spec_of(config: Config) -> DecoderSpec:
             f"The model's architecture is {names[0]}; the nearest that Octavo has is {near}. "
             f"Octavo supports {', '.join(known)}. Serve a model of one of these."
         )
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = (
-            quantization.get("quant_method", "an unnamed method") if isinstance(quantization, Mapping) else quantization
-        )
-        raise ConfigError(
-            f"The model's weights are quantized with {method}; Octavo reads unquantized safetensors and GGUF files."
-        )
+    method_of(config)
     spec = ARCHITECTURES[name](config)
     # A checkpoint of the bare model has no head.
     return spec if name == names[0] else replace(spec, tied=True)

@@ -98,8 +98,8 @@ def _reason_against(name: str, kind: str) -> str:
     known = {*ARCHITECTURES, *map(_first, _CAUSAL.values())} - {name}
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
     return (
-        f"The model's architecture is {name}, which neither Octavo nor {version} knows; the nearest known one is {near}. "
-        "A newer transformers may know it (pip install -U transformers), or serve another model."
+        f"The model's architecture is {name}, which neither Octavo nor {version} knows; the nearest known one is "
+        f"{near}. A newer transformers may know it (pip install -U transformers), or serve another model."
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from octavo.core.errors import ConfigError
 from octavo.features.bridge.settings import BridgeSettings
 from octavo.models.encoders.registry import is_encoder
+from octavo.models.load.quantized.table import method_of
 from octavo.models.registry import is_own
 
 if TYPE_CHECKING:
@@ -56,13 +57,7 @@ def _check_settings(config: EngineConfig, files: ModelFiles) -> None:
             f"--kv-cache-dtype {kept}: keys and values are stored in FP8 only for Octavo's own implementations, and "
             f"{files.name} is computed by transformers' modules. Leave it out."
         )
-    quantization = files.config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ConfigError(
-            f"The model's weights are quantized with {method or 'an unnamed method'}; with transformers' modules "
-            "Octavo reads unquantized safetensors only. Serve the unquantized model."
-        )
+    method_of(files.config)
     if files.format == "gguf":
         raise ConfigError(
             f"{files.name} is a GGUF file, and with transformers' modules Octavo reads safetensors only. Leave out "

@@ -19,13 +19,14 @@ def open_checkpoint(
     seed: int = 0,
     device: str = "cpu",
 ) -> Checkpoint:
-    """Open the source of a model's weights. Reads headers only.
+    """Open the source of a model's weights. Reads headers only. Quantized weights look like plain matrices.
 
     Args:
         load_format: "auto" depends on the files; "dummy" makes random weights from `seed`.
         device: device of random weights; no effect on others.
 
     Raises:
+        ConfigError: weights are quantized by a method that is not supported.
         ModelFileError: files are missing, corrupt or truncated.
     """
     # Imported here so that a process imports only the format that it reads.
@@ -39,9 +40,10 @@ def open_checkpoint(
         )
     kind = files.format if load_format == "auto" else load_format
     if kind == "safetensors":
+        from octavo.models.load.quantized.table import dequantizing
         from octavo.models.load.safetensors import SafetensorsCheckpoint
 
-        return SafetensorsCheckpoint(files.weights)
+        return dequantizing(SafetensorsCheckpoint(files.weights), files.config)
     if files.format != "gguf":
         raise ModelFileError(
             f"Model {files.name} is not stored as GGUF; use --load-format {files.format}, or leave it out."

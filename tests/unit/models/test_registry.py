@@ -180,7 +180,7 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
     ("changes", "says"),
     [
         ({"hidden_act": "mish"}, "hidden_act='mish'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "quant_method is 'exl3'"),
     ],
 )
 def test_an_unsupported_feature_is_named(changes: dict[str, Any], says: str) -> None:

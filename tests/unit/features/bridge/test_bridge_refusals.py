@@ -58,7 +58,7 @@ def of(architecture: str, kind: str, **changes: Any) -> dict[str, Any]:
             "from the longest sequence of a batch",
         ),
         (of("ArceForCausalLM", "arce"), "the nearest known one is ArceeForCausalLM"),
-        (of("ArceeForCausalLM", "arcee", quantization_config={"quant_method": "awq"}), "quantized with awq"),
+        (of("ArceeForCausalLM", "arcee", quantization_config={"quant_method": "exl3"}), "quant_method is 'exl3'"),
         (of("ArceeForCausalLM", "arcee", num_attention_heads="4"), "num_attention_heads"),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",

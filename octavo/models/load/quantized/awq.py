@@ -1,0 +1,62 @@
+"""AWQ (https://arxiv.org/abs/2306.00978), in the layouts "gemm" and "gemv" of AutoAWQ."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.models.load.quantized.integers import Integers, unpack
+from octavo.models.load.quantized.method import Method, Module, Settings
+
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where a word of the layout "gemm" holds each of its eight outputs."""
+
+
+class AWQ(Method):
+    """Four bits. "gemm": `qweight` [K, N / 8] and `qzeros` [G, N / 8] are packed along outputs, in another order.
+    "gemv": `qweight` [N, K / 8] and `qzeros` [N, ...] are packed along inputs and groups, padded; `scales` likewise."""
+
+    name = "AWQ"
+    suffixes = ("qweight", "qzeros", "scales")
+
+    def __init__(self, settings: Settings) -> None:
+        """Raise ConfigError for other numbers of bits and layouts."""
+        bits = settings.get("bits", settings.get("w_bit"))
+        layout = str(settings.get("version", "gemm")).lower()
+        if bits != 4 or layout not in ("gemm", "gemv"):
+            raise ConfigError(
+                f"quantization_config has bits={bits!r} and version={layout!r}; Octavo reads AWQ checkpoints of 4 bits "
+                "in the layouts gemm and gemv. Serve another checkpoint of the model."
+            )
+        self._by_rows = layout == "gemv"
+        self._group = int(settings.get("group_size", settings.get("q_group_size", 128)))
+
+    def modules(self, names: Set[str]) -> Set[str]:
+        return self._with("qweight", names)
+
+    def shape(self, module: Module) -> tuple[int, ...]:
+        rows, words = module.shape("qweight")
+        return (rows, words * 8) if self._by_rows else (words * 8, rows)
+
+    def matrix(self, module: Module) -> Integers:
+        outputs, inputs = self.shape(module)
+        groups = 1 if self._group == -1 else inputs // self._group
+        if groups < 1 or inputs % groups:
+            raise module.wrong("qweight", f"has {inputs} inputs, which groups of {self._group} don't divide")
+        words, zeros, scales = module.tensor("qweight"), module.tensor("qzeros"), module.tensor("scales")
+        if self._by_rows:
+            values, zeros, scales = unpack(words, 4), unpack(zeros, 4)[:, :groups], scales[:, :groups]
+        else:
+            values, zeros, scales = _in_order(words).T.contiguous(), _in_order(zeros).T, scales.T
+        for suffix, given in (("qzeros", zeros), ("scales", scales)):
+            if given.shape != (outputs, groups):
+                raise module.wrong(suffix, f"is for {list(given.shape)} outputs and groups, not [{outputs}, {groups}]")
+        return Integers(values, scales, zeros, 4)
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """Return the integers of words [R, C] of the layout "gemm": [R, C * 8]."""
+    nibbles = unpack(words, 4).view(len(words), -1, 8)
+    return nibbles[..., list(_ORDER)].flatten(1)

@@ -1,0 +1,78 @@
+"""bitsandbytes (https://github.com/bitsandbytes-foundation/bitsandbytes): NF4, FP4 and INT8."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.models.load.quantized.integers import Integers
+from octavo.models.load.quantized.method import Method, Module, Settings
+
+_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_MOST = 127  # of INT8: `SCB` is the largest magnitude of an output's weights
+
+
+class BitsAndBytes(Method):
+    """4 bits: `weight` [N * K / 2, 1] of pairs, the first in the high half, indices of `quant_map` [16] times
+    `absmax` per block (https://arxiv.org/abs/2305.14314). 8 bits: `weight` int8 [N, K] and `SCB` [N]."""
+
+    name = "bitsandbytes"
+    suffixes = (
+        "weight",
+        "weight.absmax",
+        "weight.quant_map",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+        *_STATES,
+        "SCB",
+        "weight_format",
+    )
+
+    def __init__(self, settings: Settings) -> None:
+        """Take no settings: each module's tensors have all that is needed."""
+
+    def modules(self, names: Set[str]) -> Set[str]:
+        found = [self._with(suffix, names) for suffix in ("SCB", *_STATES)]
+        return set().union(*found)
+
+    def shape(self, module: Module) -> tuple[int, ...]:
+        return module.shape("weight") if module.has("SCB") else tuple(_state(module)["shape"])
+
+    def matrix(self, module: Module) -> Integers | Tensor:
+        weight = module.tensor("weight")
+        if not module.has("SCB"):
+            return self._blocks(module, weight.flatten(), _state(module))
+        largest = module.tensor("SCB").float()
+        if weight.dtype != torch.int8 or largest.shape != weight.shape[:1]:
+            raise module.wrong("SCB", f"has shape {list(largest.shape)} for {list(weight.shape)} {weight.dtype}")
+        scales = (largest / _MOST)[:, None]
+        return Integers((weight.short() + 128).to(torch.uint8), scales, torch.full_like(scales, 128), 8)
+
+    def _blocks(self, module: Module, pairs: Tensor, state: dict[str, Any]) -> Tensor:
+        size, count = state["blocksize"], math.prod(state["shape"])
+        scales = module.tensor("weight.absmax")
+        if scales.dtype == torch.uint8:
+            nested = module.tensor("weight.nested_absmax").float()
+            steps = module.tensor("weight.nested_quant_map").float()[scales.long()]
+            outer = nested.repeat_interleave(state["nested_blocksize"])[: len(scales)]
+            scales = steps * outer + state["nested_offset"]
+        if len(pairs) * 2 < count or len(scales) != -(-count // size):
+            raise module.wrong("weight", f"has {len(pairs)} bytes and {len(scales)} scales for {count} weights")
+        indices = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count]
+        values = module.tensor("weight.quant_map").float()[indices.long()]
+        return (values * scales.float().repeat_interleave(size)[:count]).view(state["shape"])
+
+
+def _state(module: Module) -> dict[str, Any]:
+    """Return what a module's quantization state says: block sizes and the matrix's shape."""
+    suffix = next((state for state in _STATES if module.has(state)), _STATES[0])
+    try:
+        state = json.loads(bytes(module.tensor(suffix).tolist()))
+        return {**state, "shape": [int(size) for size in state["shape"]], "blocksize": int(state["blocksize"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise module.wrong(suffix, "is not a quantization state in JSON") from error

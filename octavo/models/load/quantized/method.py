@@ -1,0 +1,114 @@
+"""`Method`: how one kind of checkpoint stores quantized matrices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ModelFileError
+from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.quantized.integers import Integers
+from octavo.nn.weights import TensorSpec
+
+Settings = Mapping[str, Any]
+"""The checkpoint's `quantization_config`."""
+
+
+class Module:
+    """The stored tensors of one quantized module.
+
+    Attributes:
+        name: the module's, such as "model.layers.0.mlp.down_proj".
+    """
+
+    def __init__(self, source: Checkpoint, name: str, joint: str = ".") -> None:
+        self.name = name
+        self._source = source
+        self._joint = joint
+
+    @property
+    def origin(self) -> str:
+        return self._source.origin
+
+    def has(self, suffix: str) -> bool:
+        return f"{self.name}{self._joint}{suffix}" in self._source.names()
+
+    def shape(self, suffix: str) -> tuple[int, ...]:
+        """Return a tensor's shape, without reading it.
+
+        Raises:
+            ModelFileError: it is missing.
+        """
+        name = self._checked(suffix)
+        shape = self._source.shape(name)
+        return shape if shape is not None else tuple(self._read(name).shape)
+
+    def tensor(self, suffix: str) -> Tensor:
+        """Return a tensor as it is stored.
+
+        Raises:
+            ModelFileError: it is missing, or can't be read.
+        """
+        return self._read(self._checked(suffix))
+
+    def wrong(self, suffix: str, why: str) -> ModelFileError:
+        """Return the error for a tensor that does not fit the module."""
+        return ModelFileError(
+            f"Tensor {self.name}{self._joint}{suffix} in {self.origin} {why}. Get the checkpoint again, or one that is "
+            "quantized as its quantization_config says."
+        )
+
+    def _read(self, name: str) -> Tensor:
+        return self._source.tensor(name, TensorSpec((), torch.float32))
+
+    def _checked(self, suffix: str) -> str:
+        name = f"{self.name}{self._joint}{suffix}"
+        if not self._source.has(name):
+            raise ModelFileError(
+                f"{self.name} is quantized, but {self.origin} lacks its tensor {name}. Get the checkpoint again."
+            )
+        return name
+
+
+class Method(ABC):
+    """One kind of quantized checkpoint. A quantized module's tensors are named `{module}{joint}{suffix}`.
+
+    Attributes:
+        name: as users know it, for messages.
+        suffixes: of a quantized module's tensors, the weight's included; biases are not quantized.
+        weight: end of the name of the matrix that a checkpoint without quantization has.
+    """
+
+    name: str
+    suffixes: tuple[str, ...] = ()
+    joint = "."
+    weight = ".weight"
+
+    @abstractmethod
+    def modules(self, names: Set[str]) -> Set[str]:
+        """Return the names of the modules whose weights are quantized."""
+
+    @abstractmethod
+    def shape(self, module: Module) -> tuple[int, ...]:
+        """Return the shape of a module's matrix, [N, K].
+
+        Raises:
+            ModelFileError: the stored shapes contradict each other.
+        """
+
+    @abstractmethod
+    def matrix(self, module: Module) -> Integers | Tensor:
+        """Return a module's matrix [N, K]: its integers, or float32 values if it has none.
+
+        Raises:
+            ModelFileError: a tensor is missing, or does not fit the others.
+        """
+
+    def _with(self, suffix: str, names: Set[str]) -> Set[str]:
+        """Return the modules that have a tensor of this suffix."""
+        end = self.joint + suffix
+        return {name.removesuffix(end) for name in names if name.endswith(end)}

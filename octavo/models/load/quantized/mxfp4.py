@@ -1,0 +1,36 @@
+"""MXFP4 as gpt-oss publishes it: experts' matrices of 4-bit floats, with a power of two for each 32 inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from torch import Tensor
+
+from octavo.models.load.quantized.floats import from_e2m1, from_e8m0
+from octavo.models.load.quantized.method import Method, Module, Settings
+
+
+class MXFP4(Method):
+    """`NAME_blocks` [E, N, G, 16] of pairs and `NAME_scales` [E, N, G], for the tensor NAME [E, K, N] of a checkpoint
+    without quantization."""
+
+    name = "MXFP4"
+    suffixes = ("blocks", "scales")
+    joint, weight = "_", ""
+
+    def __init__(self, settings: Settings) -> None:
+        """Take no settings: there is one form."""
+
+    def modules(self, names: Set[str]) -> Set[str]:
+        return self._with("blocks", names)
+
+    def shape(self, module: Module) -> tuple[int, ...]:
+        experts, outputs, groups, size = module.shape("blocks")
+        return experts, groups * size * 2, outputs
+
+    def matrix(self, module: Module) -> Tensor:
+        blocks, scales = module.tensor("blocks"), module.tensor("scales")
+        if scales.shape != blocks.shape[:-1]:
+            raise module.wrong("scales", f"has shape {list(scales.shape)} for blocks {list(blocks.shape)}")
+        values = from_e2m1(blocks).mul_(from_e8m0(scales)[..., None])
+        return values.flatten(2).transpose(1, 2).contiguous()

@@ -1,0 +1,61 @@
+"""Which method a checkpoint's `quantization_config` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from octavo.core.errors import ConfigError
+from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.quantized.awq import AWQ
+from octavo.models.load.quantized.bitsandbytes import BitsAndBytes
+from octavo.models.load.quantized.compressed_tensors import CompressedTensors
+from octavo.models.load.quantized.fp8 import FP8, ModelOpt
+from octavo.models.load.quantized.gptq import GPTQ
+from octavo.models.load.quantized.hqq import HQQ
+from octavo.models.load.quantized.method import Method, Settings
+from octavo.models.load.quantized.mxfp4 import MXFP4
+from octavo.models.load.quantized.view import QuantizedCheckpoint
+
+
+def _auto_round(settings: Settings) -> Method:
+    """AutoRound (https://arxiv.org/abs/2309.05516) writes GPTQ's layout or AWQ's."""
+    return AWQ(settings) if "awq" in str(settings.get("packing_format")) else GPTQ(settings)
+
+
+METHODS: Mapping[str, Callable[[Settings], Method]] = {
+    "auto-round": _auto_round,
+    "awq": AWQ,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors,
+    "fp8": FP8,
+    "gptq": GPTQ,
+    "hqq": HQQ,
+    "modelopt": ModelOpt,
+    "mxfp4": MXFP4,
+}
+"""`quant_method` -> what reads it."""
+
+
+def method_of(config: Mapping[str, Any]) -> Method | None:
+    """Return what reads a checkpoint with this configuration; None if it is not quantized.
+
+    Raises:
+        ConfigError: the method, or a setting of it, is not supported.
+    """
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if not settings:
+        return None
+    name = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if not isinstance(name, str) or name not in METHODS:
+        raise ConfigError(
+            f"quantization_config.quant_method is {name!r}; Octavo reads {', '.join(METHODS)}, and GGUF files. Serve "
+            "another checkpoint of the model."
+        )
+    return METHODS[name](settings)
+
+
+def dequantizing(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """Return the checkpoint as one of plain matrices; the same if it is not quantized."""
+    method = method_of(config)
+    return checkpoint if method is None else QuantizedCheckpoint(checkpoint, method)

@@ -1,0 +1,133 @@
+"""Each format against values computed from its specification in float64, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quantized_kit import EXAMPLES, Stored, mxfp4_experts
+
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.load.quantized.table import METHODS, dequantizing, method_of
+from octavo.models.load.tensors import TensorCheckpoint
+from octavo.nn.quant.blocks import dequantized
+from octavo.nn.weights import TensorSpec
+
+ROWS, COLUMNS = 48, 256
+SPEC = TensorSpec((ROWS, COLUMNS), torch.float32)
+
+
+def checkpoint(stored: Stored, settings: dict[str, Any], joint: str = "a.proj."):
+    tensors = {f"{joint}{suffix}": tensor for suffix, tensor in stored.items()}
+    others = {"a.proj.bias": torch.ones(3), "a.norm.weight": torch.ones(3)}
+    return dequantizing(TensorCheckpoint({**tensors, **others}), {"quantization_config": settings})
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_values_are_those_of_the_specification(name: str) -> None:
+    torch.manual_seed(len(name))
+    example = EXAMPLES[name]
+    stored, exact = example.write(torch.randn(ROWS, COLUMNS))
+    view = checkpoint(stored, example.settings)
+    assert view.names() == {"a.proj.weight", "a.proj.bias", "a.norm.weight"}
+    assert view.shape("a.proj.weight") == (ROWS, COLUMNS)
+    values = view.tensor("a.proj.weight", SPEC)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), exact, rtol=1e-6, atol=1e-9)
+    index = (slice(16, 32), slice(64, 128))
+    torch.testing.assert_close(view.tensor("a.proj.weight", SPEC, index), values[index], rtol=0, atol=0)
+    assert view.tensor("a.proj.weight", TensorSpec((ROWS, COLUMNS), torch.bfloat16)).dtype == torch.bfloat16
+    torch.testing.assert_close(view.tensor("a.proj.bias", SPEC), torch.ones(3))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_integers_stay_packed_where_kernels_can_keep_them(name: str) -> None:
+    example = EXAMPLES[name]
+    stored, exact = example.write(torch.randn(ROWS, COLUMNS))
+    blocks = checkpoint(stored, example.settings).blocks("a.proj.weight")
+    assert (blocks is not None) == example.packs
+    if blocks is not None:
+        values = dequantized(blocks, torch.float64)
+        # A minimum has the precision of float16.
+        torch.testing.assert_close(values, exact, rtol=1e-3, atol=float(exact.abs().max()) * 1e-3)
+        assert blocks.bits == (8 if blocks.values.max() > 15 else 4)
+
+
+def test_experts_in_mxfp4() -> None:
+    stored, exact = mxfp4_experts(3, 32, 64)
+    view = checkpoint(stored, {"quant_method": "mxfp4"}, "experts.gate_up_proj")
+    assert "experts.gate_up_proj" in view.names()
+    assert view.shape("experts.gate_up_proj") == (3, 64, 32)
+    values = view.tensor("experts.gate_up_proj", TensorSpec((3, 64, 32), torch.float32))
+    torch.testing.assert_close(values.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_tiny_scales_are_not_rounded_to_float16() -> None:
+    stored, _ = EXAMPLES["w4a16"].write(torch.randn(ROWS, COLUMNS) * 1e-5)
+    stored["weight_scale"] = torch.full_like(stored["weight_scale"], 1e-6)
+    view = checkpoint(stored, EXAMPLES["w4a16"].settings)
+    assert view.blocks("a.proj.weight") is None
+    assert view.tensor("a.proj.weight", SPEC).abs().max() <= 8e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"quant_method": "exl3"}, "quant_method is 'exl3'; Octavo reads auto-round, awq"),
+        ({}, None),
+        ("fp8", "quant_method is None"),
+        ({"quant_method": "gptq", "bits": 5}, "bits is 5; Octavo reads GPTQ checkpoints of 2, 3, 4, 8 bits"),
+        ({"quant_method": "awq", "bits": 8}, "bits=8"),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version='marlin'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format is 'marlin-24'"),
+    ],
+)
+def test_other_methods_are_refused_by_name(settings: Any, says: str | None) -> None:
+    if says is None:
+        assert method_of({"quantization_config": settings}) is None
+        return
+    with pytest.raises(ConfigError) as caught:
+        method_of({"quantization_config": settings})
+    assert says in str(caught.value)
+
+
+def broken(name: str, **changes: Any):
+    stored, _ = EXAMPLES[name].write(torch.randn(ROWS, COLUMNS))
+    for suffix, change in changes.items():
+        stored[suffix] = change(stored[suffix])
+    return checkpoint({key: tensor for key, tensor in stored.items() if tensor is not None}, EXAMPLES[name].settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("gptq-4", {"scales": lambda _: None}, "lacks its tensor a.proj.scales"),
+        ("gptq-4", {"scales": lambda it: it[:, :-1]}, "Tensor a.proj.scales in what was sent has shape [8, 47]"),
+        ("gptq-4", {"qzeros": lambda it: it[:-1]}, "a.proj.qzeros in what was sent has shape [7, 6]"),
+        ("gptq-4", {"qweight": lambda it: it[:-1]}, "no number of bits"),
+        ("gptq-4", {"g_idx": lambda it: it + 1}, "a.proj.g_idx in what was sent does not give one of 8 groups"),
+        ("awq-gemm", {"scales": lambda it: it[:-1]}, "a.proj.scales"),
+        ("w4a16", {"weight_packed": lambda it: it[:, :-1]}, "weight_packed in what was sent has shape [48, 31]"),
+        ("w8a8", {"weight": lambda it: it.short()}, "is torch.int16, neither int8"),
+        ("fp8-channel", {"weight_scale": lambda it: it[:-1]}, "has 47 scales for 48 outputs"),
+        ("fp8-tiles", {"weight_scale_inv": lambda it: it[:, :1]}, "tiles of 128 x 128 have [1, 2]"),
+        ("bnb-nf4", {"weight.absmax": lambda it: it[:-1]}, "scales for 12288 weights"),
+        (
+            "bnb-nf4",
+            {"weight.quant_state.bitsandbytes__nf4": lambda it: it[:-5]},
+            "is not a quantization state in JSON",
+        ),
+        ("hqq-4", {"packing": lambda it: it[:-1]}, "Octavo reads 8bit_u8"),
+        ("hqq-4", {"zero": lambda it: it[:-1]}, "a.proj.scale"),
+        ("nvfp4", {"weight_global_scale": lambda _: None}, "lacks its tensor a.proj.weight_global_scale"),
+    ],
+)
+def test_what_does_not_fit_names_the_tensor(name: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        broken(name, **changes).tensor("a.proj.weight", SPEC)
+    assert says in str(caught.value)
+
+
+def test_each_method_has_an_example() -> None:
+    assert {example.settings["quant_method"] for example in EXAMPLES.values()} | {"mxfp4"} == set(METHODS)
