@@ -93,6 +93,7 @@ def _with_worker(
     encodes = is_encoder(files.config)
     hooks = build_engine_halves(context)
     tasks = _tasks(files, hooks, generates=context.generates)
+    _check_undivided(config, hooks)
     loaded = worker.load(timer, most_drafts(hooks))
     num_blocks, limits = (_encoder_sized if encodes else _sized)(config, files, worker.facts, loaded)
     sizes = _cache_sizes(num_blocks, limits, hooks)
@@ -126,6 +127,16 @@ def _with_worker(
         pid=os.getpid(),
     )
     return loop, info
+
+
+def _check_undivided(config: EngineConfig, hooks: Sequence[EngineHook]) -> None:
+    """Raise ConfigError for a tier with several ranks: only the transfers of rank 0 are reported."""
+    ranks, tiers = config.parallel.num_ranks, [hook.name for hook in hooks if hook.tier]
+    if ranks > 1 and tiers:
+        raise ConfigError(
+            f"{' and '.join(tiers)} moves pages of the KV cache, which Octavo can't do with a model that is divided "
+            f"over {ranks} devices. Leave that feature or --tensor-parallel-size out."
+        )
 
 
 def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: Limits, *, keeps: bool) -> KVCache:

@@ -10,11 +10,15 @@ from functools import partial
 
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
+from octavo.core.worker_info import CacheSizes, LoadedFacts, RankPlace, WorkerFacts
+from octavo.device.visible import environment_of
 from octavo.engine.executor import WorkerBuild
-from octavo.engine.multiproc import RankBuild, RankProcess
+from octavo.engine.multiproc import RankBuild
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
+from octavo.engine.rank_group import RankGroup
+from octavo.engine.rank_process import RankProcess
+from octavo.engine.ring import RingHandles
 from octavo.features import FeatureContext, build_worker_halves, other_implementation, payload_types
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids
@@ -22,11 +26,14 @@ from octavo.hub.sentence_transformers import is_sentence_transformer
 from octavo.models.encoders.registry import is_encoder
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.overrides import blamed
+from octavo.parallel.join import LOCAL, MeetingPoint
 from octavo.text.sources import tokenizer_files
 from octavo.text.tokenizers.tokenizer import load_tokenizer
 from octavo.worker.encoder.worker import EncoderWorker
 from octavo.worker.port import LocalWorker
 from octavo.worker.worker import Worker
+
+_ALONE = RankPlace()
 
 
 def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, FeatureContext]:
@@ -35,8 +42,8 @@ def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, 
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
     """
-    if config.device.distributed_executor_backend == "mp":
-        return begin_rank(config, files)
+    if config.parallel.num_ranks > 1 or config.device.distributed_executor_backend == "mp":
+        return begin_ranks(config, files)
     local = build_local(config, files)
     return local, local.context
 
@@ -44,6 +51,11 @@ def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, 
 def build_local(config: EngineConfig, files: ModelFiles) -> DecoderBuild | EncoderBuild:
     """Start to build a worker in this process."""
     return EncoderBuild(config, files) if is_encoder(files.config) else DecoderBuild(config, files)
+
+
+def build_rank(config: EngineConfig, files: ModelFiles, place: RankPlace) -> DecoderBuild | EncoderBuild:
+    """Start to build one rank's worker in this process, its own."""
+    return build_local(config, files) if place.size == 1 else DecoderBuild(config, files, place)
 
 
 def implementation_of(config: EngineConfig, files: ModelFiles) -> Implementation:
@@ -55,17 +67,44 @@ def implementation_of(config: EngineConfig, files: ModelFiles) -> Implementation
     return other_implementation(config, files) or OWN
 
 
-def begin_rank(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, FeatureContext]:
-    """Start to build a worker in a separate process."""
+def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, FeatureContext]:
+    """Start to build a worker in separate processes, one for each device.
+
+    Raises:
+        ConfigError: the settings can't be used with several processes or devices.
+    """
+    size = config.parallel.num_ranks
+    why = "with distributed_executor_backend='mp' the model runs in a separate process"
     for own in config.features.values():
-        own.check_sendable("with distributed_executor_backend='mp' the model runs in a separate process")
-    rank = RankProcess("octavo.rank_main", (config, files, logging.getLogger().getEffectiveLevel()))
+        own.check_sendable(why if size == 1 else f"with {size} devices the model runs in separate processes")
+    if size > 1:
+        _check_divisible(config, files)
+    meeting = MeetingPoint() if size > 1 else None
+    level = logging.getLogger().getEffectiveLevel()
+
+    def start(number: int, ring: RingHandles) -> RankProcess:
+        place = RankPlace(number, size, LOCAL, meeting.port) if meeting else RankPlace()
+        payload = (config, files, level, place)
+        own = environment_of(number, size) if config.device.device != "cpu" else {}
+        prefix = f"[rank {number}] "
+        return RankProcess("octavo.rank_main", payload, ring, number=number, prefix=prefix, environment=own)
+
+    ranks = RankGroup(size, start, config.parallel.rank_timeout_s, keep=meeting)
     try:
-        build = RankBuild(rank, PlanCodec(payload_types()))
+        build = RankBuild(ranks, PlanCodec(payload_types()))
     except BaseException:
-        rank.kill()
+        ranks.kill()
         raise
     return build, feature_context(config, files, build.facts)
+
+
+def _check_divisible(config: EngineConfig, files: ModelFiles) -> None:
+    """Raise ConfigError for what runs on one device only; what depends on shapes is refused when layers are made."""
+    size = config.parallel.tensor_parallel_size
+    if is_encoder(files.config):
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: {files.name} is an encoder, which runs on one device. Leave it out."
+        )
 
 
 def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts) -> FeatureContext:
@@ -127,9 +166,10 @@ def _facts(worker: Worker | EncoderWorker) -> WorkerFacts:
 class DecoderBuild:
     """A `WorkerBuild` of a model with a KV cache."""
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+    def __init__(self, config: EngineConfig, files: ModelFiles, place: RankPlace = _ALONE) -> None:
         self._config = config
-        self._worker = Worker(config.model, config.device, files, config.cache, implementation_of(config, files))
+        implementation = implementation_of(config, files)
+        self._worker = Worker(config.model, config.device, files, config.cache, implementation, place)
         self.facts = _facts(self._worker)
         self.context = feature_context(config, files, self.facts)
 

@@ -6,19 +6,20 @@ import logging
 import os
 import sys
 
-from octavo.engine.multiproc import receive_rank
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank import RankServer
+from octavo.engine.rank_process import receive_rank
 
 
 def main() -> int:
-    peer, (config, files, level) = receive_rank()
-    logging.basicConfig(level=level, format="%(levelname)s %(asctime)s rank %(name)s: %(message)s")
-    from octavo.build_worker import build_local
+    peer, ring, (config, files, level, place) = receive_rank()
+    logging.basicConfig(level=level, format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+    from octavo.build_worker import build_rank
     from octavo.features import payload_types
 
-    code = RankServer(peer, lambda: build_local(config, files), PlanCodec(payload_types())).run()
-    if code:  # destructors of tensors and graphs fail on a lost device
+    codec = PlanCodec(payload_types())
+    code = RankServer(peer, ring, lambda: build_rank(config, files, place), codec, place.rank).run()
+    if code or place.size > 1:  # destructors of tensors, graphs and groups fail or wait where a device or rank is lost
         logging.shutdown()
         os._exit(code)
     return code

@@ -8,6 +8,7 @@ from octavo.config.cache import CacheConfig
 from octavo.config.device import DeviceConfig
 from octavo.config.engine import EngineConfig
 from octavo.config.model import DEFAULT_MODEL, ModelConfig
+from octavo.config.parallel import ParallelConfig
 from octavo.config.scheduler import SchedulerConfig
 from octavo.config.server import ServerConfig
 
@@ -17,6 +18,7 @@ __all__ = [
     "DeviceConfig",
     "EngineConfig",
     "ModelConfig",
+    "ParallelConfig",
     "SchedulerConfig",
     "ServerConfig",
 ]

@@ -14,6 +14,7 @@ from octavo.config.cache import CacheConfig
 from octavo.config.device import DeviceConfig
 from octavo.config.foreign import check_keyword
 from octavo.config.model import ModelConfig
+from octavo.config.parallel import ParallelConfig
 from octavo.config.scheduler import SchedulerConfig
 from octavo.core import parsing, quantities
 from octavo.core.errors import ConfigError
@@ -35,6 +36,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     features: dict[str, FeatureSettings] = field(
         default_factory=lambda: {name: kind() for name, kind in settings_types().items()}
     )

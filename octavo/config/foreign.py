@@ -34,7 +34,7 @@ class Needless:
 
 
 def _one(what: str) -> Missing:
-    return Missing(f"{what} is not supported by this version: it runs one model on one device", frozenset({"1"}))
+    return Missing(f"{what} is not supported by this version", frozenset({"1"}))
 
 
 def _value(what: str, *neutral: str) -> Missing:
@@ -74,8 +74,8 @@ _ENGINE: dict[str, Missing | Needless] = {
     "data-parallel-rank": _value("data parallelism is", "0"),
     "data-parallel-size-local": _one("data parallelism"),
     "enable-eplb": _switch("expert parallelism is"),
-    "disable-custom-all-reduce": Needless("there is one device"),
-    "max-parallel-loading-workers": Needless("there is one device", takes_value=True),
+    "disable-custom-all-reduce": Needless("sums over devices are torch's"),
+    "max-parallel-loading-workers": Needless("each device's process reads its own part", takes_value=True),
     "ray-workers-use-nsight": Needless("there are no Ray workers"),
     "weight-transfer-config": _value("sending weights other than by files is", '{"backend": "disk"}'),
     "worker-cls": _value("another worker is", "auto"),
@@ -126,7 +126,6 @@ FLAGS: dict[str, Missing | Needless] = {
     **_MODEL,
     **_ENGINE,
     **_SERVER,
-    "tensor-parallel-size": _one("tensor parallelism"),
     "pipeline-parallel-size": _one("pipeline parallelism"),
     "data-parallel-size": _one("data parallelism"),
     "decode-context-parallel-size": _one("context parallelism"),
@@ -164,7 +163,6 @@ ENGINE_FLAGS = {name: entry for name, entry in FLAGS.items() if name not in _SER
 """The flags that also apply without a server."""
 
 SHORT = {
-    "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
     "-dp": "data-parallel-size",
     "-pcp": "prefill-context-parallel-size",

@@ -9,6 +9,20 @@ import msgspec
 from octavo.core.cache_groups import FULL, CacheGroup
 
 
+class RankPlace(msgspec.Struct, frozen=True):
+    """A rank's place among those that compute one model.
+
+    Attributes:
+        rank, size: its number, and the number of ranks.
+        host, port: where the ranks find each other.
+    """
+
+    rank: int = 0
+    size: int = 1
+    host: str = ""
+    port: int = 0
+
+
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Known before any weight is read. Lengths in tokens.
 

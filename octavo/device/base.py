@@ -34,11 +34,12 @@ class Device(Link, Protocol):
     resident: bool
     """Whether the state of running requests is kept on the device, because reading it back would block the host."""
 
-    def setup(self, threads: int | None, binding: str) -> None:
+    def setup(self, threads: int | None, binding: str, rank: int = 0, size: int = 1) -> None:
         """Prepare this process for computing; call once, before anything is allocated.
 
         Args:
             binding: the cores to run on; see `binding.py`.
+            rank, size: this process among those that compute one model on this machine.
         """
         ...
 

@@ -15,13 +15,15 @@ _NODES = Path("/sys/devices/system/node")
 _FLAG = "--cpu-omp-threads-bind"
 
 
-def bind(binding: str, nodes: Path = _NODES) -> None:
+def bind(binding: str, nodes: Path = _NODES, rank: int = 0, size: int = 1) -> None:
     """Bind this process, and the threads that it starts from now on, to some of its cores.
 
     Args:
         binding: "auto" takes the NUMA node with most of this process's cores, and does nothing on a machine with one
-            node; "nobind" does nothing; otherwise a list like "0-3,8" of the kernel's numbers.
+            node; several ranks take a node each, or divide the cores if there are fewer nodes. "nobind" does nothing;
+            otherwise a list like "0-3,8" of the kernel's numbers, for several ranks one each: "0-3|4-7".
         nodes: folder where the kernel describes the nodes.
+        rank, size: this process among those that compute one model on this machine.
 
     Raises:
         ConfigError: the list can't be parsed, or names cores that this process may not use.
@@ -29,7 +31,10 @@ def bind(binding: str, nodes: Path = _NODES) -> None:
     if binding == "nobind" or not hasattr(os, "sched_setaffinity"):
         return
     allowed = os.sched_getaffinity(0)
-    chosen = _largest_node(allowed, nodes) if binding == "auto" else _stated(binding, allowed)
+    if binding != "auto":
+        chosen = _stated(_own_list(binding, rank, size), allowed)
+    else:
+        chosen = _largest_node(allowed, nodes) if size == 1 else divided(allowed, nodes, rank, size)
     if chosen != allowed:
         os.sched_setaffinity(0, chosen)
         log.info("compute threads are bound to the cores %s", format_cores(chosen))
@@ -73,11 +78,35 @@ def _stated(binding: str, allowed: set[int]) -> set[int]:
     return chosen
 
 
+def divided(allowed: set[int], nodes: Path, rank: int, size: int) -> set[int]:
+    """Return a rank's cores: those of NUMA nodes if there are as many as ranks, else a share of a node's."""
+    parts = sorted((part for part in _parts(allowed, nodes) if part), key=min) or [allowed]
+    if len(parts) >= size:
+        return set().union(*parts[rank * len(parts) // size : (rank + 1) * len(parts) // size])
+    node = rank * len(parts) // size
+    sharing = [other for other in range(size) if other * len(parts) // size == node]
+    cores, place = sorted(parts[node]), sharing.index(rank)
+    own = cores[place * len(cores) // len(sharing) : (place + 1) * len(cores) // len(sharing)]
+    return set(own) or {cores[place % len(cores)]}
+
+
+def _own_list(binding: str, rank: int, size: int) -> str:
+    lists = binding.split("|")
+    if size > 1 and len(lists) != size:
+        raise ConfigError(f"{_FLAG} {binding!r} must have one list of cores for each of {size} ranks, such as 0-3|4-7.")
+    return lists[rank] if size > 1 else binding
+
+
 def _largest_node(allowed: set[int], nodes: Path) -> set[int]:
+    return max(_parts(allowed, nodes), key=len, default=allowed) or allowed
+
+
+def _parts(allowed: set[int], nodes: Path) -> list[set[int]]:
+    """Return the allowed cores of each NUMA node."""
     parts = []
     for folder in sorted(nodes.glob("node[0-9]*")):
         try:
             parts.append(parse_cores((folder / "cpulist").read_text().strip()) & allowed)
         except (OSError, ValueError):  # a node without cores has an empty list
             continue
-    return max(parts, key=len, default=allowed) or allowed
+    return parts

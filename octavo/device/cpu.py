@@ -34,8 +34,8 @@ class CpuDevice(HostLink):
         self.resident = False
         self._available = host.available_memory()
 
-    def setup(self, threads: int | None, binding: str) -> None:
-        bind(binding)
+    def setup(self, threads: int | None, binding: str, rank: int = 0, size: int = 1) -> None:
+        bind(binding, rank=rank, size=size)
         cores = host.physical_cores()
         if threads is not None and threads > _MOST_THREADS:
             raise ConfigError(

@@ -50,9 +50,9 @@ class CudaDevice(CudaLink):
         self.balanced_tokens = 512
         self.resident = True
 
-    def setup(self, threads: int | None, binding: str) -> None:
+    def setup(self, threads: int | None, binding: str, rank: int = 0, size: int = 1) -> None:
         if binding != "auto":
-            bind(binding)
+            bind(binding, rank=rank, size=size)
         if threads is not None:
             torch.set_num_threads(threads)
         torch.cuda.init()

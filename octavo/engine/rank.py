@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
+import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.errors import DeviceLostError, OctavoError
+from octavo.core.futures import done
 from octavo.core.memory import memory_errors
 from octavo.core.pausing import SleepTag
 from octavo.core.profiling import ProfileSettings
@@ -26,37 +27,46 @@ from octavo.engine.frames import Frames, frame
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.process import keep_freed_memory
+from octavo.engine.ring import RingReader
 
 log = logging.getLogger(__name__)
-
-_PIECE = 1 << 20
 
 
 class RankServer:
     """Serves until the engine closes its end of the socket.
 
     Args:
-        peer: the socket to the engine.
+        peer: the socket for answers to the engine.
+        ring: brings the engine's messages.
         make_build: starts to build the worker. It may raise the errors of `WorkerBuild`.
         codec: decodes plans and the features' payloads.
+        number: the rank's number. Only rank 0 sends the steps' outputs; the others report failures.
     """
 
-    def __init__(self, peer: socket.socket, make_build: Callable[[], WorkerBuild], codec: PlanCodec) -> None:
+    def __init__(
+        self,
+        peer: socket.socket,
+        ring: RingReader,
+        make_build: Callable[[], WorkerBuild],
+        codec: PlanCodec,
+        number: int = 0,
+    ) -> None:
         self._peer = peer
+        self._ring = ring
         self._codec = codec
+        self._number = number
+        self._last_failed: int | None = None
         self._sending = Lock()
         self._steps: dict[int, LaunchedStep] = {}
         self._failed: dict[int, Exception] = {}
-        self._methods = _RankMethods(make_build)
+        self._methods = _RankMethods(make_build, traces=number == 0)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
 
     def run(self) -> int:
         """Serve; return the process's exit code, 1 if the device was lost, which was reported to the engine."""
-        frames = Frames()
         try:
-            while data := self._peer.recv(_PIECE):
-                for message in frames.take(data):
-                    self._take(wire.decode_to_rank(message))
+            for message in self._messages():
+                self._take(wire.decode_to_rank(message))
         except DeviceLostError:
             return 1
         except ConnectionError:
@@ -64,6 +74,19 @@ class RankServer:
         finally:
             self._reading.shutdown(wait=False, cancel_futures=True)
         return 0
+
+    def _messages(self) -> Iterator[bytes]:
+        """Yield the engine's messages until it closes its end of the socket."""
+        frames, arrivals = Frames(), select.poll()
+        arrivals.register(self._ring.descriptor, select.POLLIN)
+        arrivals.register(self._peer, select.POLLIN | select.POLLHUP)
+        while True:
+            ready = {descriptor for descriptor, _ in arrivals.poll()}
+            if self._ring.descriptor in ready:
+                for data in self._ring.take():
+                    yield from frames.take(data)
+            elif not self._peer.recv(1):
+                return
 
     def _take(self, message: wire.ToRank) -> None:
         match message:
@@ -73,6 +96,8 @@ class RankServer:
                 self._launch(number, lambda: self._sample(number, payload))
             case wire.FetchOutput(number):
                 self._fetch(number)
+            case wire.CallMethod(number, "failed", [step]):
+                self._reply(number, done(self._last_failed == step))
             case wire.CallMethod(method=name) if name in _BESIDE_STEPS:
                 self._reading.submit(self._answer, message)
             case wire.CallMethod(number, "call_hook", [feature, method, args]):
@@ -107,12 +132,13 @@ class RankServer:
                 error = exc
         self._steps = {later: one for later, one in self._steps.items() if later > number}
         self._failed = {later: one for later, one in self._failed.items() if later > number}
-        if error is None:
-            self._send(wire.RankOutput(number, output))
-        else:
+        if error is not None:
+            self._last_failed = number
             lost = self._methods.loss(error)
             self._send(wire.StepFailed(number, Failure.of(error), lost))
             _end_if(lost)
+        elif self._number == 0:
+            self._send(wire.RankOutput(number, output))
 
     def _answer(self, call: wire.CallMethod) -> None:
         try:
@@ -151,14 +177,14 @@ _BESIDE_STEPS = ("stage_weights", "receive_weights", "stage_received")
 class _RankMethods:
     """Methods for the engine's calls, with arguments and results of built-in types. Staged weights are numbered."""
 
-    def __init__(self, make_build: Callable[[], WorkerBuild]) -> None:
+    def __init__(self, make_build: Callable[[], WorkerBuild], *, traces: bool) -> None:
         self._make_build = make_build
+        self._traces = traces
         self._build: WorkerBuild | None = None
         self._port: WorkerPort | None = None
         self._executor: AnyExecutor | None = None
         self._tracer: Tracer | None = None
         self._staged: dict[int, Staged] = {}
-        self._numbers = itertools.count()
 
     @property
     def running(self) -> AnyExecutor:
@@ -199,8 +225,8 @@ class _RankMethods:
     def check_weights(self) -> None:
         self._there().check_weights()
 
-    def stage_weights(self, path: str | None, load_format: str | None) -> int:
-        return self._keep(self._there().stage_weights(path, load_format))
+    def stage_weights(self, number: int, path: str | None, load_format: str | None) -> None:
+        self._staged[number] = self._there().stage_weights(path, load_format)
 
     def begin_weights(self) -> None:
         self._there().begin_weights()
@@ -208,8 +234,8 @@ class _RankMethods:
     def receive_weights(self, update_info: dict[str, Any]) -> None:
         self._there().receive_weights(update_info)
 
-    def stage_received(self) -> int:
-        return self._keep(self._there().stage_received())
+    def stage_received(self, number: int) -> None:
+        self._staged[number] = self._there().stage_received()
 
     def put_in_place(self, number: int, version: str | None, rescale: bool) -> str:
         """Replace the weights; return the name of the new ones."""
@@ -227,6 +253,8 @@ class _RankMethods:
         self._there().wake_up(SleepTag(part))
 
     def start_trace(self, settings: dict[str, Any]) -> None:
+        if not self._traces:
+            return
         self._tracer = self._there().tracer(msgspec.convert(settings, ProfileSettings))
         self._tracer.start()
 
@@ -245,8 +273,3 @@ class _RankMethods:
     def _there(self) -> WorkerPort:
         assert self._port is not None, "the rank has allocated nothing yet"
         return self._port
-
-    def _keep(self, staged: Staged) -> int:
-        number = next(self._numbers)
-        self._staged[number] = staged
-        return number

@@ -31,10 +31,10 @@ def attention_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> Attenti
     )
 
 
-def widest_attention(spec: DecoderSpec) -> AttentionSpec:
+def widest_attention(spec: DecoderSpec, mesh: Mesh = ALONE) -> AttentionSpec:
     """Return the parameters of a layer with a window, if any has one: those that ask most of a backend."""
     windows = (layer for layer in spec.attention_layers if spec.windows[layer] is not None)
-    return attention_spec(spec, next(windows, 0))
+    return attention_spec(spec, next(windows, 0), mesh)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

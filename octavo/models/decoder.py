@@ -111,7 +111,7 @@ class CausalLM(nn.Module):
         self.residual_dtype = b.residual_dtype(spec.hidden_size)
         # Models are trained with this factor in their own dtype.
         self.embedding_multiplier = torch.tensor(spec.multipliers.embedding, dtype=b.dtype).item()
-        self.embedding = model.embedding("embed_tokens", spec.vocab_size, spec.hidden_size)
+        self.embedding = model.embedding("embed_tokens", spec.vocab_size, spec.hidden_size, divided=True)
         self.positions = (
             model.embedding("embed_positions", spec.learned_positions, spec.hidden_size)
             if spec.learned_positions

@@ -14,6 +14,7 @@ from octavo.models.registry import spec_of
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.build import Build
+from octavo.parallel.mesh import ALONE, Mesh
 
 
 class Implementation(Protocol):
@@ -34,8 +35,9 @@ class Implementation(Protocol):
         """
         ...
 
-    def attention(self, spec: ModelSpec) -> AttentionSpec:
-        """Return the attention layer that the backend is chosen for, and after which all layers' caches are shaped."""
+    def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec:
+        """Return a rank's attention layer that the backend is chosen for, and after which all layers' caches are
+        shaped."""
         ...
 
     def build(self, b: Build, spec: ModelSpec) -> LayeredModel:
@@ -55,9 +57,9 @@ class OwnLayers:
     def spec_of(self, config: Config) -> DecoderSpec:
         return spec_of(config)
 
-    def attention(self, spec: ModelSpec) -> AttentionSpec:
+    def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec:
         assert isinstance(spec, DecoderSpec)
-        return widest_attention(spec)
+        return widest_attention(spec, mesh)
 
     def build(self, b: Build, spec: ModelSpec) -> LayeredModel:
         assert isinstance(spec, DecoderSpec)

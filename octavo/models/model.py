@@ -18,6 +18,7 @@ from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.cached import CachedLayer
 from octavo.nn.step import StepInput
+from octavo.parallel.mesh import ALONE, Mesh
 
 log = logging.getLogger(__name__)
 
@@ -126,13 +127,17 @@ def watch_model(spans: Spans, model: Model | EncoderModel) -> None:
             spans.watch(Watched(model, method, name))
 
 
-def compiled(model: LayeredModel, attention: AttentionBackend, activation_dtype: str = "int16") -> Model:
+def compiled(
+    model: LayeredModel, attention: AttentionBackend, activation_dtype: str = "int16", mesh: Mesh = ALONE
+) -> Model:
     """Compile the model to a native program if possible, else return it unchanged. Its weights must be loaded."""
     if not isinstance(attention, NativeAttention) or not isinstance(model, CausalLM):
         return model
     reason = reason_against(model.spec)
     if len(model.cached_layers) > len(model.attention_layers):
         reason = "it has recurrent layers"
+    if mesh.size > 1:
+        reason = "it is divided over several devices"
     if reason is None:
         return NativeDecoder(model, attention.pool, activation_dtype)
     log.warning("the model runs layer by layer in torch instead of as one native program: %s", reason)

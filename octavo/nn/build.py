@@ -94,10 +94,14 @@ class Build:
         form = {"bias": bias, "scaled": scaled}
         return LayerNorm(self.at(name).path, self.device, self.dtype, size, eps, **form, offset=offset, heads=heads)
 
-    def embedding(self, name: str, rows: int, size: int) -> Embedding:
+    def embedding(self, name: str, rows: int, size: int, *, divided: bool = False) -> Embedding:
+        """Make an embedding; with `divided`, of which each rank keeps a part of the rows, if they can be divided."""
         path = self.at(name).path
         takes_blocks = self.schemes.at(path, [Part("", size, rows)]).takes_blocks
-        return Embedding(path, self.device, self.dtype, rows, size, takes_blocks=takes_blocks, keep=self.keep)
+        mesh = self.mesh if divided else ALONE
+        return Embedding(
+            path, self.device, self.dtype, rows, size, takes_blocks=takes_blocks, keep=self.keep, mesh=mesh
+        )
 
     def tied_head(self, name: str, embedding: Embedding) -> TiedHead:
         path = self.at(name).path

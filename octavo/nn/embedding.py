@@ -10,15 +10,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.program import ProgramBuilder
+from octavo.nn.delta import Addition
 from octavo.nn.linear import Projection
 from octavo.nn.quant.base import Scheme
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.packed import Matrix, emit_lookup, table_of
+from octavo.nn.shard import COL, Cut, cut
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, TensorSpec, Wanted, WeightLayer, fused, plain, tensor_bytes
+from octavo.parallel.mesh import ALONE, Mesh
 
 
 class Embedding(WeightLayer):
-    """Maps token ids to vectors. A table of `QuantizedBlocks` is only stored, for look-ups by the native program."""
+    """Maps token ids to vectors. A table of `QuantizedBlocks` is only stored, for look-ups by the native program.
+
+    Attributes:
+        rows, size: of the whole table.
+        own: the rows on this rank, whose sum over ranks is the look-up; None for all.
+    """
 
     if TYPE_CHECKING:
 
@@ -34,9 +42,16 @@ class Embedding(WeightLayer):
         *,
         takes_blocks: bool = False,
         keep: Keep = fused,
+        mesh: Mesh = ALONE,
     ) -> None:
+        """
+        Args:
+            mesh: the ranks that divide the rows, if these are a multiple of the ranks.
+        """
         super().__init__(path, device)
         self.dtype, self.rows, self.size = dtype, rows, size
+        self.mesh = mesh
+        self.own = None if rows % mesh.size else cut(COL, 0, rows, size, mesh).outputs
         self.weight = torch.empty(0)
         self.blocks: QuantizedBlocks | None = None
         self.takes_blocks = takes_blocks
@@ -45,16 +60,17 @@ class Embedding(WeightLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of ids [T] int64: [T, size]."""
-        return F.embedding(ids, self.weight)
+        if self.own is None:
+            return F.embedding(ids, self.weight)
+        places = ids - self.own.start
+        elsewhere = (places < 0) | (places >= len(self.own))
+        found = F.embedding(places.masked_fill_(elsewhere, 0), self.weight)
+        return self.mesh.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
 
     def wanted(self) -> list[Wanted]:
-        return [
-            Wanted(
-                f"{self.path}.weight",
-                TensorSpec((self.rows, self.size), self.dtype, out_dim=0),
-                blocks=self.takes_blocks,
-            )
-        ]
+        spec = TensorSpec((self.rows, self.size), self.dtype, out_dim=0)
+        index = Cut(outputs=self.own).index(spec, self.rows, self.size)
+        return [Wanted(f"{self.path}.weight", spec, blocks=self.takes_blocks, index=index)]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
         (weight,) = tensors
@@ -95,7 +111,7 @@ class Embedding(WeightLayer):
 
 
 class TiedHead(Projection):
-    """An output head that multiplies with the embedding table: [S, size] to [S, rows].
+    """An output head that multiplies with the embedding table: [S, size] to [S, rows], on every rank.
 
     A scheme that packs its weights makes a packed copy, which takes the memory of another table, since a packed matrix
     can't be looked up by row.
@@ -104,7 +120,7 @@ class TiedHead(Projection):
     scheme: Unquantized
 
     def __init__(self, path: str, embedding: Embedding, scheme: Scheme) -> None:
-        super().__init__(path, embedding.device, scheme)
+        super().__init__(path, embedding.device, scheme, embedding.mesh)
         self.superseded = (f"{path}.weight",)
         # In a list, so that the embedding is registered as a submodule once, where it belongs.
         self._source = [embedding]
@@ -125,6 +141,14 @@ class TiedHead(Projection):
     def pack(self) -> None:
         super().pack()
         self.release_source()
+
+    @property
+    def _whole(self) -> bool:
+        return self.source.own is None
+
+    def _finished(self, y: Tensor, addition: Addition | None) -> Tensor:
+        """Gather the ranks' logits, and then add the addition, which is for all rows of the table."""
+        return super()._finished(y if self._whole else self.mesh.all_gather(y), addition)
 
     def release_source(self) -> None:
         """Drop the embedding's own table, after its weights were converted to another format."""

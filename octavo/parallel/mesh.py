@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed
+import torch
 from torch import Tensor
+
+from octavo.parallel.collectives import Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,26 +16,25 @@ class Mesh:
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
-        group: torch's process group; None for the default group of all processes.
+        group: None if only shapes are needed.
     """
 
     rank: int = 0
     size: int = 1
-    group: torch.distributed.ProcessGroup | None = None
+    group: Collectives | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum `x` over all ranks, in place, and return it."""
-        if self.size > 1:
-            torch.distributed.all_reduce(x, group=self.group)
-        return x
+        """Sum `x` over all ranks and return it; `x` may be overwritten."""
+        return x if self.size == 1 else self._joined.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""
-        if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+        return x if self.size == 1 else torch.cat(self._joined.all_gather(x), dim=-1)
+
+    @property
+    def _joined(self) -> Collectives:
+        assert self.group is not None, "this mesh is for shapes only"
+        return self.group
 
 
 ALONE = Mesh()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig
 from octavo.core.cache_groups import CacheGroup, groups_of
 from octavo.core.errors import ConfigError
+from octavo.core.worker_info import RankPlace
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
@@ -41,6 +42,8 @@ from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.state import StateCache
 from octavo.nn.weights import fused
+from octavo.parallel.join import join
+from octavo.parallel.mesh import Mesh
 from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import Hooks, Site, Variant, WorkerHook
 from octavo.worker.kv_scales import set_scales, stored_scales
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
     from octavo.device.ahead import Ahead
 
 log = logging.getLogger(__name__)
+
+_ALONE = RankPlace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +105,12 @@ class Worker:
         files: ModelFiles,
         cache: CacheConfig,
         implementation: Implementation = OWN,
+        place: RankPlace = _ALONE,
     ) -> None:
         self.device: Device = select_device(device.device)
-        self.device.setup(device.threads, device.cpu_bind)
+        self.device.setup(device.threads, device.cpu_bind, place.rank, place.size)
+        self._place = place
+        self.mesh = Mesh(place.rank, place.size)
         self.config = config
         self._implementation = implementation
         self.files, self.load_format = files, config.load_format
@@ -121,7 +129,7 @@ class Worker:
             )
         self.kv_form = name_of(self.kv_dtype)
         self._stored_scales: dict[str, Tensor] = {}
-        self._layer = implementation.attention(self.spec)
+        self._layer = implementation.attention(self.spec, self.mesh)
         self._settings = device
         self._block_size, self._kv_cache_dtype = cache.block_size, cache.kv_cache_dtype
         self.cache_groups: tuple[CacheGroup, ...] = ()
@@ -139,7 +147,9 @@ class Worker:
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def prepare_kernels(self) -> None:
-        """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache."""
+        """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other
+        ranks."""
+        self.mesh = join(self._place, self.device.torch_device.type)
         device, isa = self.device.torch_device, self._settings.cpu_isa
         libraries: Sequence[str] = ()
         if device.type == "cpu":
@@ -194,13 +204,13 @@ class Worker:
         """
         keep = LargePages().keep if self._takes_native else fused
         schemes = everywhere(self._scheme(), self.dtype, device, keep)
-        build = Build(self.dtype, device, self.attention, schemes, keep=keep)
+        build = Build(self.dtype, device, self.attention, schemes, keep=keep, mesh=self.mesh)
         model = self._implementation.build(build, self.spec)
         before(model)
         named = self._implementation.named(checkpoint, self.spec)
         report = load_weights(model, named)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
-        form = compiled(model, self.attention, self.config.activation_dtype)
+        form = compiled(model, self.attention, self.config.activation_dtype, self.mesh)
         return LoadedModel(form, model, report, scales)
 
     def _before_weights(self, model: LayeredModel) -> None:
@@ -213,6 +223,11 @@ class Worker:
         """Raise ConfigError if the states of recurrent layers can't be kept here."""
         size, block = self._block_size, self._block_bytes
         for layer in layers:
+            if self.mesh.size > 1:
+                raise ConfigError(
+                    f"{layer.path} is a recurrent layer, which Octavo can't divide over devices. Leave out "
+                    "--tensor-parallel-size."
+                )
             if self.device.resident:
                 raise ConfigError(
                     f"{layer.path} is a recurrent layer; Octavo computes those on CPUs only. Use --device cpu."
@@ -267,6 +282,7 @@ class Worker:
         """Whether the model will run as a native program."""
         return (
             isinstance(self.attention, NativeAttention)
+            and self.mesh.size == 1
             and isinstance(self.spec, DecoderSpec)
             and reason_against(self.spec) is None
         )
@@ -381,7 +397,8 @@ class Worker:
     def _site(self, blocks: Blocks) -> Site:
         """Return the context of the model for hooks."""
         device = self.device.torch_device
-        build = Build(self.dtype, device, self.attention, everywhere(self._scheme(), self.dtype, device))
+        schemes = everywhere(self._scheme(), self.dtype, device)
+        build = Build(self.dtype, device, self.attention, schemes, mesh=self.mesh)
         return Site(build, self._open, self.device, blocks)
 
     def _open(self) -> Checkpoint:
@@ -390,7 +407,8 @@ class Worker:
     def _compile_ahead(self, model: LayeredModel) -> None:
         """Start to compile the kernels of steps while the weights are loaded."""
         device = self.device.torch_device
-        if self.device.resident and device.type == "cuda" and isinstance(self.spec, DecoderSpec):
+        alone = self.mesh.size == 1  # shapes of a rank's layers are not those of the spec
+        if self.device.resident and device.type == "cuda" and alone and isinstance(self.spec, DecoderSpec):
             from octavo.worker.resident.ahead import compile_ahead
 
             self._ahead = compile_ahead(
@@ -456,8 +474,9 @@ class Worker:
     def _workspace_bytes(self, num_seqs: int, step_tokens: int, max_drafts: int) -> int:
         """Return the bytes of the largest step: residual stream and widest layer; logits, a copy and counts; slots."""
         spec = self.spec
-        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-        token = (6 * spec.hidden_size + max(heads, 3 * spec.intermediate_size)) * self.dtype.itemsize
+        heads = 2 * (self._layer.num_heads + self._layer.num_kv_heads) * spec.head_dim
+        inner = 3 * spec.intermediate_size // self.mesh.size
+        token = (6 * spec.hidden_size + max(heads, inner)) * self.dtype.itemsize
         logits = min(num_seqs * (1 + max_drafts), max(num_seqs, step_tokens)) * spec.vocab_size * 16
         slots = num_seqs * spec.max_position * (19 + len(self.cache_groups)) // 4
         return step_tokens * token + logits + slots

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.e2e
 
 HERE = Path(__file__).parent
 REQUESTS = 32
+DIVIDED = ("--tensor-parallel-size", "2")
+KILLED, STOPPED = "its process was killed by SIGKILL", "its process was stopped by a signal (SIGSTOP)"
 SAID = "The device was lost: toy device: it was told to break."
 WILD = """
 import triton
@@ -123,23 +125,41 @@ def test_everybody_is_told_and_the_server_ends(
         server.close()
 
 
-def test_a_rank_that_is_killed_is_a_lost_device(
-    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flags", "number", "blow", "how"),
+    [
+        (DIVIDED, 1, signal.SIGKILL, KILLED),
+        pytest.param(DIVIDED, 0, signal.SIGKILL, KILLED, marks=pytest.mark.slow),
+        pytest.param(DIVIDED, 1, signal.SIGSTOP, STOPPED, marks=pytest.mark.slow),
+        pytest.param(("--distributed-executor-backend", "mp"), 0, signal.SIGKILL, KILLED, marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_rank_is_a_lost_device(
+    flags: tuple[str, ...],
+    number: int,
+    blow: signal.Signals,
+    how: str,
+    tmp_path: Path,
+    short_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """No process, socket or shared memory is left."""
     model = toy_models.save_decoder(tmp_path / "model", seed=1, max_position_embeddings=8192)
     monkeypatch.setenv("TMPDIR", str(short_path))
     limits = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", "64M", "--threads", "1", "--device", "cpu")
-    server = Server(str(model), tmp_path / "log", "--distributed-executor-backend", "mp", *limits)
+    shared = set(Path("/dev/shm").iterdir())
+    server = Server(str(model), tmp_path / "log", *flags, *limits)
 
-    def kill_rank() -> None:
+    def strike() -> None:
         wait_until(lambda: server.metric("octavo:num_requests_waiting") == REQUESTS - 8, "a crowd")
-        (rank,) = [pid for pid in descendants(server.process.pid) if "octavo.rank_main" in command_of(pid)]
-        os.kill(rank, signal.SIGKILL)
+        ranks = [pid for pid in descendants(server.process.pid) if "octavo.rank_main" in command_of(pid)]
+        os.kill(sorted(ranks)[number], blow)
 
     try:
         server.wait_ready()
-        check_end(server, "The device was lost: rank 0 (", short_path, 8000, blow=kill_rank)
-        assert "its process was killed by SIGKILL. Every request ends" in server.output()
+        check_end(server, f"The device was lost: rank {number} (", short_path, 8000, blow=strike)
+        assert f": {how}" in server.output()
+        assert set(Path("/dev/shm").iterdir()) <= shared
     finally:
         server.close()
 

@@ -20,6 +20,7 @@ from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.quant.base import Part
 from octavo.nn.shard import COL, NONE, ROW, Cut, Heads, cut
 from octavo.nn.weights import TensorSpec
+from octavo.parallel.collectives import TorchCollectives
 from octavo.parallel.mesh import Mesh
 
 FAMILIES = ("llama", "llama-biases", "qwen2", "qwen3-biases", "mistral")
@@ -49,7 +50,7 @@ def run_rank(rank: int, folder: str) -> None:
             timeout=datetime.timedelta(seconds=120),
         )
         for family in FAMILIES:
-            torch.save(logits_of(root / family, Mesh(rank, 2)), root / f"{family}.{rank}.pt")
+            torch.save(logits_of(root / family, Mesh(rank, 2, TorchCollectives())), root / f"{family}.{rank}.pt")
         torch.distributed.destroy_process_group()
     except BaseException:
         (root / f"error.{rank}").write_text(traceback.format_exc())

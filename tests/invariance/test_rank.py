@@ -32,7 +32,7 @@ def engine(**settings: Any) -> EngineLoop:
 
 
 def process_of(loop: EngineLoop) -> Any:
-    return loop.worker._rank  # type: ignore[attr-defined]
+    return loop.worker.ranks.processes[0]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("settings", [{}, CROWDED], ids=["in step", "overlap, chunks and preemption"])
@@ -43,7 +43,7 @@ def test_tokens_do_not_depend_on_the_process(settings: dict[str, Any]) -> None:
         found.append(tokens_of(drive(loop, requests())))
         loop.close()
     assert found[0] == found[1]
-    assert process_of(loop)._process.poll() == 0
+    assert process_of(loop).code == 0
 
 
 def test_a_step_that_fails_in_between_changes_no_tokens() -> None:
@@ -56,7 +56,7 @@ def test_a_step_that_fails_in_between_changes_no_tokens() -> None:
     loop.close()
 
 
-def life(**where: str) -> list[Any]:
+def life(**where: Any) -> list[Any]:
     """Tokens before a sleep, after it, and with other weights; and what was refused."""
     loop = engine(enable_sleep_mode=True, **where)
     asked = requests()[:3]
@@ -102,7 +102,7 @@ def test_a_killed_rank_is_a_lost_device(caplog: pytest.LogCaptureFixture) -> Non
         with pytest.raises(DeviceLostError):
             call()
     assert "the engine stops: The device was lost: rank 0" in caplog.text
-    assert process_of(loop)._process.poll() == -signal.SIGKILL
+    assert process_of(loop).code == -signal.SIGKILL
     loop.close()
 
 

@@ -28,7 +28,7 @@ from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.loop import EngineLoop
-from octavo.engine.multiproc import RankProcess
+from octavo.engine.rank_process import RankProcess
 
 Tokens = dict[tuple[str, int], list[int]]
 
@@ -256,9 +256,9 @@ def test_calls_reach_the_worker_half() -> None:
     loop.close()
 
 
-def in_tests(make: type[RankProcess], module: str, payload: Any) -> RankProcess:
+def in_tests(make: type[RankProcess], module: str, *args: Any, **kwargs: Any) -> RankProcess:
     assert module == "octavo.rank_main"
-    return make("shelf_kit", payload)
+    return make("shelf_kit", *args, **kwargs)
 
 
 def test_a_record_is_computed_again_with_its_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

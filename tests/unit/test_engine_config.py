@@ -103,7 +103,7 @@ def test_values_that_are_fine() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: tensor parallelism is not supported"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2: context parallelism is not supported"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel=True: expert parallelism is not supported"),
         ({"speculative_config": {"method": "ngram"}}, "speculative decoding is not supported"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False: long prompts are always computed in chunks"),

@@ -167,7 +167,7 @@ def _read_one(flag: Flag, raw: Any, where: str) -> Any:
 
 def engine_from(found: Mapping[str, Any]) -> EngineConfig:
     """Return `EngineConfig` with the given settings, and defaults elsewhere."""
-    floors: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "device": {}}
+    floors: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "device": {}, "parallel": {}}
     features: dict[str, dict[str, Any]] = {name: {} for name in settings_types()}
     sections = floors | features
     for target, value in found.items():

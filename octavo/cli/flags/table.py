@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServerConfig
+from octavo.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServerConfig
 from octavo.config.log import LogConfig
 from octavo.core.flag import Flag, declared
 from octavo.features import settings_types
@@ -38,6 +38,7 @@ ENGINE_GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "KV cache": _flags("cache", CacheConfig),
     "scheduling": _flags("scheduler", SchedulerConfig),
     "device": _flags("device", DeviceConfig),
+    "several devices": _flags("parallel", ParallelConfig),
     "features": tuple(flag for name, kind in settings_types().items() for flag in _flags(name, kind)),
 }
 SERVER_GROUPS: Mapping[str, tuple[Flag, ...]] = {

@@ -23,6 +23,7 @@ from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.model import LayeredModel, ModelSpec
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.build import Build
+from octavo.parallel.mesh import ALONE, Mesh
 
 
 class Bridge:
@@ -71,19 +72,19 @@ class Bridge:
             layers=trial.attention,
         )
 
-    def attention(self, spec: ModelSpec) -> AttentionSpec:
+    def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec:
         assert isinstance(spec, BridgedSpec)
+        if mesh.size > 1:
+            raise ConfigError(
+                f"{self._architecture} is computed by transformers' modules, which run on one device. Leave out the "
+                "settings that divide a model."
+            )
         layers = [spec.attention(i) for i in range(spec.num_layers)]
         return next((layer for layer in layers if layer.window is not None), layers[0])
 
     def build(self, b: Build, spec: ModelSpec) -> LayeredModel:
         assert isinstance(spec, BridgedSpec)
         assert self._skeleton is not None, "spec_of is called first"
-        if b.mesh.size > 1:
-            raise ConfigError(
-                f"{self._architecture} is computed by transformers' modules, which run on one device. Leave out the "
-                "settings that divide a model."
-            )
         model = copy.deepcopy(self._skeleton)
         model.config.dtype = b.dtype
         return BridgedLM(b, spec, model)

@@ -205,9 +205,11 @@ def test_two_different_models_are_refused() -> None:
 
 def test_missing_features_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse("--config", write(tmp_path, "tensor-parallel-size: 2"))
-    assert "tensor parallelism is not supported" in capsys.readouterr().err
-    assert parse("--config", write(tmp_path, "tensor-parallel-size: 1\nenable-expert-parallel: false")) == parse()
+        parse("--config", write(tmp_path, "decode-context-parallel-size: 2"))
+    assert "context parallelism is not supported" in capsys.readouterr().err
+    assert (
+        parse("--config", write(tmp_path, "decode-context-parallel-size: 1\nenable-expert-parallel: false")) == parse()
+    )
 
 
 def test_a_model_that_a_flag_of_many_values_took_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,9 @@ def test_a_default_that_is_a_value_is_written_once(flag: Flag) -> None:
 
 def test_keywords_are_unique_over_all_sections() -> None:
     config = EngineConfig()
-    sections = {name: getattr(config, name) for name in ("model", "cache", "scheduler", "device")} | config.features
+    sections = {
+        name: getattr(config, name) for name in ("model", "cache", "scheduler", "device", "parallel")
+    } | config.features
     names = [
         word
         for section, own in sections.items()

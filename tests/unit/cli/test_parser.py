@@ -28,9 +28,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2: tensor parallelism is not supported"),
-        (["-tp", "4"], "tensor parallelism is not supported"),
-        (["--tensor_parallel_size=8"], "--tensor-parallel-size 8: tensor parallelism"),
+        (["--prefill-context-parallel-size", "2"], "--prefill-context-parallel-size 2: context parallelism is not"),
+        (["-pcp", "4"], "context parallelism is not supported"),
+        (["--decode_context_parallel_size=8"], "--decode-context-parallel-size 8: context parallelism"),
         (["--quantization", "fp8"], "--quantization fp8: quantizing weights at load time is not supported"),
         (["--enable-expert-parallel"], "expert parallelism is not supported"),
         (["--speculative-config.method", "ngram"], "speculative decoding is not supported"),
@@ -48,7 +48,7 @@ def test_missing_features_are_refused_with_the_reason(
 @pytest.mark.parametrize(
     "argv",
     [
-        ["-tp", "1"],
+        ["-dcp", "1"],
         ["--pipeline-parallel-size=1"],
         ["--quantization", "none"],
         ["--no-enable-expert-parallel"],

@@ -8,6 +8,9 @@ import pytest
 
 from octavo.core.errors import ConfigError
 from octavo.device.binding import bind, format_cores, parse_cores
+from octavo.device.visible import environment_of
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @pytest.fixture
@@ -44,6 +47,38 @@ def test_one_node_is_left_alone(tmp_path, affinity):
     bind("auto", tmp_path / "nothing")
     bind("nobind")
     assert affinity == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "expected"),
+    [
+        (("0-7",), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+        (("0-3", "4-7"), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+        (("0-3", "4-7"), 4, [{0, 1}, {2, 3}, {4, 5}, {6, 7}]),
+        (("0-1", "2-3", "4-5", "6-7"), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+        ((), 3, [{0, 1}, {2, 3, 4}, {5, 6, 7}]),
+    ],
+)
+def test_ranks_take_a_node_each_or_divide_the_cores(tmp_path, affinity, nodes, size, expected):
+    folder = machine(tmp_path, *nodes)
+    for rank in range(size):
+        bind("auto", folder, rank, size)
+    assert affinity == expected
+
+
+def test_each_rank_has_its_own_list(affinity):
+    for rank in range(2):
+        bind("0,1|2-3", rank=rank, size=2)
+    assert affinity == [{0, 1}, {2, 3}]
+    with pytest.raises(ConfigError, match="one list of cores for each of 3 ranks"):
+        bind("0,1|2-3", rank=0, size=3)
+
+
+def test_each_rank_sees_its_own_gpu():
+    assert [environment_of(rank, 2, {}) for rank in range(2)] == [{VISIBLE: "0"}, {VISIBLE: "1"}]
+    assert [environment_of(rank, 2, {VISIBLE: "5, GPU-9"})[VISIBLE] for rank in range(2)] == ["5", "GPU-9"]
+    assert environment_of(1, 2, {VISIBLE: "5"}) == {VISIBLE: ""}, "none is left"
+    assert environment_of(0, 1, {VISIBLE: "5,6"}) == {}
 
 
 def test_a_list_is_taken_as_it_is(affinity):

@@ -1,0 +1,31 @@
+"""Settings of models that several devices compute together."""
+
+from dataclasses import dataclass
+
+from octavo.core import quantities
+from octavo.core.flag import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How a model is divided over devices. Each device has a process, a rank (docs/parallel.md)."""
+
+    tensor_parallel_size: int = setting(
+        1,
+        "devices that divide each layer; each one's process keeps and reads its share of the weights and of the KV "
+        "cache (docs/parallel.md)",
+        read=quantities.count,
+        metavar="N",
+        aliases=("-tp",),
+    )
+    rank_timeout_s: float = setting(
+        300.0,
+        "seconds after which a step that a rank has not finished counts as hanging, which ends the engine",
+        flag="rank-timeout",
+        read=quantities.positive,
+        metavar="SECONDS",
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size

@@ -1,0 +1,172 @@
+"""`RankProcess`: the child process of one rank, and `receive_rank` for its side."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from octavo.core.errors import DeviceLostError
+from octavo.engine import rank_wire as wire
+from octavo.engine.frames import Frames
+from octavo.engine.process import die_with_parent
+from octavo.engine.ring import RingHandles, RingReader
+
+log = logging.getLogger(__name__)
+
+_PIECE = 1 << 20
+_GRACE_S = 5.0
+_LOG_LINES = 20
+
+
+class RankProcess:
+    """A child that runs `python -m MODULE`, reads its ring, socket and `payload`, and serves a rank.
+
+    Messages come to it through the ring, its answers through the socket. Its standard error is forwarded, each line
+    after `prefix`, and the last lines are kept for the error if it ends.
+
+    Attributes:
+        number: the rank's number.
+        device: its device's name; "" until it is known.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        payload: Any,
+        ring: RingHandles,
+        *,
+        number: int = 0,
+        prefix: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            environment: variables that differ from this process's.
+        """
+        self.number = number
+        self.device = ""
+        self._prefix = prefix
+        self._peer, child = socket.socketpair()
+        with child:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(child.fileno(), *ring),
+                env={**os.environ, **(environment or {})},
+            )
+            assert self._process.stdin is not None
+            assert self._process.stderr is not None
+            with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):  # its end is seen by `listen`
+                pickle.dump((child.fileno(), ring, payload), stdin)
+        self._lines: deque[str] = deque(maxlen=_LOG_LINES)
+        self._relay = threading.Thread(target=self._pass_on, args=(self._process.stderr,), daemon=True)
+        self._relay.start()
+        self._listener: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while the process runs."""
+        return self._process.poll()
+
+    def listen(self, take: Callable[[int, wire.FromRank], None], ended: Callable[[int, str], object]) -> None:
+        """Deliver messages in a thread: each to `take`, with the rank's number; at last the reason of the process's
+        end to `ended`."""
+
+        def run() -> None:
+            frames = Frames()
+            try:
+                while data := self._peer.recv(_PIECE):
+                    for message in frames.take(data):
+                        take(self.number, wire.decode_from_rank(message))
+            except OSError:
+                log.debug("the socket of rank %d was closed", self.number)
+            ended(self.number, self._end())
+
+        self._listener = threading.Thread(target=run, name=f"octavo-rank-{self.number}", daemon=True)
+        self._listener.start()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP has stopped the process (Linux only)."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def lost(self, reason: str) -> DeviceLostError:
+        """Return the error for this rank's loss, with its last log lines."""
+        where = f"rank {self.number}" + (f" ({self.device})" if self.device else "")
+        return DeviceLostError(where, reason, tuple(self._lines))
+
+    def hang_up(self) -> None:
+        """Close the socket's sending end, which ends the process."""
+        with contextlib.suppress(OSError):
+            self._peer.shutdown(socket.SHUT_WR)
+
+    def wait(self) -> None:
+        """Wait for the process's end; kill it if it does not end in time."""
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("rank %d did not end within %.0f s and is killed", self.number, _GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process if it has not ended, and wait for its end."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        if self._listener is not None:
+            self._listener.join(_GRACE_S)
+        self._relay.join(_GRACE_S)
+        self._peer.close()
+
+    def _end(self) -> str:
+        """Wait for the process's end and return how it ended."""
+        try:
+            code = self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return "its process closed its socket"
+        self._relay.join(_GRACE_S)
+        return f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended ({code})"
+
+    def _pass_on(self, source: IO[bytes]) -> None:
+        with source:
+            for line in source:
+                text = line.decode(errors="replace")
+                self._lines.append(text.rstrip("\n"))
+                sys.stderr.write(self._prefix + text)
+                sys.stderr.flush()
+
+
+def receive_rank() -> tuple[socket.socket, RingReader, Any]:
+    """Call in the child: return the socket to the engine, the ring of its messages and the payload of `RankProcess`.
+
+    Also makes the child ignore SIGINT and SIGTERM, and end with its parent.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # service managers signal all processes; the engine decides
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+    descriptor, ring, payload = pickle.load(sys.stdin.buffer)
+    sys.stdin.close()
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    return socket.socket(fileno=descriptor), RingReader(ring), payload

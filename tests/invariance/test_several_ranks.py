@@ -1,0 +1,96 @@
+"""A model divided over ranks gives the tokens of one device, whatever else the engine does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rank_kit import ranks_in_threads
+from test_invariance import requests
+from test_rank import CROWDED, life
+from toy_engine import drive, tiny_config, tokens_of
+from toy_models import LLAMA, QWEN3, model_files
+
+from octavo.build import build_core
+from octavo.core.errors import ConfigError
+from octavo.core.output import TokenDelta, TokenLogprobs
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.engine.loop import EngineLoop
+
+EVEN = {"vocab_size": 132}
+MODELS: dict[str, dict[str, Any]] = {
+    "an odd vocabulary": LLAMA,
+    "a divided vocabulary": LLAMA | EVEN,
+    "a divided table for both ends": LLAMA | EVEN | {"tie_word_embeddings": True},
+    "norms of heads": QWEN3 | EVEN,
+    "windows": LLAMA
+    | EVEN
+    | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16, "head_dim": 16},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "in step": {},
+    "overlap, chunks and preemption": CROWDED,
+    "no prefix cache": {"enable_prefix_caching": False},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch)
+
+
+def engine(config: dict[str, Any] = LLAMA, **settings: Any) -> EngineLoop:
+    return build_core(tiny_config(device="cpu", cpu_bind="nobind", **settings), model_files(config))[0]
+
+
+def run(config: dict[str, Any] = LLAMA, **settings: Any) -> dict[tuple[str, int], list[int]]:
+    loop = engine(config, **settings)
+    found = tokens_of(drive(loop, requests()))
+    loop.close()
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_of_each_model(model: str, size: int) -> None:
+    config = MODELS[model]
+    if size > config["num_attention_heads"]:
+        with pytest.raises(ConfigError, match=f"attention heads on . kv heads can't be divided over {size} devices"):
+            engine(config, tensor_parallel_size=size)
+    else:
+        assert run(config, tensor_parallel_size=size) == run(config)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_tokens_under_each_setting(settings: str) -> None:
+    assert run(tensor_parallel_size=2, **SETTINGS[settings]) == run(**SETTINGS[settings])
+
+
+def scored(**settings: Any) -> list[TokenDelta]:
+    loop = engine(LLAMA | EVEN, **settings)
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=3, prompt_logprobs=2)
+    asked = [GenerateRequest(id=str(i), tokens=list(range(5 + i, 17)), params=params) for i in range(3)]
+    found = list(drive(loop, asked))
+    loop.close()
+    return found
+
+
+def test_log_probabilities() -> None:
+    alone, divided = scored(), scored(tensor_parallel_size=2)
+    assert len(alone) == len(divided)
+    for one, other in zip(alone, divided, strict=True):
+        assert (one.id, one.tokens) == (other.id, other.tokens)
+        for mine, its in zip(scores_of(one), scores_of(other), strict=True):
+            assert (mine.rank, mine.top_ids) == (its.rank, its.top_ids)
+            assert [mine.logprob, *mine.top_logprobs] == pytest.approx([its.logprob, *its.top_logprobs], abs=1e-4)
+
+
+def scores_of(delta: TokenDelta) -> list[TokenLogprobs]:
+    return [one for one in [*(delta.prompt_logprobs or []), *(delta.logprobs or [])] if one is not None]
+
+
+def test_sleep_and_other_weights() -> None:
+    where = {"device": "cpu", "cpu_bind": "nobind"}
+    assert life(tensor_parallel_size=2, **where) == life(**where)

@@ -1,0 +1,106 @@
+"""Ranks as threads of the test's process: they start in no time, and share its installed features.
+
+They run `RankServer` over real sockets and a real ring, as processes do; only their collectives are not torch's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.build_worker import build_rank
+from octavo.core.worker_info import RankPlace
+from octavo.engine.plan_codec import PlanCodec
+from octavo.engine.rank import RankServer
+from octavo.engine.rank_process import RankProcess
+from octavo.engine.ring import RingHandles, RingReader
+from octavo.features import payload_types
+from octavo.parallel.mesh import Mesh
+
+_PATIENCE_S = 60.0
+
+
+class ThreadCollectives:
+    """`Collectives` of one of several threads, which exchange tensors in a list."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, given: list[Tensor]) -> None:
+        self._rank, self._barrier, self._given = rank, barrier, given
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.all_gather(x)).sum(0)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        self._given[self._rank] = x.clone()
+        self._barrier.wait(_PATIENCE_S)
+        found = list(self._given)
+        self._barrier.wait(_PATIENCE_S)
+        return found
+
+
+class RankThread(RankProcess):
+    """A `RankProcess` whose rank is a thread."""
+
+    stopped = False
+    code = None
+    pid = 0
+
+    def __init__(
+        self,
+        module: str,
+        payload: Any,
+        ring: RingHandles,
+        *,
+        number: int = 0,
+        prefix: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        config, files, _, place = payload
+        self.number, self.device = number, ""
+        self._lines = deque()
+        self._peer, child = socket.socketpair()
+        self._listener = None
+        reader = RingReader(RingHandles(*map(os.dup, ring)))
+
+        def serve() -> None:
+            with child:
+                codec = PlanCodec(payload_types())
+                RankServer(child, reader, lambda: build_rank(config, files, place), codec, number).run()
+
+        self._thread = threading.Thread(target=serve, name=f"rank {number}", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join(_PATIENCE_S)
+
+    def kill(self) -> None:
+        self.hang_up()
+        if self._listener is not None:
+            self._listener.join(_PATIENCE_S)
+        self._peer.close()
+
+    def _end(self) -> str:
+        return "its thread ended"
+
+
+def ranks_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines of several ranks run them in threads."""
+    meetings: dict[int, tuple[threading.Barrier, list[Tensor]]] = {}
+    meeting = threading.Lock()
+
+    def join(place: RankPlace, accelerator: str) -> Mesh:
+        if place.size == 1:
+            return Mesh()
+        with meeting:
+            shared = meetings.setdefault(place.port, (threading.Barrier(place.size), [torch.empty(0)] * place.size))
+        return Mesh(place.rank, place.size, ThreadCollectives(place.rank, *shared))
+
+    monkeypatch.setattr("octavo.build_worker.RankProcess", RankThread)
+    monkeypatch.setattr("octavo.worker.worker.join", join)
