@@ -142,6 +142,14 @@ class Logprob:
     decoded_token: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedDrafts:
+    """How many draft tokens of an output the model accepted, and how many it rejected."""
+
+    accepted: int
+    rejected: int
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One choice: all output so far (CUMULATIVE, FINAL_ONLY) or the new output (DELTA).
@@ -149,6 +157,7 @@ class CompletionOutput:
     Attributes:
         cumulative_logprob: of all its tokens, if `logprobs` were requested or a feature provides it.
         stop_reason: the stop string or stop token that ended it; the error's text after an error.
+        drafts: set in the last item if the engine drafts.
     """
 
     lora_request: ClassVar[None] = None
@@ -160,6 +169,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    drafts: VerifiedDrafts | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

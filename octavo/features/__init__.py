@@ -34,7 +34,17 @@ if TYPE_CHECKING:
     from octavo.text.tokenizers.tokenizer import Tokenizer
     from octavo.worker.hooks import WorkerHook
 
-FEATURES = ("beams", "bridge", "grammar", "logits_processors", "lora", "pooling", "prompt_embeds", "thinking")
+FEATURES = (
+    "beams",
+    "bridge",
+    "grammar",
+    "logits_processors",
+    "lora",
+    "pooling",
+    "prompt_embeds",
+    "speculation",
+    "thinking",
+)
 
 S = TypeVar("S", bound="FeatureSettings")
 

@@ -20,7 +20,7 @@ Limited = tuple[str, tuple[Any, ...]]
 
 LEAVE_OUT = "leave it out"
 _ADAPTERS = "name an adapter as the model, if the server has some, or merge it into the weights"
-_SPECULATION = "it has no speculative decoding: leave it out"
+_SERVER_DRAFTS = "the server drafts for all requests, if it was started with --speculative-config: leave it out"
 _MEDIA = "it reads only text"
 _SAMPLER = "use temperature, top_p, top_k or min_p"
 _NOTHING: tuple[Any, ...] = (None, [], {}, "")
@@ -37,7 +37,7 @@ _LACKING: dict[str, Limited] = {
             "speculative.n_max",
             "speculative.n_min",
         ),
-        (_SPECULATION, (*_NOTHING, 0)),
+        (_SERVER_DRAFTS, (*_NOTHING, 0)),
     ),
     **dict.fromkeys(
         (

@@ -60,6 +60,7 @@ _TEXTS = {
     "cache.memory_utilization": "0.5",
     "scheduler.watermark": "0.5",
     "lora.max_lora_rank": "128",
+    "speculation.spec_tokens": "8",
 }
 
 
@@ -105,7 +106,7 @@ def test_values_that_are_fine() -> None:
     [
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2: context parallelism is not supported"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel=True: expert parallelism is not supported"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative decoding is not supported"),
+        ({"speculative_model": "m"}, "a draft model is not supported"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False: long prompts are always computed in chunks"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from msgspec import UNSET, UnsetType
 
 from octavo.core.errors import is_internal
-from octavo.core.output import BAD_LOGITS, RequestOutput, RequestTimes
+from octavo.core.output import BAD_LOGITS, RequestOutput, RequestTimes, VerifiedDrafts
 from octavo.core.params import SamplingParams
 from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.core.structured import UNFOLLOWED
@@ -158,6 +158,7 @@ class UsageCounter:
         self._times: RequestTimes | None = None
         self.reasoning_tokens: int | None = None
         """Generated tokens that are reasoning; None if reasoning is not separated."""
+        self._drafts: list[VerifiedDrafts] = []
 
     def add(self, number: int, output: RequestOutput) -> None:
         """Count what is new in `output`: a DELTA, or the only output."""
@@ -165,6 +166,8 @@ class UsageCounter:
         self._times = output.times
         for choice in output.outputs:
             self._completion += len(choice.token_ids)
+            if choice.drafts is not None:
+                self._drafts.append(choice.drafts)
 
     def usage(self) -> Usage:
         return Usage(
@@ -172,8 +175,15 @@ class UsageCounter:
             self._completion,
             self._prompt + self._completion,
             CachedTokens(sum(self._cached)) if self._tells_cached else UNSET,
-            UNSET if self.reasoning_tokens is None else CompletionTokens(self.reasoning_tokens),
+            self._details(),
         )
+
+    def _details(self) -> CompletionTokens | UnsetType:
+        reasoning: int | UnsetType = UNSET if self.reasoning_tokens is None else self.reasoning_tokens
+        if self._drafts:
+            accepted, rejected = (sum(one.accepted for one in self._drafts), sum(one.rejected for one in self._drafts))
+            return CompletionTokens(reasoning, accepted, rejected)
+        return UNSET if reasoning is UNSET else CompletionTokens(reasoning)
 
     def timings(self, *, streamed: bool = False) -> Timings | UnsetType:
         """Return timings at the end, if the settings enable them. With several choices there are none."""

@@ -16,9 +16,11 @@ class CachedTokens(msgspec.Struct, frozen=True):
 
 
 class CompletionTokens(msgspec.Struct, frozen=True):
-    """Breakdown of the generated tokens."""
+    """Breakdown of the generated tokens. Rejected draft tokens are not among them, and are not charged anywhere."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):

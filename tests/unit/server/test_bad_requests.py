@@ -315,10 +315,9 @@ def test_only_json_is_read() -> None:
     [
         ({"functions": [{"name": "f"}]}, "functions is not supported by this version; declare them as tools."),
         ({"adapter_id": "a"}, "adapter_id is not supported by this version; name an adapter as the model, if"),
-        ({"num_speculative_tokens": 3}, "num_speculative_tokens is not supported by this version; it has no specul"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens is not supported by this version; the server dra"),
         ({"images": ["aGk="]}, "images is not supported by this version; it reads only text."),
         ({"mirostat": 2}, "mirostat is not supported by this version; use temperature, top_p, top_k or min_p."),
-        ({"prediction": {}}, "prediction is not supported by this version; leave it out."),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp is not a known field;"),
     ],
 )

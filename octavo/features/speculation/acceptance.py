@@ -1,0 +1,38 @@
+"""`Acceptance`: how likely drafts are accepted."""
+
+from __future__ import annotations
+
+_DECAY = 0.95
+_WEIGHT = 4.0
+"""Drafts that the general experience counts for, before a request has its own."""
+_PRIOR = 0.6
+
+
+class Acceptance:
+    """The chance that a draft is accepted if all before it were, from recent drafts."""
+
+    __slots__ = ("_accepted", "_tried")
+
+    def __init__(self, others: Acceptance | None = None) -> None:
+        """
+        Args:
+            others: what is known of other requests.
+        """
+        share = _PRIOR if others is None else max(0.3, others.share)  # else no request would try again
+        self._tried = _WEIGHT
+        self._accepted = share * _WEIGHT
+
+    @property
+    def share(self) -> float:
+        return self._accepted / self._tried
+
+    def fade(self) -> None:
+        """Let what was learned count for no more than the first prior, so that new drafts decide."""
+        share = self.share
+        self._tried = min(self._tried, _WEIGHT)
+        self._accepted = share * self._tried
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Note a row's drafts. Those after the first rejected one say nothing."""
+        self._tried = self._tried * _DECAY + min(num_accepted + 1, num_drafts)
+        self._accepted = self._accepted * _DECAY + num_accepted

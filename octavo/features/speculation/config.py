@@ -1,0 +1,87 @@
+"""`DraftConfig`: who drafts, and how much. Parsed from `--speculative-config` and the short flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from octavo.core.errors import ConfigError
+
+Method = Literal["auto", "ngram", "suffix"]
+METHODS: tuple[str, ...] = get_args(Method)
+MOST_DRAFTS = 15
+"""Most drafts after one token."""
+_LONGEST = 64
+"""Longest match that is looked for, in tokens."""
+
+
+def _option(default: Any, help: str) -> Any:  # noqa: A002 (argparse's word)
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """The keys of `--speculative-config`. Names are vLLM's, except `adaptive`.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
+    """
+
+    method: str = _option("auto", "who drafts: auto, ngram or suffix")
+    num_speculative_tokens: int = _option(7, f"most drafts after one token, 1 to {MOST_DRAFTS}")
+    adaptive: bool = _option(True, "choose the number of drafts by what they gain, 0 included")
+    prompt_lookup_min: int = _option(2, "least tokens that must match an earlier place")
+    prompt_lookup_max: int = _option(8, "most tokens that are compared")
+    suffix_decoding_max_cached_requests: int = _option(0, "outputs of earlier requests that `suffix` searches, too")
+    suffix_decoding_min_token_prob: float = _option(0.1, "least frequency of a draft of `suffix`")
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(
+                f"speculative_config: method={self.method!r} is not supported; choose one of {', '.join(METHODS)}."
+            )
+        for name in ("adaptive",):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"speculative_config: {name}={getattr(self, name)!r} must be true or false.")
+        self._whole("num_speculative_tokens", 1, MOST_DRAFTS)
+        self._whole("prompt_lookup_min", 1, _LONGEST)
+        self._whole("prompt_lookup_max", self.prompt_lookup_min, _LONGEST)
+        self._whole("suffix_decoding_max_cached_requests", 0, 1_000_000)
+        if self.suffix_decoding_max_cached_requests and self.method != "suffix":
+            raise ConfigError(
+                "speculative_config: suffix_decoding_max_cached_requests needs method=suffix, got "
+                f"method={self.method}."
+            )
+        chance = self.suffix_decoding_min_token_prob
+        if isinstance(chance, bool) or not isinstance(chance, int | float) or not 0 <= chance <= 1:
+            raise ConfigError(
+                f"speculative_config: suffix_decoding_min_token_prob={chance!r} must be a number from 0 to 1."
+            )
+
+    def _whole(self, name: str, least: int, most: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ConfigError(f"speculative_config: {name}={value!r} must be a whole number from {least} to {most}.")
+
+
+KEYS = tuple(one.name for one in fields(DraftConfig))
+
+
+def draft_config(given: dict[str, Any], method: str | None, tokens: int | None) -> DraftConfig | None:
+    """Return the configuration; None if nothing asks for drafts.
+
+    Args:
+        given: `--speculative-config`.
+        method, tokens: `--spec-method` and `--spec-tokens`, which take precedence over its keys.
+
+    Raises:
+        ConfigError: an unknown key, or a value that it can't have.
+    """
+    chosen = {"method": method, "num_speculative_tokens": tokens}
+    merged = given | {key: value for key, value in chosen.items() if value is not None}
+    if not merged:
+        return None
+    odd = next((key for key in merged if key not in KEYS), None)
+    if odd is not None:
+        raise ConfigError(f"speculative_config: {odd!r} is not a known key; there are {', '.join(KEYS)}.")
+    return DraftConfig(**merged)

@@ -1,0 +1,103 @@
+"""`StepCosts`: what steps took, with and without drafts, by the number of their rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_DECAY = 0.95
+"""Weight of what is known against a new measurement."""
+_OUTLIER = 4.0
+"""A step that takes this many times what is usual was delayed by something else, such as a pause of the process."""
+_PRIOR = 0.3
+"""Until measured: cost of a draft, as a share of a step's cost for each row."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """Seconds of steps with drafts as a line over their number, by least squares with decaying weights."""
+
+    weight: float = 0.0
+    drafts: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+
+    def add(self, drafts: int, seconds: float) -> None:
+        for name, value in (
+            ("weight", 1.0),
+            ("drafts", drafts),
+            ("seconds", seconds),
+            ("squares", drafts * drafts),
+            ("products", drafts * seconds),
+        ):
+            setattr(self, name, getattr(self, name) * _DECAY + value)
+
+    def fit(self, slope: float) -> tuple[float, float]:
+        """Return seconds without drafts and seconds for each draft.
+
+        Args:
+            slope: the second one, if the measurements don't say it.
+        """
+        mean, drafts = self.seconds / self.weight, self.drafts / self.weight
+        spread = self.squares / self.weight - drafts * drafts
+        if spread > 0.25:
+            slope = max(0.0, (self.products / self.weight - drafts * mean) / spread)
+        slope = min(slope, mean / max(drafts, 1.0))
+        return mean - slope * drafts, slope
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Steps of about the same number of rows.
+
+    Attributes:
+        plain: mean seconds of steps without drafts; 0.0 before the first.
+    """
+
+    line: _Line
+    plain: float = 0.0
+
+
+class StepCosts:
+    """Seconds of steps that only decode. Steps with other rows say nothing about drafts."""
+
+    def __init__(self) -> None:
+        self._measured: dict[int, _Measured] = {}
+
+    def add(self, rows: int, drafts: int, seconds: float) -> None:
+        """Note that a step of `rows` rows, with `drafts` drafts in all of them together, took `seconds`."""
+        one = self._measured.setdefault(_size(rows), _Measured(_Line()))
+        usual = sum(self.step(rows, drafts)) if drafts else one.plain
+        if usual and seconds > _OUTLIER * usual:
+            return
+        if drafts:
+            one.line.add(drafts, seconds)
+        else:
+            one.plain = one.plain * _DECAY + seconds * (1 - _DECAY) if one.plain else seconds
+
+    def plain(self, rows: int) -> float:
+        """Return the seconds of a step without drafts; 0.0 if unknown."""
+        one = self._measured.get(_size(rows))
+        if one is None:
+            return 0.0
+        if not one.plain and one.line.weight:
+            return one.line.fit(_PRIOR * one.line.seconds / one.line.weight / rows)[0]
+        return one.plain
+
+    def step(self, rows: int, drafts: int) -> tuple[float, float]:
+        """Return the seconds of a step without its drafts, and of its drafts; both 0.0 if nothing is known."""
+        one = self._measured.get(_size(rows))
+        plain = self.plain(rows)
+        slope = _PRIOR * plain / rows
+        if one is None or not one.line.weight:
+            return plain, slope * drafts
+        base, slope = one.line.fit(slope)
+        return base, slope * drafts
+
+
+def _size(rows: int) -> int:
+    """Return the class of a number of rows: exact up to 8, then two for each power of two."""
+    if rows <= 8:
+        return rows
+    exponent = rows.bit_length() - 1
+    return 2 * exponent + (rows >> (exponent - 1) & 1) + 8

@@ -1,0 +1,177 @@
+"""`SpeculationEngine`: the engine half. It decides how many drafts a request gets, and counts what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import msgspec
+
+from octavo.core.errors import ConfigError
+from octavo.core.plan import PlanDraft
+from octavo.core.stats import FeatureMetric
+from octavo.features import FeatureContext
+from octavo.features.speculation.acceptance import Acceptance
+from octavo.features.speculation.config import DraftConfig
+from octavo.features.speculation.costs import StepCosts
+from octavo.features.speculation.counters import DraftCounters
+from octavo.features.speculation.payload import NAME, DraftCounts, SpeculationOption
+from octavo.features.speculation.settings import SpeculationSettings
+from octavo.schedule.hooks import EngineHook
+from octavo.schedule.request import Request
+
+_MARGIN = 1.05
+"""Drafts must yield this many times what they cost."""
+_SURE = 0.5
+"""Share of accepted drafts from which a request's pauses are short again."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
+"""Tokens that a request decodes without drafts before they are tried again; each failed trial doubles it."""
+_TRIAL, _TRIAL_ROWS = 2, 3
+"""Drafts of each row of a trial, and its most rows."""
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """A request's drafts.
+
+    Attributes:
+        pause: output tokens from one trial to the next while drafts don't pay.
+        resume: length of the output from which drafts are tried again; 0 while they pay.
+        tried: rows of the present trial.
+    """
+
+    enabled: bool
+    acceptance: Acceptance
+    accepted: int = 0
+    rejected: int = 0
+    pause: int = _FIRST_PAUSE
+    resume: int = 0
+    tried: int = 0
+
+
+class SpeculationEngine(EngineHook):
+    """Drafts are worth their cost if the tokens that they save would take longer; see docs/speculative.md."""
+
+    name = NAME
+    opt_in = True
+    admits_for_good = True
+
+    def __init__(self, config: DraftConfig, clock: Callable[[], float] = perf_counter) -> None:
+        self.max_drafts = config.num_speculative_tokens
+        self._adaptive = config.adaptive
+        self._clock = clock
+        self._costs = StepCosts()
+        self._drafted: dict[Request, _Drafted] = {}
+        self._counters = DraftCounters(self.max_drafts)
+        self._overall = Acceptance()
+        self._last: tuple[float, int, int] | None = None
+        """When the last step was planned, its rows and its drafts; None if it did not only decode."""
+        self._prices: tuple[float, float, float] | None = None
+        """Seconds that an accepted draft saves, and that a row with drafts and each of them cost; None if unknown."""
+
+    def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
+        """Measure the step before: in a busy engine, one step is planned in the time that one takes."""
+        now, last = self._clock(), self._last
+        if last is not None:
+            began, count, drafts = last
+            self._costs.add(count, drafts, now - began)
+            self._counters.step(now - began, count, self._costs.plain(count))
+            self._prices = self._priced(count)
+        drafts = 0 if draft.repeats else sum(draft.num_drafts)
+        decodes = draft.repeats or (sum(draft.num_tokens) == len(rows) + drafts and all(draft.samples))
+        self._last = (now, len(rows), drafts) if decodes and not draft.new else None
+
+    def drafts(self, request: Request) -> int | None:
+        one = self._of(request)
+        if not one.enabled:
+            return 0
+        if not self._adaptive:
+            return None
+        if one.resume:
+            return _TRIAL if request.num_output + request.pending >= one.resume else 0
+        return self._best(one.acceptance)
+
+    def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self._counters.verified(num_drafts, num_accepted)
+        self._overall.add(num_drafts, num_accepted)
+        one = self._of(request)
+        one.accepted += num_accepted
+        one.rejected += num_drafts - num_accepted
+        if self._adaptive and one.resume and not one.tried:
+            one.acceptance.fade()
+        one.acceptance.add(num_drafts, num_accepted)
+        if self._adaptive:
+            self._judge(one, request.num_output + request.pending)
+
+    def _judge(self, one: _Drafted, length: int) -> None:
+        """Begin or end a pause of a request whose drafts were verified at this length of its output."""
+        if self._best(one.acceptance):
+            one.tried = one.resume = 0
+            if one.acceptance.share > _SURE:
+                one.pause = _FIRST_PAUSE
+            return
+        one.tried += 1
+        if not one.resume or one.tried >= _TRIAL_ROWS:
+            one.tried, one.resume = 0, length + one.pause
+            one.pause = min(2 * one.pause, _LONGEST_PAUSE)
+
+    def _best(self, acceptance: Acceptance) -> int:
+        """Return the number of drafts that saves the most time in a step like the last; 0 if none saves any.
+
+        A draft that is accepted saves a token's share of a step without drafts.
+        """
+        if self._prices is None:
+            return self.max_drafts
+        value, overhead, cost = self._prices
+        share = acceptance.share
+        best, most, gain, chance = 0, 0.0, 0.0, 1.0
+        for count in range(1, self.max_drafts + 1):
+            chance *= share
+            gain += chance * value
+            left = gain - _MARGIN * (overhead + cost * count)
+            if left > most:
+                best, most = count, left
+        return best
+
+    def _priced(self, rows: int) -> tuple[float, float, float] | None:
+        plain = self._costs.plain(rows)
+        base, cost = self._costs.step(rows, 1)
+        return (plain / rows, max(0.0, base - plain) / rows, cost) if plain else None
+
+    def _of(self, request: Request) -> _Drafted:
+        """Return the state of a request that has not ended."""
+        one = self._drafted.get(request)
+        if one is None:
+            given = request.spec.options.get(NAME)
+            option = SpeculationOption() if given is None else msgspec.msgpack.decode(given, type=SpeculationOption)
+            one = self._drafted[request] = _Drafted(option.enabled, Acceptance(self._overall))
+        return one
+
+    def result(self, request: Request) -> bytes | None:
+        one = self._drafted.get(request)
+        return None if one is None else msgspec.msgpack.encode(DraftCounts(one.accepted, one.rejected))
+
+    def on_release(self, request: Request) -> None:
+        self._drafted.pop(request, None)
+        self._last = None  # the time until the next step may be idle
+
+    def metrics(self) -> Sequence[FeatureMetric]:
+        return self._counters.metrics()
+
+
+def build_engine(context: FeatureContext) -> SpeculationEngine | None:
+    """Return the engine half; None if nothing is drafted.
+
+    Raises:
+        ConfigError: the device lacks what the settings ask for.
+    """
+    config = context.settings_of(SpeculationSettings).config()
+    if config is None or not context.generates:
+        return None
+    if config.method == "suffix" and context.device != "cpu":
+        raise ConfigError(
+            "speculative_config: method=suffix searches in the host's memory, which would make a GPU wait; "
+            "set method=ngram."
+        )
+    return SpeculationEngine(config)

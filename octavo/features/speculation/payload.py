@@ -1,0 +1,28 @@
+"""What the halves of the feature share: its name and a request's option. There is no payload."""
+
+from __future__ import annotations
+
+import msgspec
+
+NAME = "speculation"
+
+
+class SpeculationOption(msgspec.Struct, frozen=True, array_like=True):
+    """A request's input of the engine half and the worker half.
+
+    Attributes:
+        enabled: False for a request that is decoded without drafts.
+        num_prompt: number of tokens of its prompt.
+        prediction: tokens of the text that the client expects as the output; empty without one.
+    """
+
+    enabled: bool = True
+    num_prompt: int = 0
+    prediction: list[int] = []
+
+
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """The engine half's result for one choice: its drafts that were verified."""
+
+    accepted: int
+    rejected: int

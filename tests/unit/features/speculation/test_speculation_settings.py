@@ -1,0 +1,63 @@
+"""Settings: every wrong one is refused with the key, the value and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.core.errors import ConfigError
+from octavo.features import FeatureContext
+from octavo.features.speculation.config import DraftConfig
+from octavo.features.speculation.engine import build_engine
+from octavo.features.speculation.settings import SpeculationSettings
+from octavo.features.speculation.worker import DeviceDrafter, HostDrafter, build_worker
+
+
+def context(device: str = "cpu", **settings: Any) -> FeatureContext:
+    chosen = {"speculation": SpeculationSettings(**settings)}
+    return FeatureContext(
+        vocab_size=8,
+        eos_token_ids=(),
+        load_tokenizer=lambda: None,
+        device=device,
+        settings=chosen,  # type: ignore[arg-type, return-value]
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"method": "medusa"}, "method='medusa' is not supported; choose one of auto, ngram, suffix"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 must be a whole number from 1 to 15"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens=True must be a whole number"),
+        ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_max=3 must be a whole number from 4 to 64"),
+        ({"adaptive": 1}, "adaptive=1 must be true or false"),
+        ({"suffix_decoding_min_token_prob": 2}, "suffix_decoding_min_token_prob=2 must be a number from 0 to 1"),
+        ({"suffix_decoding_max_cached_requests": 9}, "needs method=suffix, got method=auto"),
+        ({"draft_model": "x"}, "'draft_model' is not a known key; there are method, num_speculative_tokens"),
+    ],
+)
+def test_wrong_settings(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.of(speculative_config=config)
+    assert says in str(caught.value)
+
+
+def test_short_flags_take_precedence() -> None:
+    settings = SpeculationSettings(speculative_config={"method": "suffix"}, spec_method="ngram", spec_tokens=3)
+    assert settings.config() == DraftConfig(method="ngram", num_speculative_tokens=3)
+    assert SpeculationSettings().config() is None
+
+
+def test_who_drafts() -> None:
+    assert build_engine(context()) is None
+    assert build_worker(context()) is None
+    assert isinstance(build_worker(context(spec_method="suffix")), HostDrafter)
+    assert isinstance(build_worker(context("cuda", spec_method="auto")), DeviceDrafter)
+    engine = build_engine(context(spec_tokens=4))
+    assert engine is not None
+    assert engine.max_drafts == 4
+    with pytest.raises(ConfigError, match="set method=ngram"):
+        build_engine(context("cuda", spec_method="suffix"))
