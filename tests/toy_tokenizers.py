@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import string
+from functools import cache
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE, WordPiece
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE, Unigram, WordPiece
 from tokenizers.processors import TemplateProcessing
-from tokenizers.trainers import BpeTrainer
+from tokenizers.trainers import BpeTrainer, UnigramTrainer
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
@@ -75,6 +76,30 @@ def bert() -> Tokenizer:
         special_tokens=[(mark, tokenizer.token_to_id(mark)) for mark in marks],
     )
     return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """XLM-RoBERTa's kind: the most likely pieces of a text, with marks around one text or two."""
+    tokenizer = Tokenizer(Unigram(list(_trained_unigrams()), unk_id=0))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always")
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return tokenizer
+
+
+@cache
+def _trained_unigrams() -> tuple[tuple[str, float], ...]:
+    """Pieces and scores, which SentencePiece keeps in float32. No two trainings are quite the same."""
+    tokenizer = Tokenizer(Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always")
+    trainer = UnigramTrainer(vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(TEXT, trainer)
+    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    return tuple((token, round(score * 1024) / 1024) for token, score in vocabulary)
 
 
 def _trained_pieces() -> tuple[list[str], list[tuple[str, str]]]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_file import GGUFFile
-from octavo.text.tokenizers.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_log = logging.getLogger(__name__)
+from octavo.text.tokenizers.gguf_models import (
+    CONTROL,
+    KINDS,
+    NORMAL,
+    REMEDY,
+    UNKNOWN,
+    USER_DEFINED,
+    Ends,
+    array,
+    token_id,
+)
 
 
 def build_backend(file: GGUFFile) -> Tokenizer:
@@ -26,30 +28,25 @@ def build_backend(file: GGUFFile) -> Tokenizer:
             inconsistent metadata.
     """
     kind = file.metadata.get("tokenizer.ggml.model")
-    tokens = _array(file, "tokenizer.ggml.tokens")
+    tokens = array(file, "tokenizer.ggml.tokens")
+    if kind not in KINDS:
+        known = ", ".join(repr(name) for name in KINDS)
+        raise ModelFileError(f"{file.path} has a tokenizer of the kind {kind!r}; known are {known}. {REMEDY}")
     try:
-        if kind == "gpt2":
-            backend, add_bos = _byte_level(file, tokens)
-        elif kind == "llama":
-            backend, add_bos = _sentencepiece(file, tokens), True
-        else:
-            raise ModelFileError(
-                f"{file.path} has a tokenizer of the kind {kind!r}; known are 'gpt2' and 'llama'. {_REMEDY}"
-            )
-        _add_special(file, backend, tokens)
-        _add_ends(file, backend, tokens, add_bos)
+        backend, ends = KINDS[kind](file, tokens)
+        _add_special(file, backend)
+        _add_ends(file, backend, kind, ends)
     except ModelFileError:
         raise
     except Exception as exc:  # the library raises bare Exception for inconsistent vocabulary and merges
-        raise ModelFileError(f"{file.path}: no tokenizer can be built from its metadata: {exc}. {_REMEDY}") from exc
+        raise ModelFileError(f"{file.path}: no tokenizer can be built from its metadata: {exc}. {REMEDY}") from exc
     return backend
 
 
 def special_token(file: GGUFFile, short: str) -> str | None:
     """Return the text of the token that the file names as "bos", "eos", "unknown" or "padding"."""
-    token = file.metadata.get(f"tokenizer.ggml.{short}_token_id")
-    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
-    return tokens[token] if isinstance(token, int) and token < len(tokens) else None
+    token = token_id(file, short)
+    return None if token is None else file.metadata["tokenizer.ggml.tokens"][token]
 
 
 def chat_templates(file: GGUFFile) -> dict[str, str]:
@@ -63,100 +60,35 @@ def chat_templates(file: GGUFFile) -> dict[str, str]:
     return templates | ({"default": main} if main else {})
 
 
-_REMEDY = "Give another tokenizer with --tokenizer FOLDER."
-
-
-def _array(file: GGUFFile, key: str) -> list[Any]:
-    values = file.metadata.get(key)
-    if not isinstance(values, list) or not values:
-        raise ModelFileError(f"{file.path} lacks the metadata {key}, which its tokenizer needs. {_REMEDY}")
-    return values
-
-
-def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    rules = _rules(file)
-    merges = [tuple(merge.split(" ", 1)) for merge in _array(file, "tokenizer.ggml.merges")]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    backend = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=rules.ignore_merges))
-    if rules.normalizer is not None:
-        backend.normalizer = rules.normalizer()
-    backend.pre_tokenizer = rules.build()
-    backend.decoder = decoders.ByteLevel()
-    return backend, rules.add_bos
-
-
-def _rules(file: GGUFFile) -> PreTokenizer:
-    name = file.metadata.get("tokenizer.ggml.pre")
-    if name is None:
-        _log.warning(
-            "%s does not say how it splits text into words (tokenizer.ggml.pre); GPT-2's rules are used. "
-            "If answers look odd, convert the model again, or give --tokenizer FOLDER.",
-            file.path,
-        )
-        name = "default"
-    if name not in PRE_TOKENIZERS:
-        raise ModelFileError(
-            f"{file.path} splits text into words by the rules {name!r} (tokenizer.ggml.pre); known are: "
-            f"{', '.join(PRE_TOKENIZERS)}. {_REMEDY}"
-        )
-    return PRE_TOKENIZERS[name]
-
-
-def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
-    """SentencePiece's BPE: the pair whose union has the highest score is merged first; unknown text becomes bytes."""
-    scores = _array(file, "tokenizer.ggml.scores")
-    kinds = _array(file, "tokenizer.ggml.token_type")
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    merges = merges_from_scores(
-        {
-            token: score
-            for token, score, kind in zip(tokens, scores, kinds, strict=True)
-            if kind in (_NORMAL, _USER_DEFINED)
-        },
-        vocabulary,
-    )
-    unknown = special_token(file, "unknown") or tokens[0]
-    backend = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    replace = normalizers.Replace(" ", _SPACE)
-    undo = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace])
-        backend.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)])
-    else:
-        backend.normalizer = replace
-        backend.decoder = decoders.Sequence(undo)
-    return backend
-
-
-def merges_from_scores(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return pairs in merge order: by the score of their union, then by lower ids."""
-    found = []
-    for token, score in scores.items():
-        for cut in range(1, len(token)):
-            left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
-            if left is not None and right is not None:
-                found.append((-score, left, right, token[:cut], token[cut:]))
-    found.sort(key=lambda pair: pair[:3])
-    return [(left, right) for *_, left, right in found]
-
-
-def _add_special(file: GGUFFile, backend: Tokenizer, tokens: list[str]) -> None:
-    kinds = file.metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _UNKNOWN)]
-    own = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
+def _add_special(file: GGUFFile, backend: Tokenizer) -> None:
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    kinds = file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, UNKNOWN)]
+    own = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
 
 
-def _add_ends(file: GGUFFile, backend: Tokenizer, tokens: list[str], add_bos: bool) -> None:
-    single, special = ["$A"], []
-    if file.metadata.get("tokenizer.ggml.add_bos_token", add_bos):
-        bos = special_token(file, "bos")
-        if bos is not None:
-            single, special = [bos, *single], [(bos, tokens.index(bos))]
-    if file.metadata.get("tokenizer.ggml.add_eos_token", False):
-        eos = special_token(file, "eos")
-        if eos is not None:
-            single, special = [*single, eos], [*special, (eos, tokens.index(eos))]
-    if special:
-        backend.post_processor = TemplateProcessing(single=single, special_tokens=list(dict(special).items()))
+def _add_ends(file: GGUFFile, backend: Tokenizer, kind: str, ends: Ends) -> None:
+    """Add marks around a text, and around two texts in models that read pairs."""
+    begin = _mark(file, "bos", "cls") if file.metadata.get("tokenizer.ggml.add_bos_token", ends.bos) else []
+    end = _mark(file, "eos") if file.metadata.get("tokenizer.ggml.add_eos_token", ends.eos) else []
+    if not end and file.metadata.get("tokenizer.ggml.add_sep_token", ends.sep):
+        end = _mark(file, "seperator", "eos")  # so spelled in the format
+    marks = dict([*begin, *end])
+    if not marks:
+        return
+    first, last = [text for text, _ in begin], [text for text, _ in end]
+    between = last if kind == "bert" else last * 2
+    backend.post_processor = TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", *between, "$B:1", *(f"{text}:1" for text in last)],
+        special_tokens=list(marks.items()),
+    )
+
+
+def _mark(file: GGUFFile, *shorts: str) -> list[tuple[str, int]]:
+    """Return text and number of the first of these tokens that the file names, if it names any."""
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    numbers = (token_id(file, short) for short in shorts)
+    return [(tokens[number], number) for number in numbers if number is not None][:1]

@@ -10,11 +10,13 @@ import toy_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
 from toy_gguf import LLAMA, write_gguf
 
 from octavo.core.errors import ModelFileError
+from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import resolve
-from octavo.text.tokenizers.gguf import merges_from_scores
+from octavo.text.tokenizers.gguf_models import merges_from_scores
 from octavo.text.tokenizers.pretokenizers import PRE_TOKENIZERS
 from octavo.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
@@ -60,6 +62,41 @@ def sentencepiece_keys() -> dict[str, Any]:
     }
 
 
+def unigram_keys() -> dict[str, Any]:
+    vocabulary = json.loads(toy_tokenizers.unigram().to_str())["model"]["vocab"]
+    return {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [token for token, _ in vocabulary],
+        "tokenizer.ggml.scores": [float(score) for _, score in vocabulary],
+        "tokenizer.ggml.token_type": [UNKNOWN, CONTROL, CONTROL, *[NORMAL] * (len(vocabulary) - 3)],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": True,
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.remove_extra_whitespaces": True,
+    }
+
+
+def word_piece_keys(original: Backend) -> dict[str, Any]:
+    """As llama.cpp's converter writes them: pieces at the beginning of words are marked, not those inside."""
+    vocabulary = original.get_vocab(with_added_tokens=True)
+    words = sorted(vocabulary, key=vocabulary.__getitem__)
+    space = toy_tokenizers.SPACE
+    marks = {"[CLS]", "[SEP]", "[UNK]", "[PAD]", "[MASK]"}
+    tokens = [word if word in marks else word.removeprefix("##") if "##" in word else space + word for word in words]
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [CONTROL if word in marks else NORMAL for word in words],
+        "tokenizer.ggml.unknown_token_id": vocabulary["[UNK]"],
+        "tokenizer.ggml.cls_token_id": vocabulary["[CLS]"],
+        "tokenizer.ggml.seperator_token_id": vocabulary["[SEP]"],
+    }
+
+
 def load(folder: Path, keys: dict[str, Any]) -> Tokenizer:
     return load_tokenizer(resolve(str(write_gguf(folder / "toy.gguf", LLAMA | keys))))
 
@@ -72,10 +109,12 @@ def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokeniz
         "bytes": (load(tmp_path_factory.mktemp("b"), byte_level_keys()), toy_tokenizers.byte_level()),
         "pieces": (load(tmp_path_factory.mktemp("p"), sentencepiece_keys()), toy_tokenizers.sentencepiece()),
         "bare": (load(tmp_path_factory.mktemp("n"), bare), toy_tokenizers.sentencepiece(prefix=False)),
+        "unigram": (load(tmp_path_factory.mktemp("u"), unigram_keys()), toy_tokenizers.unigram()),
+        "words": (load(tmp_path_factory.mktemp("w"), word_piece_keys(toy_tokenizers.bert())), toy_tokenizers.bert()),
     }
 
 
-@pytest.mark.parametrize("kind", ["bytes", "pieces", "bare"])
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "bare", "unigram", "words"])
 @given(text=st.text(max_size=40) | st.sampled_from(toy_tokenizers.TEXT) | st.text(alphabet="the dogx <s>", max_size=40))
 def test_a_rebuilt_tokenizer_gives_the_same_ids_and_texts(
     rebuilt: dict[str, tuple[Tokenizer, Backend]], kind: str, text: str
@@ -129,12 +168,59 @@ WORDS = "Hello's HELLO'S  12345 x1²\n\n ok !?\r\n  日本 helloWorld/\n"
         ("smollm", "Hello|'s| HELLO|'|S|  |1|2|3|4|5| x|1|²|\n\n| ok| !?|\r\n | 日本| helloWorld|/|\n"),
         ("llama-bpe", "Hello|'s| HELLO|'S| | |123|45| x|1²|\n\n| ok| !?\r\n| | 日本| helloWorld|/\n"),
         ("qwen2", "Hello|'s| HELLO|'S| | |1|2|3|4|5| x|1|²|\n\n| ok| !?\r\n| | 日本| helloWorld|/\n"),
+        ("gpt-4o", "Hello's| HELLO'S| | |123|45| x|1²|\n\n| ok| !?\r\n| | 日本| hello|World|/\n"),
+        ("command-r", "Hello|'s| HELLO|'|S|  |1|2|3|4|5| x|1|²|\n\n| ok| !?|\r\n | 日本| helloWorld|/|\n"),
+        ("deepseek-v3", "Hello|'s| HELLO|'S|  |123|45| x|1²|\n\n| ok| !?\r\n|  |日本| helloWorld|/\n"),
+        ("viking", "Hello's| HELLO'S| | |1|2|3|4|5| x|1|²|\n\n| ok| !?\r\n | 日本| helloWorld/|\n"),
+        ("tiny_aya", "Hello's| HELLO'S|  |12|345| x|1²|\n\n| ok| !?\r\n| | 日本| hello|World|/\n"),
         ("tekken", "Hello|'s| HELLO|'S| | |1|2|3|4|5| x|1|²|\n\n| ok| !?\r\n| | 日本| hello|World|/\n"),
     ],
 )
 def test_words_are_cut_by_the_named_rules(pre: str, expected: str) -> None:
     cut = PRE_TOKENIZERS[pre].build().pre_tokenize_str(WORDS)
     assert "|".join(WORDS[start:end] for _, (start, end) in cut) == expected
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_all_rules_keep_all_of_a_text(pre: str) -> None:
+    text = " ".join(toy_tokenizers.TEXT[:4]) + WORDS
+    cut = PRE_TOKENIZERS[pre].build().pre_tokenize_str(text)
+    alphabet = decoders.ByteLevel()
+    assert alphabet.decode(["".join(word for word, _ in cut)]) == text
+
+
+def test_two_texts_have_the_marks_of_their_kind(rebuilt: dict[str, tuple[Tokenizer, Backend]]) -> None:
+    for kind in ("unigram", "words"):
+        tokenizer, original = rebuilt[kind]
+        expected = original.encode("the dog", "a fox")
+        assert tokenizer.encode_within("the dog", "a fox") == (expected.ids, expected.type_ids)
+
+
+def test_a_real_vocabulary_of_bert(tmp_path: Path, minilm_files: ModelFiles) -> None:
+    original = load_tokenizer(minilm_files)
+    rebuilt = load(tmp_path, word_piece_keys(original.backend))
+    corpus = (Path(__file__).parents[4] / "benchmarks/data/prose.txt").read_text(encoding="utf-8")
+    for line in [*corpus.splitlines()[:400], *toy_tokenizers.TEXT[:4]]:
+        assert rebuilt.encode(line) == original.encode(line)
+
+
+def charsmap(source: str, target: str) -> bytes:
+    """A SentencePiece table that replaces one text: a double array with one path, and the replacements."""
+    units, at = [0] * 2048, 0
+    units[0] = 256 << 10
+    for n, byte in enumerate(source.encode()):
+        at = (at ^ (units[at] >> 10)) ^ byte
+        last = n == len(source.encode()) - 1
+        units[at] = ((256 * (n + 2)) << 10) | (last << 8) | byte
+    units[at ^ (units[at] >> 10)] = 1 << 31
+    table = b"".join(unit.to_bytes(4, "little") for unit in units)
+    return len(table).to_bytes(4, "little") + table + target.encode() + b"\0"
+
+
+def test_the_table_of_characters_is_applied(tmp_path: Path) -> None:
+    table = list(charsmap("\N{LATIN SMALL LIGATURE FI}", "fi"))
+    tokenizer = load(tmp_path, unigram_keys() | {"tokenizer.ggml.precompiled_charsmap": table})
+    assert tokenizer.encode("\N{LATIN SMALL LIGATURE FI}x") == tokenizer.encode("fix")
 
 
 def test_qwen_composes_characters(tmp_path: Path) -> None:
@@ -157,7 +243,7 @@ def test_no_rules_at_all_are_gpt2s_with_a_warning(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"tokenizer.ggml.model": "rwkv"}, r"kind 'rwkv'; known are 'gpt2' and 'llama'"),
+        ({"tokenizer.ggml.model": "rwkv"}, r"kind 'rwkv'; known are 'gpt2', 'llama', 'bert', 't5'"),
         ({"tokenizer.ggml.merges": ["no-space-here"]}, "no tokenizer can be built"),
         ({"tokenizer.ggml.merges": ["zz yy"]}, "no tokenizer can be built"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "no tokenizer can be built"),
