@@ -143,12 +143,12 @@ def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: L
     if not keeps:
         return KVCache(0, 1, groups=())
     in_flight = limits.max_ahead * limits.max_num_batched_tokens
-    return KVCache(num_blocks, config.cache.block_size, loaded.groups, in_flight)
+    return KVCache(num_blocks, loaded.block_size, loaded.groups, in_flight)
 
 
 def _page_shape(config: EngineConfig, loaded: LoadedFacts) -> PageShape:
     slices = max((len(group.layers) for group in loaded.groups), default=0)
-    return PageShape(slices, config.cache.block_size * loaded.kv_bytes_per_token // max(1, slices))
+    return PageShape(slices, loaded.block_size * loaded.kv_bytes_per_token // max(1, slices))
 
 
 def _content(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts, port: WorkerPort) -> str:
@@ -167,7 +167,7 @@ def _info(
 ) -> ModelInfo:
     """Describe the core from settings and facts; the fields that depend on its hooks are filled in later."""
     kv_bytes = loaded.kv_bytes_per_token
-    cache = {"kv_cache": num_blocks * config.cache.block_size * kv_bytes} if kv_bytes else {}
+    cache = {"kv_cache": num_blocks * loaded.block_size * kv_bytes} if kv_bytes else {}
     return ModelInfo(
         name=files.name,
         architecture=_architecture(files),
@@ -179,7 +179,7 @@ def _info(
         max_model_len=limits.max_model_len,
         eos_token_ids=[],
         num_blocks=num_blocks,
-        block_size=config.cache.block_size,
+        block_size=loaded.block_size,
         **_kv_facts(config, loaded, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -208,7 +208,7 @@ def _kv_facts(config: EngineConfig, loaded: LoadedFacts, limits: Limits) -> dict
     for group in groups:
         if group.grows:
             reads[group.window] += len(group.layers) * layer
-    longest = blocks_held(groups, limits.max_model_len, config.cache.block_size, in_flight)
+    longest = blocks_held(groups, limits.max_model_len, loaded.block_size, in_flight)
     return facts | {"kv_longest": longest, "kv_reads": sorted(reads.items())}
 
 
@@ -328,7 +328,7 @@ def _fit(
     def held(tokens: int) -> int:
         return blocks_held(loaded.groups, tokens, block_size, in_flight)
 
-    stated, block_size = config.cache.memory_bytes, config.cache.block_size
+    stated, block_size = config.cache.memory_bytes, loaded.block_size
     longest = facts.max_position
     wanted = _checked_length(config.model.max_model_len, longest)
     block_bytes = block_size * loaded.kv_bytes_per_token

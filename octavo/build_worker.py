@@ -191,6 +191,7 @@ class DecoderBuild:
             step_parameters=worker.step_parameters,
             step_weight_bytes=worker.step_weight_bytes,
             kv_bytes_per_token=worker.kv_bytes_per_token,
+            block_size=worker.block_size,
             groups=worker.cache_groups,
             kv_budget=None if stated else worker.kv_budget(*limits, max_drafts),
         )
@@ -198,7 +199,7 @@ class DecoderBuild:
     def allocate(self, sizes: CacheSizes) -> LocalWorker:
         worker, cache = self._worker, self._config.cache
         if cache.memory_bytes is not None or cache.num_blocks is not None:
-            size = sizes.num_blocks * cache.block_size * worker.kv_bytes_per_token
+            size = sizes.num_blocks * worker.block_size * worker.kv_bytes_per_token
             worker.check_cache(size, sizes.num_slots, sizes.max_step_tokens, sizes.max_drafts)
         make_runner = partial(
             worker.make_runner,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.model import Model
+from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 
 
@@ -39,6 +40,9 @@ class PagedRunner:
             shape = layer.backend.cache_shape(layer.spec, self.num_blocks, self.block_size)
             # A NaN that reaches a logit was read from a slot that no token owns.
             layer.cache = torch.full(shape, torch.nan, dtype=self.dtype)
+        for state in self.model.cached_layers:
+            if isinstance(state, StateCache):
+                state.cache = torch.full((self.num_blocks, state.nbytes // 4), torch.nan)
 
     def row(self, tokens: Sequence[int], capacity: int) -> Row:
         """A sequence with room for `capacity` tokens."""
@@ -81,7 +85,8 @@ class PagedRunner:
             max_query_len=max(counts),
             max_seq_len=max(span.stop for span in spans),
         )
-        step.attn = self.model.attention_layers[0].backend.prepare(step, self.block_size)
+        if self.model.attention_layers:
+            step.attn = self.model.attention_layers[0].backend.prepare(step, self.block_size)
         return step
 
     def greedy(self, prompts: Sequence[Sequence[int]], max_new: Sequence[int], stop: set[int]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_families import DENSE
+from tiny_families import DENSE, HYBRID
 
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
@@ -77,7 +77,7 @@ FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
 
 def config_of(family: str, changes: Mapping[str, Any] | None = None) -> Any:
     """The family's tiny configuration, with some fields changed."""
-    make, settings = {**FAMILIES, **DENSE}[family]
+    make, settings = {**FAMILIES, **DENSE, **HYBRID}[family]
     return make(**{**_COMMON, **settings, **(changes or {})})
 
 

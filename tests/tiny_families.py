@@ -84,3 +84,69 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
     "stablelm-parallel": (transformers.StableLmConfig, {"use_parallel_residual": True}),
     "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 7}),
 }
+
+_SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+_SMALL = {"expand": 2, "state_size": 8, "tie_word_embeddings": False}
+HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bamba": (transformers.BambaConfig, {**_SSM, "attn_layer_indices": [1]}),
+    "falcon-mamba": (transformers.FalconMambaConfig, {**_SMALL, "num_hidden_layers": 2}),
+    "granite-hybrid": (
+        transformers.GraniteMoeHybridConfig,
+        {
+            **_SSM,
+            "mamba_proj_bias": True,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "jamba": (
+        transformers.JambaConfig,
+        {"mamba_d_state": 8, "num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 5},
+    ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "conv_bias": True},
+    ),
+    "mamba": (transformers.MambaConfig, {**_SMALL, "num_hidden_layers": 2, "use_bias": True}),
+    "mamba2": (
+        transformers.Mamba2Config,
+        {
+            **_SMALL,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 2,
+            "time_step_limit": (0.01, 0.2),
+        },
+    ),
+    "nemotron-h": (
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "head_dim": 16,
+            "time_step_min": 1e-30,
+        },
+    ),
+    "qwen3-next": (
+        transformers.Qwen3NextConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_experts": 0,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
+}
+"""Families with recurrent layers."""

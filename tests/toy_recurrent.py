@@ -28,17 +28,17 @@ class Decayed(Attention):
         super().__init__(b, spec, layer, rope)
         del self.attn
         shape = (spec.num_kv_heads, spec.head_dim, spec.head_dim)
-        self.states = StateCache(shape, b.path, snapshot_tokens=SNAPSHOT)
+        self.states = StateCache([shape], b.path, snapshot_tokens=SNAPSHOT)
 
     def forward(self, stream: Stream, norm: RMSNorm, step: StepInput) -> Tensor:
         q, k, v = self.heads(stream, norm)
-        states = self.states.load(step)
+        (states,) = self.states.load(step)
         out = torch.empty_like(q)
         for row, state in enumerate(states):
             for t in range(int(step.query_start[row]), int(step.query_start[row + 1])):
                 state.mul_(DECAY).add_(k[t, :, :, None] * v[t, :, None, :])
                 out[t] = (q[t].unflatten(0, (len(state), -1)) @ state).flatten(0, 1)
-        self.states.store(step, states)
+        self.states.store(step, [states])
         return out.flatten(1)
 
     def heads(self, stream: Stream, norm: RMSNorm) -> list[Tensor]:

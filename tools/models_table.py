@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 from tiny import FAMILIES, config_of
-from tiny_families import DENSE
+from tiny_families import DENSE, HYBRID
 
 from octavo.hub.gguf_families import FAMILIES as GGUF
 from octavo.models.native import reason_against
@@ -42,7 +42,8 @@ def rows() -> Iterator[str]:
         spec = spec_of(tested[name])
         reason = reason_against(spec)
         program = "yes" if reason is None else f"no: {reason.removeprefix('the kernels lack ')}"
-        yield f"| `{name}` | {about} | {program} | yes | {'no' if spec.alibi else 'yes'} | {gguf} |"
+        gpu = "no" if spec.alibi or spec.is_recurrent else "yes"
+        yield f"| `{name}` | {about} | {program} | yes | {gpu} | {gguf} |"
 
 
 def table() -> str:
@@ -55,7 +56,7 @@ def table() -> str:
 
 def _configurations() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the architecture and configuration of every tiny checkpoint that the tests compare with Transformers."""
-    for name in (*DENSE, *FAMILIES)[::-1]:
+    for name in (*DENSE, *HYBRID, *FAMILIES)[::-1]:
         config = config_of(name)
         architecture = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
         yield architecture, {**config.to_dict(), "architectures": [architecture]}

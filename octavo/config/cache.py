@@ -12,13 +12,20 @@ class CacheConfig:
     """The KV cache.
 
     Attributes:
+        block_size: None takes 16, or a multiple if the states of a model's recurrent layers need larger blocks.
         kv_cache_dtype: "auto" is the model's dtype, "fp8" is "fp8_e4m3", "int8_per_token_head" is "int8".
         memory_bytes: None takes what `memory_utilization` leaves after the weights.
         num_blocks: regardless of `memory_utilization`; at most `memory_bytes` if that is set.
         memory_utilization: None takes the device's default.
     """
 
-    block_size: int = setting(16, "tokens in one block of the KV cache", read=quantities.count, metavar="TOKENS")
+    block_size: int | None = setting(
+        None,
+        "tokens in one block of the KV cache",
+        shown="16, or as many as make room for a recurrent layer's state",
+        read=quantities.count,
+        metavar="TOKENS",
+    )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head"] = setting(
         "auto", "dtype that keys and values are stored in; fp8 (fp8_e4m3) halves their memory on a GPU, int8 on a CPU"
     )

@@ -32,7 +32,7 @@ def decoder_spec(
     rope: RopeSpec | None = None,
     norm: NormSpec | None = None,
     mlp: FeedForwardSpec | None = None,
-    mlps: Sequence[FeedForwardSpec] = (),
+    mlps: Sequence[FeedForwardSpec | None] = (),
     tied: bool = False,
     **parts: Any,
 ) -> DecoderSpec:

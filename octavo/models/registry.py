@@ -17,13 +17,16 @@ from octavo.models.families.falcon import bloom, falcon
 from octavo.models.families.gemma import gemma, gemma2, gemma3
 from octavo.models.families.glm import glm, glm4
 from octavo.models.families.gpt import gpt2, gpt_neox, gptj, opt
-from octavo.models.families.granite import granite, minicpm
+from octavo.models.families.granite import granite, granite_hybrid, minicpm
+from octavo.models.families.lfm2 import lfm2
 from octavo.models.families.llama import ernie, internlm2, internlm3, llama, seed_oss, smollm3
+from octavo.models.families.mamba import bamba, falcon_mamba, jamba, mamba, mamba2, nemotron_h
 from octavo.models.families.mistral import mistral
 from octavo.models.families.olmo import olmo, olmo2, olmo3
 from octavo.models.families.phi import phi, phi3
 from octavo.models.families.qwen2 import qwen2
 from octavo.models.families.qwen3 import qwen3
+from octavo.models.families.qwen3_next import qwen3_next
 from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
 from octavo.models.hf_config import Config
 from octavo.models.load.quantized.table import method_of
@@ -36,6 +39,7 @@ from octavo.nn.weights import Keep, fused
 from octavo.parallel.mesh import ALONE, Mesh
 
 ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
+    "BambaForCausalLM": bamba,
     "BloomForCausalLM": bloom,
     "Cohere2ForCausalLM": cohere2,
     "CohereForCausalLM": cohere,
@@ -43,6 +47,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": exaone3,
     "FalconForCausalLM": falcon,
+    "FalconMambaForCausalLM": falcon_mamba,
     "GPT2LMHeadModel": gpt2,
     "GPTJForCausalLM": gptj,
     "GPTNeoXForCausalLM": gpt_neox,
@@ -52,12 +57,18 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "Glm4ForCausalLM": glm4,
     "GlmForCausalLM": glm,
     "GraniteForCausalLM": granite,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
+    "JambaForCausalLM": jamba,
+    "Lfm2ForCausalLM": lfm2,
     "LlamaForCausalLM": llama,
+    "Mamba2ForCausalLM": mamba2,
+    "MambaForCausalLM": mamba,
     "MiniCPMForCausalLM": minicpm,
     "MistralForCausalLM": mistral,
     "NemotronForCausalLM": nemotron,
+    "NemotronHForCausalLM": nemotron_h,
     "OPTForCausalLM": opt,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
@@ -66,6 +77,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "PhiForCausalLM": phi,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3NextForCausalLM": qwen3_next,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
     "StableLmForCausalLM": stablelm,

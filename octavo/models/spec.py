@@ -184,6 +184,11 @@ class DecoderSpec:
         """The layers with attention."""
         return [i for i in range(self.num_layers) if isinstance(self.mixer_of(i), SelfAttention)]
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state."""
+        return any(mixer.state_bytes > 0 for mixer in self.mixers if mixer is not None)
+
     def rope_of(self, layer: int) -> RopeSpec:
         """Return a layer's rotary embedding."""
         return self.ropes[layer] if self.ropes else self.rope
@@ -198,16 +203,20 @@ class DecoderSpec:
     def within(self, max_length: int | None) -> DecoderSpec:
         """Return the spec for sequences of at most this many tokens; None for the model's own limit.
 
-        LongRoPE has factors for long contexts, and others for contexts as long as in training.
+        LongRoPE has factors for long contexts, and others for contexts as long as in training. A model without
+        attention has no limit.
         """
+        if max_length is not None and not self.attention_layers:
+            return replace(self, rope=replace(self.rope, max_position=max_length))
         if max_length is None or not isinstance(self.rope.scaling, LongRopeScaling):
             return self
         return replace(self, rope=self.rope.within(max_length))
 
     @property
     def intermediate_size(self) -> int:
-        """Values of a token in front of the last product of the widest feed-forward."""
-        return max((mlp.width for mlp in self.mlps if mlp is not None), default=0)
+        """Values of a token in front of the last product of the widest feed-forward or recurrent mixer."""
+        parts = (*self.mlps, *self.mixers)
+        return max((part.width for part in parts if part is not None), default=0)
 
     @property
     def max_position(self) -> int:

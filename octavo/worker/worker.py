@@ -40,10 +40,10 @@ from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
-from octavo.nn.state import StateCache
 from octavo.nn.weights import fused
 from octavo.parallel.join import join
 from octavo.parallel.mesh import Mesh
+from octavo.worker import states
 from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import Hooks, Site, Variant, WorkerHook
 from octavo.worker.kv_scales import set_scales, stored_scales
@@ -91,6 +91,7 @@ class Worker:
     """Built in steps: settings first, then the weights, then KV cache and slots. Sizes in bytes.
 
     Attributes:
+        block_size: tokens of a KV block: as set, or as fits the model.
         cache_groups: groups of layers that share a block table; known once the model is built.
 
     Raises:
@@ -131,7 +132,9 @@ class Worker:
         self._stored_scales: dict[str, Tensor] = {}
         self._layer = implementation.attention(self.spec, self.mesh)
         self._settings = device
-        self._block_size, self._kv_cache_dtype = cache.block_size, cache.kv_cache_dtype
+        self.block_size = cache.block_size or states.fitting_block_size(self.spec, self._layer, self.kv_dtype)
+        self._kv_cache_dtype = cache.kv_cache_dtype
+        self._state_bytes = 0
         self.cache_groups: tuple[CacheGroup, ...] = ()
         self._utilization = cache.memory_utilization
         self.model: Model | None = None
@@ -156,7 +159,7 @@ class Worker:
             libraries = needed_libraries(
                 self.files, self.config.dtype, self.load_format, self._kv_cache_dtype, self.config.activation_dtype
             )
-        request = BackendRequest(device, self.dtype, self._layer, self._block_size, isa, self.kv_dtype, libraries)
+        request = BackendRequest(device, self.dtype, self._layer, self.block_size, isa, self.kv_dtype, libraries)
         self.attention: AttentionBackend = select(self._settings.attention_backend, request)
         if isa != "auto" and not isinstance(self.attention, NativeAttention):
             raise ConfigError(
@@ -214,30 +217,12 @@ class Worker:
         return LoadedModel(form, model, report, scales)
 
     def _before_weights(self, model: LayeredModel) -> None:
-        self.cache_groups = groups_of([layer.keeps(self._block_size) for layer in model.cached_layers])
-        self._check_states([layer for layer in model.cached_layers if isinstance(layer, StateCache)])
+        self.cache_groups = groups_of([layer.keeps(self.block_size) for layer in model.cached_layers])
+        if not model.attention_layers:
+            self._state_bytes = states.largest(model.cached_layers)
+        states.check(model.cached_layers, self.block_size, self._block_bytes, self.device, self.mesh)
         self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)
         self._compile_ahead(model)
-
-    def _check_states(self, layers: Sequence[StateCache]) -> None:
-        """Raise ConfigError if the states of recurrent layers can't be kept here."""
-        size, block = self._block_size, self._block_bytes
-        for layer in layers:
-            if self.mesh.size > 1:
-                raise ConfigError(
-                    f"{layer.path} is a recurrent layer, which Octavo can't divide over devices. Leave out "
-                    "--tensor-parallel-size."
-                )
-            if self.device.resident:
-                raise ConfigError(
-                    f"{layer.path} is a recurrent layer; Octavo computes those on CPUs only. Use --device cpu."
-                )
-            if layer.nbytes > block:
-                needed = -(-layer.nbytes * size // (block * 16)) * 16
-                raise ConfigError(
-                    f"--block-size {size} gives a layer {block} bytes per block of the KV cache, but a state of "
-                    f"{layer.path} takes {layer.nbytes}. Set --block-size to at least {needed}."
-                )
 
     def adopt(self, loaded: LoadedModel, *, rescale: bool) -> None:
         """Replace the model's weights. No step may be running.
@@ -263,7 +248,7 @@ class Worker:
 
     def _set_scales(self, model: Model) -> None:
         assert isinstance(self.attention, FusedBackend)
-        origin = set_scales(model, self.dtype, self.attention, self._block_size, self._stored_scales)
+        origin = set_scales(model, self.dtype, self.attention, self.block_size, self._stored_scales)
         self.kv_form = f"{name_of(self.kv_dtype)}, {origin}"
 
     @property
@@ -328,12 +313,18 @@ class Worker:
     @property
     def _block_bytes(self) -> int:
         """Bytes that a block has for one layer."""
-        return math.prod(self.attention.cache_shape(self._layer, 1, self._block_size)) * self.kv_dtype.itemsize
+        return math.prod(self._cache_shape(1)) * self.kv_dtype.itemsize
+
+    def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the shape of the memory of one layer of each group; without attention, a block is a state."""
+        if self._state_bytes:
+            return num_blocks, states.cells(self._state_bytes, self.block_size) // self.kv_dtype.itemsize
+        return self.attention.cache_shape(self._layer, num_blocks, self.block_size)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers of one cache group, with their scales."""
-        return max(len(group.layers) for group in self.cache_groups) * self._block_bytes // self._block_size
+        return max(len(group.layers) for group in self.cache_groups) * self._block_bytes // self.block_size
 
     def kv_budget(self, num_seqs: int, step_tokens: int, max_drafts: int = 0) -> int:
         """Return the bytes left for the KV cache after the weights and the workspace of the largest step."""
@@ -359,14 +350,13 @@ class Worker:
         model, device = self.model, self.device
         if model is None:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
-        shape = self.attention.cache_shape(self._layer, num_blocks, self._block_size)
-        groups = self.cache_groups
+        shape, groups = self._cache_shape(num_blocks), self.cache_groups
         if max_drafts and not all(group.grows for group in groups):
             raise ConfigError(
                 "A feature drafts tokens, and the model has recurrent layers, whose states can't take back rejected "
                 "ones. Leave the feature out."
             )
-        blocks = Blocks(model.cached_layers, groups, shape, self._block_size, self.kv_dtype, device)
+        blocks = Blocks(model.cached_layers, groups, shape, self.block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
             self._set_scales(model)
         room = Capacity(num_slots, max_model_len, max_step_tokens, max_drafts)
@@ -385,7 +375,7 @@ class Worker:
     ) -> tuple[HostSlots, Sampler, Replay]:
         """Return the parts of a runner in host memory: native ones if there are kernels, else torch."""
         mode = self.config.logprobs_mode
-        size, vocab_size, groups = self._block_size, self.spec.vocab_size, len(self.cache_groups)
+        size, vocab_size, groups = self.block_size, self.spec.vocab_size, len(self.cache_groups)
         slots = HostSlots(room.num_slots, room.max_model_len, size, vocab_size, mode, groups)
         attention = self.attention
         sampler = (
@@ -418,7 +408,7 @@ class Worker:
                 model.residual_dtype,
                 self.attention,
                 device,
-                block_size=self._block_size,
+                block_size=self.block_size,
                 max_model_len=self.config.max_model_len or self.spec.max_position,
                 groups=self.cache_groups,
             )
@@ -440,7 +430,7 @@ class Worker:
         slots = DeviceSlots(
             room.num_slots,
             room.max_model_len,
-            self._block_size,
+            self.block_size,
             self.spec.vocab_size,
             device.torch_device,
             self.config.logprobs_mode,

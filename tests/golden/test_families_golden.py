@@ -1,4 +1,4 @@
-"""Every dense family against Transformers on a tiny random checkpoint, in float32: logits and greedy tokens."""
+"""Dense and recurrent families against Transformers on tiny checkpoints, in float32: logits and greedy tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from paged import PagedRunner
 from tiny import load_model, make_checkpoint, model_files
-from tiny_families import DENSE
+from tiny_families import DENSE, HYBRID
 from torch import Tensor
 
 from octavo.models.attention import widest_attention
@@ -27,7 +27,7 @@ STRIDES = (1, 13, 1)
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 
 
-@pytest.fixture(scope="module", params=DENSE)
+@pytest.fixture(scope="module", params=[*DENSE, *HYBRID])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, CausalLM]:
     """A Transformers model and Octavo's, from the same checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)

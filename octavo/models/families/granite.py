@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from octavo.models.hf_config import Config, value_or, whole
-from octavo.models.hf_decoder import bias_set, decoder_spec
-from octavo.models.spec import DecoderSpec, Multipliers
+from octavo.models.families.mamba import layer_mixers, mamba2_of
+from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.models.hf_config import Config, only, value_or, whole
+from octavo.models.hf_decoder import bias_set, decoder_spec, head_size
+from octavo.models.hf_rope import no_rope, rope_spec
+from octavo.models.spec import DecoderSpec, Multipliers, StoredModule, StoredNames
 
 
 def granite(config: Config) -> DecoderSpec:
     """Granite 3, the dense sizes (https://github.com/ibm-granite/granite-3.0-language-models)."""
-    multipliers = Multipliers(
+    scale = float(value_or(config, "attention_multiplier", 1.0))
+    return decoder_spec(config, multipliers=_multipliers(config), scale=scale, biases=bias_set(config))
+
+
+def granite_hybrid(config: Config) -> DecoderSpec:
+    """Granite 4, the sizes without experts (https://www.ibm.com/granite/docs/models/granite): Mamba-2 with some layers
+    of attention."""
+    only(config, "num_local_experts", 0)
+    head_dim, size = head_size(config), whole(config, "shared_intermediate_size", 1024)
+    limit = whole(config, "max_position_embeddings", 2048)
+    rotates = value_or(config, "position_embedding_type", "") == "rope"
+    kinds = value_or(config, "layer_types", value_or(config, "layers_block_type", None))
+    gate_up = ("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj")
+    modules = (
+        StoredModule("layers.{}.shared_mlp.input_linear", gate_up, (size, size)),
+        StoredModule("layers.{}.shared_mlp.output_linear", ("layers.{}.mlp.down_proj",)),
+    )
+    return decoder_spec(
+        config,
+        multipliers=_multipliers(config),
+        scale=float(value_or(config, "attention_multiplier", 1.0)),
+        biases=bias_set(config, mlp=""),
+        rope=rope_spec(config, head_dim) if rotates else no_rope(head_dim, limit),
+        mlp=MlpSpec(size),
+        mixers=layer_mixers(kinds or ["mamba"] * whole(config, "num_hidden_layers"), mamba2_of(config)),
+        stored=StoredNames(modules=modules),
+    )
+
+
+def _multipliers(config: Config) -> Multipliers:
+    return Multipliers(
         embedding=float(value_or(config, "embedding_multiplier", 1.0)),
         residual=float(value_or(config, "residual_multiplier", 1.0)),
         logits=1.0 / float(value_or(config, "logits_scaling", 1.0)),
     )
-    scale = float(value_or(config, "attention_multiplier", 1.0))
-    return decoder_spec(config, multipliers=multipliers, scale=scale, biases=bias_set(config))
 
 
 def minicpm(config: Config) -> DecoderSpec:

@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.models.attention import attention_spec
 from octavo.models.mixers.base import Mixer
+from octavo.models.mixers.spec import SelfAttention
 from octavo.models.norms import make_norm
 from octavo.models.spec import DecoderSpec
 from octavo.native.program import ProgramBuilder
@@ -15,7 +16,7 @@ from octavo.nn.attention.base import Norms
 from octavo.nn.build import Build
 from octavo.nn.norm import Norm, RMSNorm
 from octavo.nn.rope import Rope
-from octavo.nn.shard import ROW, Heads
+from octavo.nn.shard import COL, ROW, Heads
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
 
@@ -38,7 +39,7 @@ def make_head_norm(b: Build, name: str, heads: int, spec: DecoderSpec) -> Norm |
 
 
 class Attention(Mixer):
-    """Grouped-query self-attention with rotary positions."""
+    """Grouped-query self-attention with rotary positions; with a gate if the layer's `SelfAttention` has one."""
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
@@ -60,6 +61,12 @@ class Attention(Mixer):
         self.out = b.linear(
             "o_proj", inputs=heads.outputs[0], outputs=spec.hidden_size, shard=ROW, bias="o" in spec.biases
         )
+        kind = spec.mixer_of(layer)
+        self.gate = (
+            b.linear("gate_proj", inputs=spec.hidden_size, outputs=heads.outputs[0], shard=COL)
+            if isinstance(kind, SelfAttention) and kind.gated
+            else None
+        )
         self.q_norm = make_head_norm(b, "q_norm", own.heads, spec)
         self.k_norm = make_head_norm(b, "k_norm", own.kv_heads, spec)
         self._fuses_norms = spec.fuses_head_norms
@@ -67,6 +74,11 @@ class Attention(Mixer):
 
     def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
         """Return attention over norm(stream), before the output projection: [T, num_heads * head_dim]."""
+        gate = None if self.gate is None else self.gate.after_norm(stream, norm)
+        attended = self._attended(stream, norm, step)
+        return attended if gate is None else attended.mul_(gate.sigmoid_())
+
+    def _attended(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
         qkv = self.qkv.after_norm(stream, norm)
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)

@@ -16,6 +16,17 @@ class MixerSpec:
         raise NotImplementedError
 
     @property
+    def width(self) -> int:
+        """Values of a token that the mixer projects to, for sizing memory; 0 for attention, which `DecoderSpec`
+        describes."""
+        return 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what the mixer keeps of a sequence, apart from keys and values."""
+        return 0
+
+    @property
     def lacking(self) -> str | None:
         """What the CPU's native program lacks for this mixer; None if it has an `emit`."""
         return "recurrent layers"
@@ -23,7 +34,13 @@ class MixerSpec:
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention(MixerSpec):
-    """Grouped-query attention; its parameters are fields of `DecoderSpec`."""
+    """Grouped-query attention; its other parameters are fields of `DecoderSpec`.
+
+    Attributes:
+        gated: each head's output is multiplied by the sigmoid of a gate.
+    """
+
+    gated: bool = False
 
     @property
     def path(self) -> str:
@@ -31,7 +48,151 @@ class SelfAttention(MixerSpec):
 
     @property
     def lacking(self) -> str | None:
-        return None
+        return "gated attention" if self.gated else None
 
 
 ATTENTION = SelfAttention()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec(MixerSpec):
+    """The mixer of Mamba-2 (https://arxiv.org/abs/2405.21060).
+
+    Attributes:
+        heads, head_dim: of the state space.
+        state: numbers of a state per channel.
+        groups: heads of a group have the same inputs to and outputs from their states.
+        taps: of the causal convolution.
+        conv_bias, bias: whether the convolution, and the projections, have biases.
+        limits: of step sizes.
+        norm_eps: of the gated norm behind the state space.
+    """
+
+    heads: int
+    head_dim: int
+    state: int
+    groups: int = 1
+    taps: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    limits: tuple[float, float] = (0.0, float("inf"))
+    norm_eps: float = 1e-5
+
+    @property
+    def path(self) -> str:
+        return "mamba"
+
+    @property
+    def width(self) -> int:
+        return self.inner + self.convolved + self.heads
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * (self.convolved * (self.taps - 1) + self.inner * self.state)
+
+    @property
+    def inner(self) -> int:
+        """Channels of the state space."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: the state space's, and the inputs to and outputs from states."""
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec(MixerSpec):
+    """The mixer of Mamba (https://arxiv.org/abs/2312.00752).
+
+    Attributes:
+        inner: channels of the state space.
+        state: numbers of a state per channel.
+        rank: of the projection to step sizes.
+        taps: of the causal convolution.
+        conv_bias, bias: whether the convolution, and the projections, have biases.
+        norm_eps: of norms of step sizes and of inputs to and outputs from states; None for no norms.
+        norm_scaled: whether these norms have weights.
+    """
+
+    inner: int
+    state: int
+    rank: int
+    taps: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    norm_eps: float | None = None
+    norm_scaled: bool = True
+
+    @property
+    def path(self) -> str:
+        return "mamba"
+
+    @property
+    def width(self) -> int:
+        return 2 * self.inner
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self.inner * (self.taps - 1 + self.state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaSpec(MixerSpec):
+    """The gated delta net (https://arxiv.org/abs/2412.06464).
+
+    Attributes:
+        key_heads, key_dim: of queries and keys.
+        heads, head_dim: of values; a multiple of `key_heads`.
+        taps: of the causal convolution.
+    """
+
+    key_heads: int
+    key_dim: int
+    heads: int
+    head_dim: int
+    taps: int = 4
+
+    @property
+    def path(self) -> str:
+        return "linear_attn"
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.head_dim
+
+    @property
+    def width(self) -> int:
+        return self.convolved + self.heads * (self.head_dim + 2)
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * (self.convolved * (self.taps - 1) + self.heads * self.key_dim * self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec(MixerSpec):
+    """A gated causal convolution over all channels of the model (LFM2).
+
+    Attributes:
+        channels: those of the model.
+        taps: of the convolution.
+        bias: whether the convolution and the projections have biases.
+    """
+
+    channels: int
+    taps: int
+    bias: bool = False
+
+    @property
+    def path(self) -> str:
+        return "conv"
+
+    @property
+    def width(self) -> int:
+        return 3 * self.channels
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self.channels * (self.taps - 1)

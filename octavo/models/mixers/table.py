@@ -7,7 +7,18 @@ from typing import Protocol
 
 from octavo.models.mixers.attention import Attention
 from octavo.models.mixers.base import Mixer
-from octavo.models.mixers.spec import MixerSpec, SelfAttention
+from octavo.models.mixers.gated_delta import GatedDelta
+from octavo.models.mixers.mamba import Mamba
+from octavo.models.mixers.mamba2 import Mamba2
+from octavo.models.mixers.short_conv import ShortConv
+from octavo.models.mixers.spec import (
+    GatedDeltaSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MixerSpec,
+    SelfAttention,
+    ShortConvSpec,
+)
 from octavo.models.spec import DecoderSpec
 from octavo.nn.build import Build
 from octavo.nn.rope import Rope
@@ -21,6 +32,10 @@ class MixerFactory(Protocol):
 
 MIXERS: Mapping[type[MixerSpec], MixerFactory] = {
     SelfAttention: Attention,
+    Mamba2Spec: Mamba2,
+    MambaSpec: Mamba,
+    GatedDeltaSpec: GatedDelta,
+    ShortConvSpec: ShortConv,
 }
 
 

@@ -121,8 +121,8 @@ def test_families_differ_where_they_should() -> None:
 
 
 def test_an_unknown_architecture_lists_those_known() -> None:
-    with pytest.raises(ConfigError, match="MambaForCausalLM") as caught:
-        spec_of(config("MambaForCausalLM"))
+    with pytest.raises(ConfigError, match="RwkvForCausalLM") as caught:
+        spec_of(config("RwkvForCausalLM"))
     for name in ARCHITECTURES:
         assert name in str(caught.value)
 

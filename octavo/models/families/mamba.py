@@ -1,0 +1,219 @@
+"""Families with state spaces: Mamba, Mamba-2, and hybrids of them with attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.models.hf_config import Config, only, value_or, whole
+from octavo.models.hf_decoder import activation, decoder_spec, head_size, rms_norm
+from octavo.models.hf_rope import no_rope, rope_spec
+from octavo.models.mixers.spec import ATTENTION, Mamba2Spec, MambaSpec, MixerSpec
+from octavo.models.spec import DecoderSpec, LayerNorms, NormSpec, StoredNames, renamed
+
+_UNLIMITED = 32768
+"""Tokens of a sequence of a model without a limit, if --max-model-len does not say otherwise."""
+
+_STATE_SPACE = ("", ".in_proj", ".conv1d", ".x_proj", ".dt_proj", ".norm", ".out_proj")
+_BACKBONE = {"embeddings": "embed_tokens", "norm_f": "norm"}
+_FEED_FORWARD = {
+    "layers.{}.pre_ff_layernorm": "layers.{}.post_attention_layernorm",
+    "final_layernorm": "norm",
+    **{f"layers.{{}}.feed_forward.{name}": f"layers.{{}}.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+}
+
+
+def _mixer_names() -> Mapping[str, str]:
+    """Return the names of state spaces whose module is a layer's `mixer`."""
+    return {f"layers.{{}}.mixer{part}": f"layers.{{}}.mamba{part}" for part in _STATE_SPACE}
+
+
+def _recurrent(config: Config, mixer: MixerSpec, *, tied: bool) -> DecoderSpec:
+    """Return the spec of a model whose layers have a state space and nothing else."""
+    layers = whole(config, "num_hidden_layers")
+    only(config, "hidden_act", "silu")
+    return DecoderSpec(
+        hidden_size=whole(config, "hidden_size"),
+        num_layers=layers,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=whole(config, "vocab_size"),
+        mlps=(None,) * layers,
+        mixers=(mixer,) * layers,
+        norm=NormSpec(float(value_or(config, "layer_norm_epsilon", 1e-5))),
+        norms=LayerNorms("norm"),
+        rope=no_rope(16, whole(config, "max_position_embeddings", _UNLIMITED)),
+        windows=(None,) * layers,
+        tied=bool(value_or(config, "tie_word_embeddings", tied)),
+        stored=StoredNames("backbone", renamed({**_BACKBONE, **_mixer_names()})),
+    )
+
+
+def mamba(config: Config) -> DecoderSpec:
+    """Mamba (https://arxiv.org/abs/2312.00752)."""
+    return _recurrent(config, _mamba(config), tied=True)
+
+
+def falcon_mamba(config: Config) -> DecoderSpec:
+    """Falcon-Mamba (https://arxiv.org/abs/2410.05355): Mamba with norms of step sizes, inputs and outputs."""
+    eps = float(value_or(config, "mixer_rms_eps", 1e-6))
+    return _recurrent(config, _mamba(config, norm_eps=eps, norm_scaled=False), tied=True)
+
+
+def _mamba(config: Config, *, norm_eps: float | None = None, norm_scaled: bool = True) -> MambaSpec:
+    hidden, rank = whole(config, "hidden_size"), value_or(config, "time_step_rank", "auto")
+    return MambaSpec(
+        inner=whole(config, "intermediate_size", int(value_or(config, "expand", 2) * hidden)),
+        state=whole(config, "state_size", 16),
+        rank=math.ceil(hidden / 16) if rank == "auto" else int(rank),
+        taps=whole(config, "conv_kernel", 4),
+        conv_bias=bool(value_or(config, "use_conv_bias", True)),
+        bias=bool(value_or(config, "use_bias", False)),
+        norm_eps=norm_eps,
+        norm_scaled=norm_scaled,
+    )
+
+
+def mamba2(config: Config) -> DecoderSpec:
+    """Mamba-2 (https://arxiv.org/abs/2405.21060), and Codestral Mamba."""
+    mixer = Mamba2Spec(
+        heads=whole(config, "num_heads", 128),
+        head_dim=whole(config, "head_dim", 64),
+        state=whole(config, "state_size", 128),
+        groups=whole(config, "n_groups", 8),
+        taps=whole(config, "conv_kernel", 4),
+        conv_bias=bool(value_or(config, "use_conv_bias", True)),
+        bias=bool(value_or(config, "use_bias", False)),
+        limits=_limits(config),
+        norm_eps=float(value_or(config, "layer_norm_epsilon", 1e-5)),
+    )
+    return _recurrent(config, mixer, tied=False)
+
+
+def bamba(config: Config) -> DecoderSpec:
+    """Bamba (https://huggingface.co/blog/bamba): Mamba-2 with some layers of attention."""
+    indices = value_or(config, "attn_layer_indices", [])
+    kinds = ["attention" if i in indices else "mamba" for i in range(whole(config, "num_hidden_layers"))]
+    return decoder_spec(
+        config,
+        norm=rms_norm(config, default=1e-5),
+        rope=rope_spec(config, head_size(config), rotated=0.5),
+        mixers=layer_mixers(kinds, mamba2_of(config)),
+        stored=StoredNames(modules=renamed(_FEED_FORWARD)),
+    )
+
+
+def mamba2_of(config: Config) -> Mamba2Spec:
+    """Return the state space of a hybrid model, from the fields whose names begin with "mamba"."""
+    inner = int(value_or(config, "mamba_expand", 2)) * whole(config, "hidden_size")
+    heads, head_dim = whole(config, "mamba_n_heads", 128), value_or(config, "mamba_d_head", "auto")
+    only(config, "hidden_act", "silu")
+    return Mamba2Spec(
+        heads=heads,
+        head_dim=inner // heads if head_dim == "auto" else int(head_dim),
+        state=whole(config, "mamba_d_state", 256),
+        groups=whole(config, "mamba_n_groups", 1),
+        taps=whole(config, "mamba_d_conv", 4),
+        conv_bias=bool(value_or(config, "mamba_conv_bias", True)),
+        bias=bool(value_or(config, "mamba_proj_bias", False)),
+        limits=_limits(config),
+        norm_eps=float(value_or(config, "rms_norm_eps", 1e-5)),
+    )
+
+
+def layer_mixers(kinds: Sequence[str], recurrent: MixerSpec, attention: MixerSpec = ATTENTION) -> tuple[MixerSpec, ...]:
+    """Return each layer's mixer, by its type in a configuration: attention or the recurrent one.
+
+    Raises:
+        ConfigError: another type.
+    """
+    mixers = {"attention": attention, "full_attention": attention} | dict.fromkeys(
+        ("mamba", "linear_attention", "conv"), recurrent
+    )
+    unknown = sorted(set(kinds) - set(mixers))
+    if unknown:
+        raise ConfigError(
+            f"The model's config has layers of type {', '.join(unknown)}; Octavo supports {', '.join(mixers)}."
+        )
+    return tuple(mixers[kind] for kind in kinds)
+
+
+def jamba(config: Config) -> DecoderSpec:
+    """Jamba (https://arxiv.org/abs/2403.19887), the sizes without experts: Mamba with some layers of attention."""
+    only(config, "num_experts", 1)
+    hidden, rank = whole(config, "hidden_size"), value_or(config, "mamba_dt_rank", "auto")
+    period, offset = whole(config, "attn_layer_period", 8), int(value_or(config, "attn_layer_offset", 4))
+    mixer = MambaSpec(
+        inner=int(value_or(config, "mamba_expand", 2)) * hidden,
+        state=whole(config, "mamba_d_state", 16),
+        rank=math.ceil(hidden / 16) if rank == "auto" else int(rank),
+        taps=whole(config, "mamba_d_conv", 4),
+        conv_bias=bool(value_or(config, "mamba_conv_bias", True)),
+        bias=bool(value_or(config, "mamba_proj_bias", False)),
+        norm_eps=float(value_or(config, "rms_norm_eps", 1e-6)),
+    )
+    layers = whole(config, "num_hidden_layers")
+    kinds = ["attention" if i % period == offset else "mamba" for i in range(layers)]
+    return decoder_spec(
+        config,
+        rope=no_rope(head_size(config), whole(config, "max_position_embeddings", 262144)),
+        mixers=layer_mixers(kinds, mixer),
+        stored=StoredNames(modules=renamed(_FEED_FORWARD)),
+    )
+
+
+_NEMOTRON_TYPES = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def nemotron_h(config: Config) -> DecoderSpec:
+    """Nemotron-H (https://arxiv.org/abs/2504.03624), the dense sizes: each layer is one of Mamba-2, attention and a
+    feed-forward.
+
+    Step sizes are limited by `time_step_limit`, as in the authors' code. `transformers` has `time_step_min` as the
+    lower limit, but only for prompts.
+    """
+    kinds = value_or(config, "layers_block_type", value_or(config, "layer_types", None))
+    if kinds is None:
+        kinds = [_NEMOTRON_TYPES.get(mark, mark) for mark in value_or(config, "hybrid_override_pattern", "")]
+    if len(kinds) == 0:
+        raise ModelFileError("The model's config has neither layers_block_type nor hybrid_override_pattern.")
+    if "moe" in kinds:
+        raise ConfigError("The model's config has layers of experts (moe); Octavo supports dense Nemotron-H only.")
+    mixer = Mamba2Spec(
+        heads=whole(config, "mamba_num_heads", 128),
+        head_dim=whole(config, "mamba_head_dim", 64),
+        state=whole(config, "ssm_state_size", 128),
+        groups=whole(config, "n_groups", 8),
+        taps=whole(config, "conv_kernel", 4),
+        conv_bias=bool(value_or(config, "use_conv_bias", True)),
+        bias=bool(value_or(config, "use_bias", False)),
+        limits=_limits(config),
+        norm_eps=float(value_or(config, "layer_norm_epsilon", 1e-5)),
+    )
+    only(config, "mamba_hidden_act", "silu")
+    act = activation(config, "mlp_hidden_act", "relu2")
+    mlp = MlpSpec(whole(config, "intermediate_size"), act, gated=False)
+    mixers = iter(layer_mixers([kind for kind in kinds if kind != "mlp"], mixer))
+    projections = {f"layers.{{}}.mixer.{name}_proj": f"layers.{{}}.self_attn.{name}_proj" for name in "qkvo"}
+    inner = {f"layers.{{}}.mixer.{name}_proj": f"layers.{{}}.mlp.{name}_proj" for name in ("up", "down")}
+    biases = {"attention_bias": ("qkv", "o"), "mlp_bias": ("mlp",)}
+    return decoder_spec(
+        {**config, "num_hidden_layers": len(kinds)},
+        norm=NormSpec(float(value_or(config, "layer_norm_epsilon", 1e-5))),
+        norms=LayerNorms("norm", None, "norm"),
+        rope=no_rope(head_size(config), whole(config, "max_position_embeddings")),
+        mlps=[mlp if kind == "mlp" else None for kind in kinds],
+        mixers=tuple(None if kind == "mlp" else next(mixers) for kind in kinds),
+        biases=frozenset(part for name, parts in biases.items() if config.get(name) for part in parts),
+        stored=StoredNames("backbone", renamed({**_BACKBONE, **_mixer_names(), **projections, **inner})),
+    )
+
+
+def _limits(config: Config) -> tuple[float, float]:
+    """Return the limits of step sizes. JSON has no infinity; `transformers` writes {"__float__": "Infinity"}."""
+    limits = value_or(config, "time_step_limit", (0.0, math.inf))
+    low, high = (float(limit["__float__"] if isinstance(limit, Mapping) else limit) for limit in limits)
+    return low, high

@@ -1,0 +1,70 @@
+"""Each kind of recurrent mixer in the engine: tokens do not depend on chunks, neighbours, prefix hits or preemption."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from toy_engine import drive, one_by_one, tiny_config, tokens_of
+from toy_models import LLAMA, VOCAB, model_files
+
+from octavo.build import build_core
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.engine.loop import EngineLoop
+
+_SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+_NO_ATTENTION = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "eos_token_id": 3}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": LLAMA | _SSM | {"attn_layer_indices": [1]},
+    "JambaForCausalLM": LLAMA | {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
+    "Lfm2ForCausalLM": LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    "Mamba2ForCausalLM": _NO_ATTENTION | {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2},
+    "Qwen3NextForCausalLM": LLAMA
+    | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "head_dim": 16}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+TIGHT = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 40, "async_scheduling": True}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow) if name.startswith("Jamba") else name for name in FAMILIES]
+)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return FAMILIES[request.param] | {"architectures": [request.param], "model_type": "any", "initializer_range": 0.3}
+
+
+def engine(config: dict[str, Any], **settings: Any) -> EngineLoop:
+    loop, _ = build_core(tiny_config(**{"max_model_len": 128, "device": "cpu"} | settings), model_files(config))
+    return loop
+
+
+def requests() -> list[GenerateRequest]:
+    rng = random.Random(7)
+    prefix = [rng.randrange(4, VOCAB) for _ in range(70)]
+    made = []
+    for i, length in enumerate((0, 70, 70, 0, 0)):
+        prompt = prefix[:length] + [rng.randrange(4, VOCAB) for _ in range(rng.randrange(2, 20))]
+        params = SamplingParams(max_tokens=30, top_k=1, ignore_eos=True, n=1 + (i == 2))
+        made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params))
+    return made
+
+
+def test_tokens_of_a_family(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and whole, against chunks of 40 tokens beside other requests, in a cache for little more than one."""
+    monkeypatch.setattr("octavo.nn.state.SNAPSHOT_TOKENS", 32)
+    alone = engine(config, enable_prefix_caching=False, async_scheduling=False)
+    expected = tokens_of(one_by_one(alone, requests()))
+    block_size = alone.stats().block_size
+    alone.close()
+    attends = "num_attention_heads" in config
+    tight = engine(config, **TIGHT, num_blocks=-(-128 // block_size) + 6 if attends else 9)
+    found = tokens_of(drive(tight, requests(), at_once=5))
+    again = tokens_of(one_by_one(tight, [request for request in requests() if request.id == "r1"]))
+    stats = tight.stats()
+    tight.close()
+    assert found == expected
+    assert again["r1", 0] == expected["r1", 0]
+    assert (stats.num_preemptions > 0) == attends, "only sequences with keys and values grow"
+    assert stats.prefix_cache_hits > 0
