@@ -83,11 +83,21 @@ def config_of(family: str, changes: Mapping[str, Any] | None = None) -> Any:
 
 def make_checkpoint(family: str, folder: Path, changes: Mapping[str, Any] | None = None, **save: Any) -> Any:
     """Writes a random checkpoint of the family and returns the Transformers model, in float32."""
+    return _saved(transformers.AutoModelForCausalLM, config_of(family, changes), folder, len(family), **save)
+
+
+def make_classifier(family: str, folder: Path, labels: int, changes: Mapping[str, Any] | None = None) -> Any:
+    """The same with a classification head in place of the language model's."""
     config = config_of(family, changes)
-    torch.manual_seed(len(family))
+    config.num_labels = labels
+    return _saved(transformers.AutoModelForSequenceClassification, config, folder, len(family))
+
+
+def _saved(kind: Any, config: Any, folder: Path, seed: int, **save: Any) -> Any:
+    torch.manual_seed(seed)
     # The eager form of Falcon adds its linear biases twice.
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -37,7 +37,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: columns of the logits.
         hidden_size: elements of the embedding of one token.
         max_position: the model's longest context.
-        num_labels: an encoder's classes.
+        num_labels: outputs of the model's classification head; 0 without one.
         summary: default pooling: which hidden states represent a prompt, unless the checkpoint specifies it.
     """
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from octavo.models.feed_forwards.table import make_feed_forward
 from octavo.models.mixers.table import make_mixer
 from octavo.models.norms import make_norm
+from octavo.models.score import ScoreHead
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Epilogue
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder
@@ -138,6 +139,7 @@ class CausalLM(nn.Module):
                 gather=True,
             )
         )
+        self.score = ScoreHead(b.device, spec.hidden_size, spec.num_labels) if spec.num_labels else None
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
         self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | StateCache)]
 
@@ -189,6 +191,11 @@ class CausalLM(nn.Module):
     def final(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to [S, hidden_size]; return the model's dtype."""
         return self.norm(hidden)
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """Return the classification head's outputs: [R, hidden_size] to [R, labels], float32."""
+        assert self.score is not None, "the model has no classification head"
+        return self.score(pooled)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply final norm and head: [S, hidden_size] to [S, vocab_size].

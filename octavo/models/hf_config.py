@@ -49,3 +49,15 @@ def only(config: Config, name: str, supported: Any) -> None:
     value = value_or(config, name, supported)
     if value != supported:
         raise ConfigError(f"The model's config asks for {name}={value!r}; Octavo supports {supported!r} only.")
+
+
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of architectures with a classification head end."""
+
+
+def num_labels(config: Config) -> int:
+    """Return the number of outputs of the classification head, if any; Transformers' default is two."""
+    if not str((config.get("architectures") or [""])[0]).endswith(CLASSIFIER):
+        return 0
+    named = config.get("id2label")
+    return len(named) if named else whole(config, "num_labels", 2)

@@ -172,6 +172,10 @@ class NativeDecoder:
         """Apply the final norm: [S, hidden_size] to the same shape, float32."""
         return self.source.final(hidden)
 
+    def classify(self, pooled: Tensor) -> Tensor:
+        """Return the classification head's outputs: [R, hidden_size] to [R, labels]."""
+        return self.source.classify(pooled)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply final norm and head: [S, hidden_size] to [S, vocab_size] float32.
 

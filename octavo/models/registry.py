@@ -28,7 +28,7 @@ from octavo.models.families.qwen2 import qwen2
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.families.qwen3_next import qwen3_next
 from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
-from octavo.models.hf_config import Config
+from octavo.models.hf_config import CLASSIFIER, Config, num_labels
 from octavo.models.load.quantized.table import method_of
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend
@@ -92,10 +92,11 @@ def is_own(config: Config) -> bool:
 
 
 def _with_head(name: str) -> str:
-    """Return the architecture with a language-model head of a bare model's, or the name itself."""
-    if name in ARCHITECTURES or not name.endswith("Model"):
+    """Return the architecture with a language-model head of a bare model's or a classifier's, or the name itself."""
+    if name in ARCHITECTURES or not name.endswith(("Model", CLASSIFIER)):
         return name
-    heads = [name.removesuffix("Model") + head for head in ("ForCausalLM", "LMHeadModel")]
+    family = name.removesuffix(CLASSIFIER).removesuffix("Model")
+    heads = [family + head for head in ("ForCausalLM", "LMHeadModel")]
     return next((head for head in heads if head in ARCHITECTURES), heads[0])
 
 
@@ -122,8 +123,8 @@ def spec_of(config: Config) -> DecoderSpec:
         )
     method_of(config)
     spec = ARCHITECTURES[name](config)
-    # A checkpoint of the bare model has no head.
-    return spec if name == names[0] else replace(spec, tied=True)
+    # Checkpoints of bare models and of classifiers have no language-model head.
+    return spec if name == names[0] else replace(spec, tied=True, num_labels=num_labels(config))
 
 
 def build_model(

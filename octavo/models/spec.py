@@ -145,6 +145,7 @@ class DecoderSpec:
         embedding_norm: LayerNorm of the first layer's input; None for none.
         qkv_clip: largest magnitude of queries, keys and values; None for no limit.
         tied: whether the output head is the embedding table.
+        num_labels: outputs of the classification head; 0 for none.
         stored: names and arrangement of the checkpoint's tensors.
     """
 
@@ -173,6 +174,7 @@ class DecoderSpec:
     qkv_clip: float | None = None
     multipliers: Multipliers = Multipliers()
     tied: bool = False
+    num_labels: int = 0
     stored: StoredNames = StoredNames()
 
     def mixer_of(self, layer: int) -> MixerSpec | None:

@@ -127,7 +127,7 @@ class PoolingWorker(WorkerHook):
     def _finish(self, vectors: Tensor, params: PoolingSpec) -> Tensor:
         if params.task == "classify":
             model = self._model
-            assert hasattr(model, "classify"), "only encoders have a classification head"
+            assert hasattr(model, "classify"), "the engine half offers this task only for models with such a head"
             vectors = model.classify(vectors).float()
         if params.task == "embed":
             for layer in self._dense:

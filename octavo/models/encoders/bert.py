@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.core.errors import ModelFileError
 from octavo.models.encoders.spec import EncoderSpec, Gate, Head, Names
-from octavo.models.hf_config import Config, only, value_or, whole
+from octavo.models.hf_config import Config, num_labels, only, value_or, whole
 
 _ACTIVATIONS: dict[str, Gate] = {
     "gelu": "gelu",
@@ -93,11 +93,3 @@ def activation(config: Config, field: str) -> Gate:
     if name not in _ACTIVATIONS:
         only(config, field, "gelu")
     return _ACTIVATIONS[name]
-
-
-def num_labels(config: Config) -> int:
-    """Return the number of outputs of the classification head, if any; Transformers' default is two."""
-    if not str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
-        return 0
-    named = config.get("id2label")
-    return len(named) if named else whole(config, "num_labels", 2)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from octavo.core.errors import ConfigError
-from octavo.models.encoders.bert import activation, num_labels
+from octavo.models.encoders.bert import activation
 from octavo.models.encoders.encoder import ACTIVATIONS
 from octavo.models.encoders.spec import Gate, SummaryKind
-from octavo.models.hf_config import Config, only, value_or, whole
+from octavo.models.hf_config import Config, num_labels, only, value_or, whole
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.whole import attend_whole
 from octavo.nn.build import Build
