@@ -90,8 +90,12 @@ class RankThread(RankProcess):
         return "its thread ended"
 
 
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "device": "cpu", "cpu_bind": "nobind"}
+"""Settings of an engine of two ranks, on any machine."""
+
+
 def ranks_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have engines of several ranks run them in threads."""
+    """Have engines of several ranks run them in threads. A single rank stays a process."""
     meetings: dict[int, tuple[threading.Barrier, list[Tensor]]] = {}
     meeting = threading.Lock()
 
@@ -102,5 +106,9 @@ def ranks_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             shared = meetings.setdefault(place.port, (threading.Barrier(place.size), [torch.empty(0)] * place.size))
         return Mesh(place.rank, place.size, ThreadCollectives(place.rank, *shared))
 
-    monkeypatch.setattr("octavo.build_worker.RankProcess", RankThread)
+    def start(module: str, payload: Any, *args: Any, **kwargs: Any) -> RankProcess:
+        place: RankPlace = payload[3]
+        return (RankThread if place.size > 1 else RankProcess)(module, payload, *args, **kwargs)
+
+    monkeypatch.setattr("octavo.build_worker.RankProcess", start)
     monkeypatch.setattr("octavo.worker.worker.join", join)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from rank_kit import TWO_RANKS, ranks_in_threads
 from toy_engine import drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, model_files
 from toy_tokenizers import byte_level
@@ -33,7 +34,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overlap + preemption": {"async_scheduling": True, **SMALL},
     "overlap + small batches": {"async_scheduling": True, "max_num_seqs": 3},
     "overlap + a process of its own": {"async_scheduling": True, "distributed_executor_backend": "mp"},
+    "overlap + two ranks": {"async_scheduling": True, **TWO_RANKS},
 }
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from rank_kit import TWO_RANKS, ranks_in_threads
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, model_files
 from tiny_adapters import merged, save_adapter
@@ -97,7 +98,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one adapter at a time": {"async_scheduling": True, "max_loras": 1, "max_cpu_loras": 1},
     "little memory": {"async_scheduling": True, "num_blocks": 44, "max_model_len": 96},
     "another process": {"distributed_executor_backend": "mp", "async_scheduling": True},
+    "two ranks": TWO_RANKS,
 }
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)

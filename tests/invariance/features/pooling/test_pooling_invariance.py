@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from rank_kit import TWO_RANKS, ranks_in_threads
 from toy_engine import drive, tiny_config
 from toy_models import QWEN3, VOCAB, behind, model_files
 
 pytest.importorskip("triton")
 
 from octavo.build import build_core
+from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.features.pooling.params import PoolingSpec
@@ -96,11 +98,13 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
         {"max_num_batched_tokens": 7, "max_num_seqs": 3, "async_scheduling": True},
         {"memory_bytes": 128 * 128, "max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 8},
         {"max_num_batched_tokens": 9, "max_num_seqs": 4, "distributed_executor_backend": "mp"},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 4, **TWO_RANKS},
     ],
-    ids=["prefix cache", "chunks", "overlap", "little room", "a process of its own"],
+    ids=["prefix cache", "chunks", "overlap", "little room", "a process of its own", "two ranks"],
 )
-def test_decoders(settings: dict[str, Any]) -> None:
-    check(run(QWEN3, asked(), device="cpu", **settings), truth())
+def test_decoders(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch)
+    check(run(QWEN3, asked(), **{"device": "cpu"} | settings), truth())
 
 
 def test_the_resident_runner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +124,8 @@ def test_the_resident_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_encoders(settings: dict[str, Any]) -> None:
     expected = run(ENCODER, asked(generating=False), device="cpu")
     check(run(ENCODER, asked(generating=False), **{"device": "cpu", **settings}), expected)
+
+
+def test_encoders_are_not_divided() -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2: tiny is an encoder, which runs on one device"):
+        run(ENCODER, asked(generating=False), **TWO_RANKS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_kit import TWO_RANKS, ranks_in_threads
 from toy_engine import device_of, drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, VOCAB, behind, model_files
 
@@ -40,12 +41,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "torch attention": {"attention_backend": "torch"},
     "plain attention": {"attention_backend": "reference"},
     "a process of its own": {"distributed_executor_backend": "mp"},
+    "two ranks": TWO_RANKS,
     "torch attention + overlap + preemption": {
         "attention_backend": "torch",
         "async_scheduling": True,
         **SMALL,
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch)
 
 
 def engine(config: dict[str, Any] = LLAMA, **settings: Any) -> EngineLoop:
