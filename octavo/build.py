@@ -57,6 +57,11 @@ def build_core(
         ConfigError: settings that can't work together or on this machine.
         ModelFileError: the model's files are damaged or contradict each other.
     """
+    if (replicas := config.parallel.data_parallel_size) > 1:
+        raise ConfigError(
+            f"--data-parallel-size {replicas}: replicas are for octavo serve and AsyncLLM, which run engines in "
+            "processes of their own. Leave it out."
+        )
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
     if config.model.config_overrides:

@@ -127,7 +127,6 @@ FLAGS: dict[str, Missing | Needless] = {
     **_ENGINE,
     **_SERVER,
     "pipeline-parallel-size": _one("pipeline parallelism"),
-    "data-parallel-size": _one("data parallelism"),
     "decode-context-parallel-size": _one("context parallelism"),
     "prefill-context-parallel-size": _one("context parallelism"),
     "enable-expert-parallel": _switch("expert parallelism is"),
@@ -162,7 +161,6 @@ ENGINE_FLAGS = {name: entry for name, entry in FLAGS.items() if name not in _SER
 
 SHORT = {
     "-pp": "pipeline-parallel-size",
-    "-dp": "data-parallel-size",
     "-pcp": "prefill-context-parallel-size",
     "-dcp": "decode-context-parallel-size",
     "-q": "quantization",

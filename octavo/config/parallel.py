@@ -18,6 +18,14 @@ class ParallelConfig:
         metavar="N",
         aliases=("-tp",),
     )
+    data_parallel_size: int = setting(
+        1,
+        "replicas of the model, each an engine of its own with its own devices; a request goes to the one with the "
+        "least work, or that knows its prompt",
+        read=quantities.count,
+        metavar="N",
+        aliases=("-dp",),
+    )
     rank_timeout_s: float = setting(
         300.0,
         "seconds after which a step that a rank has not finished counts as hanging, which ends the engine",

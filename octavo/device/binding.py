@@ -11,11 +11,11 @@ from octavo.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_NODES = Path("/sys/devices/system/node")
+NODES = Path("/sys/devices/system/node")
 _FLAG = "--cpu-omp-threads-bind"
 
 
-def bind(binding: str, nodes: Path = _NODES, rank: int = 0, size: int = 1) -> None:
+def bind(binding: str, nodes: Path = NODES, rank: int = 0, size: int = 1) -> None:
     """Bind this process, and the threads that it starts from now on, to some of its cores.
 
     Args:

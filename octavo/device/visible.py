@@ -1,4 +1,4 @@
-"""Choice of the GPU of each rank. No torch."""
+"""Choice of the GPUs of each rank and replica. No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from collections.abc import Mapping
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def environment_of(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables with which a rank's process sees only its own GPU.
+def environment_of(place: int, size: int, each: int = 1, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variables with which one of several processes sees only its own GPUs.
 
-    Ranks take the GPUs in the order of CUDA_VISIBLE_DEVICES, or of the driver without it. A single rank sees all and
-    takes the first, as a process without ranks does.
+    They take the GPUs in the order of CUDA_VISIBLE_DEVICES, or of the driver without it. A single process sees all.
+
+    Args:
+        place, size: the process's number, and the number of processes.
+        each: GPUs of a process.
     """
     if size == 1:
         return {}
     stated = environment.get(_VISIBLE)
+    first, end = place * each, (place + 1) * each
     if stated is None:
-        return {_VISIBLE: str(rank)}
+        return {_VISIBLE: ",".join(map(str, range(first, end)))}
     names = [name.strip() for name in stated.split(",") if name.strip()]
-    return {_VISIBLE: names[rank] if rank < len(names) else ""}
+    return {_VISIBLE: ",".join(names[first:end])}

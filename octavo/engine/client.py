@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from octavo.core.errors import EngineDeadError, InvalidRequestError, SlowReaderError
@@ -106,7 +106,7 @@ class CoreClient:
     def info(self) -> ModelInfo:
         return self._ready.result()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta]:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         if request.id in self._streams:
@@ -194,6 +194,9 @@ class CoreClient:
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    def each_stats(self) -> list[EngineStats]:
+        return [self._stats]
 
     def health(self) -> Health:
         if self._dead is not None:

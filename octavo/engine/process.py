@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.engine.connections import listen_at
@@ -38,14 +39,18 @@ _ENVIRONMENT = {
 class CoreProcess:
     """A child that runs `python -m MODULE`, reads `payload` from its standard input, and can't outlive this process."""
 
-    def __init__(self, module: str, payload: Any) -> None:
+    def __init__(self, module: str, payload: Any, environment: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            environment: variables that differ from this process's.
+        """
         self._folder = SocketFolder()
         self.address = str(self._folder.path / "core.sock")
         with listen_at(self.address) as listener:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
-                env={**_ENVIRONMENT, **os.environ},
+                env={**_ENVIRONMENT, **os.environ, **(environment or {})},
                 pass_fds=(listener.fileno(),),
                 process_group=0,  # no Ctrl-C from the terminal, and one group with the compilers that it starts
             )

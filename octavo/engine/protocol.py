@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from octavo.core.info import Health, ModelInfo, Received
@@ -136,6 +136,10 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the newest snapshot, without waiting."""
+        ...
+
+    def each_stats(self) -> Sequence[EngineStats]:
+        """Return the newest snapshot of each replica, in order; `stats` are their sums."""
         ...
 
     def health(self) -> Health:

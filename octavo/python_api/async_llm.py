@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -21,10 +22,12 @@ from octavo.core.stats import EngineStats
 from octavo.engine.client import CoreClient
 from octavo.engine.phases import OnPhase
 from octavo.engine.process import CoreProcess
+from octavo.engine.replicas import ReplicaClient
 from octavo.features import methods
 from octavo.hub.progress import Progress, silent
 from octavo.python_api.async_worker import AsyncWorkerMethods
 from octavo.python_api.inputs import feature_arguments, no_running_reset, refuse, tokenization
+from octavo.python_api.replicas import replica_process
 from octavo.python_api.tokenizer import ScriptTokenizer
 from octavo.text.chat.content_format import ContentFormat
 from octavo.text.frontend import Frontend
@@ -45,11 +48,14 @@ else:
     OnlineMethods = methods("online")
 
 
+_Client = CoreClient | ReplicaClient
+
+
 class AsyncLLM(OnlineMethods, AsyncWorkerMethods):
     """An engine made by `start`. Close it, or use `async with await AsyncLLM.start("smollm2") as llm`. Imports no
     torch."""
 
-    def __init__(self, client: CoreClient | None, frontend: Frontend | None, settings: dict[str, Any] | None = None):
+    def __init__(self, client: _Client | None, frontend: Frontend | None, settings: dict[str, Any] | None = None):
         """Use `start` or `from_engine_args`."""
         self._made = None if client is None or frontend is None else (client, frontend)
         self._settings = settings
@@ -118,21 +124,32 @@ class AsyncLLM(OnlineMethods, AsyncWorkerMethods):
             tool_parser_plugin,
             reasoning_config,
         )
-        process = CoreProcess("octavo.engine_main", (config, files, log or LogSettings()))
-        client = CoreClient.start(
-            process, stall_after_s=stall_after_s, max_unread_tokens=max_unread_tokens, on_phase=on_phase
-        )
-        return cls(*await _start_both(process, client, recipe))
+        count = config.parallel.data_parallel_size
+        single = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
+        processes = [replica_process(number, count, single, files, log or LogSettings()) for number in range(count)]
+
+        async def start(number: int) -> CoreClient:
+            if not processes[number].alive:
+                processes[number] = replica_process(number, count, single, files, log or LogSettings())
+            return await CoreClient.start(
+                processes[number],
+                stall_after_s=stall_after_s,
+                max_unread_tokens=max_unread_tokens,
+                on_phase=on_phase if number == 0 else None,
+            )
+
+        client = start(0) if count == 1 else ReplicaClient.start(start, count)
+        return cls(*await _start_both(processes, client, recipe))
 
     @property
-    def _client(self) -> CoreClient:
+    def _client(self) -> _Client:
         return self._parts()[0]
 
     @property
     def frontend(self) -> Frontend:
         return self._parts()[1]
 
-    def _parts(self) -> tuple[CoreClient, Frontend]:
+    def _parts(self) -> tuple[_Client, Frontend]:
         if self._made is None:
             raise EngineDeadError("The engine has not started yet: await check_health(), or generate something, first.")
         return self._made
@@ -319,9 +336,11 @@ AsyncLLMEngine = AsyncLLM
 
 
 async def _start_both(
-    process: CoreProcess, connecting: Coroutine[Any, Any, CoreClient], recipe: FrontendRecipe
-) -> tuple[CoreClient, Frontend]:
-    """Load the front end while the core starts. If either fails, kill the core's process and raise the error."""
+    processes: Sequence[CoreProcess],
+    connecting: Coroutine[Any, Any, _Client],
+    recipe: FrontendRecipe,
+) -> tuple[_Client, Frontend]:
+    """Load the front end while the cores start. If either fails, kill the cores' processes and raise the error."""
     starting = asyncio.create_task(connecting)
     try:
         loaded = await asyncio.to_thread(recipe.load)
@@ -329,6 +348,7 @@ async def _start_both(
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        process.kill()
+        for process in processes:
+            process.kill()
         raise
     return client, recipe.make(client, *loaded)

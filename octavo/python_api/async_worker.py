@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.core.pausing import PauseMode
-from octavo.engine.client import CoreClient
+from octavo.engine.protocol import EngineClient
 from octavo.python_api.worker import check_transfer
 from octavo.server.rpc import CoreCalls, bound
 
@@ -18,7 +18,7 @@ class AsyncWorkerMethods(ABC):
 
     @property
     @abstractmethod
-    def _client(self) -> CoreClient: ...
+    def _client(self) -> EngineClient: ...
 
     @abstractmethod
     async def _started(self) -> None: ...

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
-from octavo.engine.client import CoreClient
+from octavo.engine.protocol import EngineClient
 from octavo.features.lora.api import LoRARequest
 from octavo.features.lora.payload import NAME
 from octavo.features.lora.requests import Adapter
@@ -21,7 +21,7 @@ class AsyncLoraMethods(ABC):
 
     @property
     @abstractmethod
-    def _client(self) -> CoreClient: ...
+    def _client(self) -> EngineClient: ...
 
     @property
     @abstractmethod

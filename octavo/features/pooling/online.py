@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine.client import CoreClient
+from octavo.engine.protocol import EngineClient
 from octavo.features.pooling.params import PoolingOutput, PoolingRequestOutput, Task
 from octavo.features.pooling.payload import NAME
 from octavo.features.pooling.requests import pool
@@ -21,7 +21,7 @@ class AsyncPoolingMethods(ABC):
 
     @property
     @abstractmethod
-    def _client(self) -> CoreClient: ...
+    def _client(self) -> EngineClient: ...
 
     @property
     @abstractmethod

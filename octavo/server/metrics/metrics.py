@@ -76,9 +76,9 @@ class Metrics(Collector):
 
     def shared(self) -> Iterator[Metric]:
         """Yield the engine's metrics, under each prefix; equal in all processes that use the engine."""
-        stats = self._engine.stats()
+        each = self._engine.each_stats()
         for prefix in PREFIXES:
-            yield from self._engine_families(prefix, stats)
+            yield from self._engine_families(prefix, each)
         if self._core is not None:
             yield from self._core.collect()
 
@@ -89,10 +89,17 @@ class Metrics(Collector):
         yield from self._http_families()
         yield from self._process.collect()
 
-    def _engine_families(self, prefix: str, stats: EngineStats) -> Iterator[Metric]:
-        for metric in (*ENGINE_METRICS, *feature_metrics(stats)):
-            yield self._family(prefix, metric, metric.samples(stats))
-        yield self._step_family(prefix, stats)
+    def _engine_families(self, prefix: str, each: Sequence[EngineStats]) -> Iterator[Metric]:
+        """Yield the engine's families, with the samples of each replica."""
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for number, stats in enumerate(each):
+            for metric in (*ENGINE_METRICS, *feature_metrics(stats)):
+                if metric.name not in families:
+                    families[metric.name] = self._family(prefix, metric)
+                for labels, value in metric.samples(stats):
+                    families[metric.name].add_metric([*self._labels_of(number), *labels.values()], value)
+        yield from families.values()
+        yield self._step_family(prefix, each)
         info = self._engine.info
         yield self._gauge(
             prefix + "cache_config_info",
@@ -113,21 +120,23 @@ class Metrics(Collector):
             prefix + "engine_healthy", "1 while the engine lives and makes progress, else 0.", {}, healthy
         )
 
-    def _step_family(self, prefix: str, stats: EngineStats) -> Metric:
+    def _labels_of(self, number: int) -> list[str]:
+        """Return the values of the labels for a replica."""
+        return list((self._labels | {"engine": str(number)}).values())
+
+    def _step_family(self, prefix: str, each: Sequence[EngineStats]) -> Metric:
         text = "Tokens of prompts computed and new tokens sampled in one step of the engine."
         family = HistogramMetricFamily(prefix + "iteration_tokens_total", text, labels=list(self._labels))
-        counts = list(accumulate(stats.steps_by_tokens))
         bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
-        family.add_metric(list(self._labels.values()), list(zip(bounds, counts, strict=True)), stats.handled_tokens)
+        for number, stats in enumerate(each):
+            counts = list(accumulate(stats.steps_by_tokens))
+            family.add_metric(self._labels_of(number), list(zip(bounds, counts, strict=True)), stats.handled_tokens)
         return family
 
-    def _family(self, prefix: str, metric: EngineMetric, samples: Iterable[tuple[dict[str, str], float]]) -> Metric:
+    def _family(self, prefix: str, metric: EngineMetric) -> GaugeMetricFamily | CounterMetricFamily:
         names = [*self._labels, *([metric.label] if metric.label else [])]
         kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-        family = kind(prefix + metric.name, metric.help, labels=names)
-        for labels, value in samples:
-            family.add_metric([*self._labels.values(), *labels.values()], value)
-        return family
+        return kind(prefix + metric.name, metric.help, labels=names)
 
     def _gauge(self, name: str, text: str, labels: dict[str, str], value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])

@@ -299,7 +299,9 @@ async def leading(frontend: Frontend, config: ServerConfig, socks: Sequence[sock
     check_alone(config, socks[0])
     engine, twin = frontend.engine, frontend.twin
     if not isinstance(engine, CoreClient) or twin is None:
-        raise ConfigError("--api-server-count needs an engine core in a separate process.")
+        raise ConfigError(
+            "--api-server-count needs one engine core in a separate process; leave it or --data-parallel-size out."
+        )
     count = config.api_server_count
     folder = SocketFolder()
     charges = [

@@ -75,10 +75,11 @@ def test_each_rank_has_its_own_list(affinity):
 
 
 def test_each_rank_sees_its_own_gpu():
-    assert [environment_of(rank, 2, {}) for rank in range(2)] == [{VISIBLE: "0"}, {VISIBLE: "1"}]
-    assert [environment_of(rank, 2, {VISIBLE: "5, GPU-9"})[VISIBLE] for rank in range(2)] == ["5", "GPU-9"]
-    assert environment_of(1, 2, {VISIBLE: "5"}) == {VISIBLE: ""}, "none is left"
-    assert environment_of(0, 1, {VISIBLE: "5,6"}) == {}
+    assert [environment_of(rank, 2, environment={}) for rank in range(2)] == [{VISIBLE: "0"}, {VISIBLE: "1"}]
+    assert [environment_of(rank, 2, environment={VISIBLE: "5, GPU-9"})[VISIBLE] for rank in range(2)] == ["5", "GPU-9"]
+    assert environment_of(1, 2, environment={VISIBLE: "5"}) == {VISIBLE: ""}, "none is left"
+    assert environment_of(0, 1, environment={VISIBLE: "5,6"}) == {}
+    assert environment_of(1, 2, 2, {}) == {VISIBLE: "2,3"}, "of a replica of two ranks"
 
 
 def test_a_list_is_taken_as_it_is(affinity):

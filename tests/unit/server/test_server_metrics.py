@@ -92,6 +92,15 @@ def test_both_prefixes_tell_the_same() -> None:
         assert scrape.value(f"{prefix}cache_config_info", block_size="16", num_gpu_blocks="1024") == 1
 
 
+def test_each_replica_has_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [EngineStats(num_running=3, num_steps=5), EngineStats(num_running=4, num_steps=6)]
+    monkeypatch.setattr(FakeEngine, "each_stats", lambda engine: found)
+    scrape = Scrape(make_house(saying("hi"), ServerConfig()))
+    for number, stats in enumerate(found):
+        assert scrape.value("vllm:num_requests_running", engine=str(number)) == stats.num_running
+        assert scrape.value("octavo:engine_steps_total", engine=str(number)) == stats.num_steps
+
+
 def test_every_counter_of_the_engine_is_told() -> None:
     house = make_house(saying("hi"))
     others = ("steps_by_tokens", "waits_for", "weight_version", "features", "waits")

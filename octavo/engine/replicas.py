@@ -1,0 +1,304 @@
+"""`ReplicaClient`: an `EngineClient` over several cores of one model (data parallelism)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.core.errors import EngineDeadError, OctavoError
+from octavo.core.info import Health, ModelInfo, Received
+from octavo.core.output import TokenDelta
+from octavo.core.pausing import PauseMode, SleepTag
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import EngineStats, FeatureMetric
+from octavo.engine.balance import Balance
+from octavo.engine.client import CoreClient
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+_MOST_RESTARTS = 3
+_WITHIN_S = 600.0
+
+T = TypeVar("T")
+Start = Callable[[int], Awaitable[CoreClient]]
+
+
+class ReplicaClient:
+    """Sends each request to one replica, and every other command to all.
+
+    A replica that dies is started again, at most three times in ten minutes. Its requests that have no output yet are
+    moved to another one; the others end with an EngineDeadError.
+    """
+
+    def __init__(self, start: Start, clients: Sequence[CoreClient]) -> None:
+        """Use `start`."""
+        self._start = start
+        self._clients = list(clients)
+        self._balance = Balance(len(clients))
+        self._owners: dict[str, int] = {}
+        self._starting: set[int] = set()
+        self._restarts = [deque[float](maxlen=_MOST_RESTARTS) for _ in clients]
+        self._changed = self._halted = ""
+        self._closing = False
+        self._info = clients[0].info
+        self._watching = asyncio.create_task(self._watch())
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(cls, start: Start, count: int) -> ReplicaClient:
+        """Start all replicas at once.
+
+        Args:
+            start: starts a replica, given its number.
+
+        Raises:
+            OctavoError, EngineDeadError: as `CoreClient.start`, for the first replica that could not start.
+        """
+        found = await asyncio.gather(*(start(number) for number in range(count)), return_exceptions=True)
+        failed = [one for one in found if isinstance(one, BaseException)]
+        clients = [one for one in found if isinstance(one, CoreClient)]
+        if failed:
+            await asyncio.gather(*(client.close() for client in clients))
+            raise failed[0]
+        return cls(start, clients)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The facts of one replica."""
+        return self._info
+
+    @property
+    def slow_readers(self) -> int:
+        return sum(client.slow_readers for client in self._clients)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta]:
+        while True:
+            number, cost = self._balance.take(request, self._alive())
+            client = self._clients[number]
+            self._owners[request.id] = number
+            begun = False
+            try:
+                async with aclosing(client.generate(request)) as deltas:
+                    async for delta in deltas:
+                        begun = True
+                        yield delta
+                return
+            except EngineDeadError:
+                if begun or self._closing or not self._others(client):
+                    raise
+                log.warning("request %s is moved from replica %d, which died", request.id, number)
+            finally:
+                self._balance.give_back(number, cost)
+                self._owners.pop(request.id, None)
+
+    @property
+    def dead(self) -> str | None:
+        """Why no replica is left; None if one is."""
+        return None if any(client.dead is None for client in self._clients) else self._clients[0].dead
+
+    def _alive(self) -> list[int]:
+        """Return the numbers of the replicas that can compute. Raise EngineDeadError if there is none."""
+        alive = [number for number, client in enumerate(self._clients) if client.dead is None]
+        if not alive:
+            raise EngineDeadError(f"No replica of the engine is left. {self._clients[0].dead}")
+        return alive
+
+    def _others(self, client: CoreClient) -> bool:
+        return any(other is not client and other.dead is None for other in self._clients)
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        number = self._owners.get(request_id)
+        if number is not None:
+            await self._clients[number].abort(request_id, index)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._all(lambda client: client.reset_prefix_cache())
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
+        self._halted = "the engine is paused"
+        await self._all(lambda client: client.pause(mode, clear_cache=clear_cache))
+
+    async def resume(self) -> None:
+        await self._all(lambda client: client.resume())
+        self._halted = ""
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        self._halted = "the engine sleeps"
+        await self._all(lambda client: client.sleep(level, mode))
+
+    async def wake_up(self, parts: Iterable[SleepTag]) -> None:
+        given = list(parts)
+        await self._all(lambda client: client.wake_up(given))
+        if not self.stats().paused:
+            self._halted = ""
+
+    async def abort_named(self, names: Iterable[str] | None) -> int:
+        given = None if names is None else list(names)
+        return sum(await self._all(lambda client: client.abort_named(given)))
+
+    async def start_profile(self, prefix: str = "") -> None:
+        """Profile the first replica."""
+        await self._first.start_profile(prefix)
+
+    async def stop_profile(self) -> str:
+        return await self._first.stop_profile()
+
+    async def update_weights(
+        self,
+        path: str | None = None,
+        load_format: str | None = None,
+        *,
+        received: bool = False,
+        mode: PauseMode = PauseMode.KEEP,
+        flush_cache: bool = True,
+        version: str | None = None,
+    ) -> dict[str, Any]:
+        def update(client: CoreClient) -> Coroutine[Any, Any, dict[str, Any]]:
+            return client.update_weights(
+                path, load_format, received=received, mode=mode, flush_cache=flush_cache, version=version
+            )
+
+        found = await self._all(update, "the weights were replaced since the start")
+        return found[0] | {"num_paused_requests": sum(one.get("num_paused_requests", 0) for one in found)}
+
+    async def begin_weights(self) -> None:
+        await self._all(lambda client: client.begin_weights(), "an update of the weights has begun since the start")
+
+    async def receive_weights(self, update_info: Mapping[str, Any]) -> None:
+        await self._all(lambda client: client.receive_weights(update_info))
+
+    async def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any:
+        """Call the feature in all replicas; return the first one's result."""
+        return (
+            await self._all(lambda client: client.call(feature, method, args), f"{feature} was called since the start")
+        )[0]
+
+    @property
+    def _first(self) -> CoreClient:
+        return self._clients[self._alive()[0]]
+
+    async def _all(self, command: Callable[[CoreClient], Coroutine[Any, Any, T]], change: str = "") -> list[T]:
+        """Run a command in all replicas that live; return their results, or raise the first error.
+
+        Args:
+            change: why a replica that starts later would differ from the others; "" if it would not.
+        """
+        self._changed = change or self._changed
+        return list(await asyncio.gather(*(command(self._clients[number]) for number in self._alive())))
+
+    def stats(self) -> EngineStats:
+        """Return the sums over the replicas."""
+        return summed(self.each_stats())
+
+    def each_stats(self) -> list[EngineStats]:
+        return [client.stats() for client in self._clients]
+
+    def health(self) -> Health:
+        """Return the health of the replicas: good while one can compute."""
+        found = [client.health() for client in self._clients]
+        best = next((health for health in found if health.ok), found[0])
+        return best if best.ok else msgspec.structs.replace(best, final=best.final and not self._starting)
+
+    def received(self, request_id: str) -> Received:
+        number = self._owners.get(request_id)
+        return Received() if number is None else self._clients[number].received(request_id)
+
+    def kill(self) -> None:
+        """Kill all cores. Open streams end with EngineDeadError."""
+        self._closing = True
+        self._watching.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for client in self._clients:
+            client.kill()
+
+    async def close(self) -> None:
+        """Stop all cores and wait for their end."""
+        self._closing = True
+        for task in (self._watching, *self._tasks):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    async def _watch(self) -> None:
+        """Start replicas again that have died."""
+        given_up: set[int] = set()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for number, client in enumerate(self._clients):
+                if client.dead is None or number in self._starting or number in given_up:
+                    continue
+                if (reason := self._reason_against(number)) is not None:
+                    log.error("replica %d has died and is not started again: %s", number, reason)
+                    given_up.add(number)
+                    continue
+                self._starting.add(number)
+                task = asyncio.create_task(self._restart(number))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _reason_against(self, number: int) -> str | None:
+        if why := self._halted or self._changed:
+            return f"{why}, so that it would differ from the others; restart the server"
+        times = self._restarts[number]
+        if len(times) == _MOST_RESTARTS and time.monotonic() - times[0] < _WITHIN_S:
+            return f"it was started again {_MOST_RESTARTS} times in the last {_WITHIN_S / 60:.0f} minutes"
+        return None
+
+    async def _restart(self, number: int) -> None:
+        log.warning("replica %d has died and is started again: %s", number, self._clients[number].dead)
+        self._restarts[number].append(time.monotonic())
+        try:
+            await self._clients[number].close()
+            self._clients[number] = await self._start(number)
+            self._balance.forget(number)
+            log.warning("replica %d is back", number)
+        except OctavoError as error:
+            log.error("replica %d could not be started again: %s", number, error)
+        finally:
+            self._starting.discard(number)
+
+
+_GREATEST = ("block_size", "last_step_s", "paused", "sleep_level")
+
+
+def summed(stats: Sequence[EngineStats]) -> EngineStats:
+    """Return the statistics of several engines as those of one."""
+    if len(stats) == 1:
+        return stats[0]
+    found: dict[str, Any] = {}
+    for name in EngineStats.__struct_fields__:
+        values = [getattr(one, name) for one in stats]
+        if name in _GREATEST:
+            found[name] = max(values)
+        elif isinstance(values[0], str):
+            found[name] = next((value for value in values if value), "")
+        elif name == "features":
+            found[name] = _features(values)
+        elif isinstance(values[0], dict):
+            found[name] = {key: value for one in values for key, value in one.items()}
+        elif isinstance(values[0], list):
+            found[name] = [sum(column) for column in zip(*values, strict=True)]
+        else:
+            found[name] = sum(values)
+    return EngineStats(**found)
+
+
+def _features(each: Iterable[list[FeatureMetric]]) -> list[FeatureMetric]:
+    merged: dict[str, FeatureMetric] = {}
+    for metrics in each:
+        for one in metrics:
+            sums = dict(merged[one.name].values) if one.name in merged else {}
+            for key, value in one.values.items():
+                sums[key] = sums.get(key, 0.0) + value
+            merged[one.name] = msgspec.structs.replace(one, values=sums)
+    return list(merged.values())

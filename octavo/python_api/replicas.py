@@ -1,0 +1,31 @@
+"""Processes of an engine's replicas. No torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from octavo.config import EngineConfig
+from octavo.core.log import LogSettings
+from octavo.device.binding import NODES, divided
+from octavo.device.visible import environment_of
+from octavo.engine.process import CoreProcess
+from octavo.hub.files import ModelFiles
+
+
+def replica_process(number: int, count: int, config: EngineConfig, files: ModelFiles, log: LogSettings) -> CoreProcess:
+    """Start the core of one replica, on its share of the GPUs, or of the cores if the model runs on a CPU.
+
+    Args:
+        number, count: the replica's number, and the number of replicas.
+    """
+    own = environment_of(number, count, config.parallel.num_ranks)
+    process = CoreProcess("octavo.engine_main", (config, files, log), own)
+    if count > 1 and _on_cpu(config) and config.device.cpu_bind == "auto" and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(process.pid, divided(os.sched_getaffinity(0), NODES, number, count))
+    return process
+
+
+def _on_cpu(config: EngineConfig) -> bool:
+    device = config.device.device
+    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())

@@ -1,0 +1,171 @@
+"""Several cores behind one client: where requests go, and what becomes of those of a core that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, ParamSpec
+
+import pytest
+
+from octavo.core.errors import EngineDeadError, UnsupportedError
+from octavo.core.output import TokenDelta
+from octavo.core.params import SamplingParams
+from octavo.core.pausing import PauseMode
+from octavo.core.request import GenerateRequest
+from octavo.core.stats import EngineStats, FeatureMetric
+from octavo.engine.balance import Balance
+from octavo.engine.client import CoreClient
+from octavo.engine.fake import fake_info
+from octavo.engine.process import CoreProcess
+from octavo.engine.replicas import ReplicaClient, summed
+from octavo.engine.stub import Stub
+
+P = ParamSpec("P")
+LONG = list(range(1000))
+
+
+def asking(name: str, tokens: list[int], max_tokens: int = 4, **more: object) -> GenerateRequest:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(id=name, tokens=tokens, params=params, **more)  # type: ignore[arg-type]
+
+
+def test_the_replica_with_the_fewest_open_tokens_is_chosen() -> None:
+    balance = Balance(3)
+    taken = [balance.take(asking(str(i), [i] * size), range(3)) for i, size in enumerate([50, 20, 10, 10, 5])]
+    assert [number for number, _ in taken] == [0, 1, 2, 2, 1]
+    balance.give_back(*taken[0])
+    assert balance.take(asking("x", [7]), range(3))[0] == 0
+    assert balance.take(asking("y", [7]), [2])[0] == 2, "only living ones"
+
+
+def test_a_known_prompt_goes_where_it_is_known_unless_that_costs_more_than_it_saves() -> None:
+    balance = Balance(2)
+    first, cost = balance.take(asking("a", LONG), range(2))
+    balance.give_back(first, cost)
+    again, less = balance.take(asking("b", [*LONG, 5]), range(2))
+    assert again == first
+    assert less == cost - 960 + 1, "its first 15 chunks of 64 tokens are known"
+    assert balance.take(asking("c", LONG, namespace="other"), range(2))[0] != first
+    balance.loads[first] += 2000
+    assert balance.take(asking("d", LONG), range(2))[0] != first
+    balance.loads = [0, 0]
+    balance.forget(0)
+    balance.forget(1)
+    assert balance.take(asking("e", LONG), range(2)) == (0, cost)
+
+
+def test_statistics_are_sums() -> None:
+    def metric(value: float) -> FeatureMetric:
+        return FeatureMetric("found", "counter", "", "kind", {"a": value})
+
+    stats = [EngineStats(num_running=i, block_size=16, waits={str(i): "x"}, features=[metric(i)]) for i in (1, 2)]
+    found = summed(stats)
+    assert (found.num_running, found.block_size, found.waits) == (3, 16, {"1": "x", "2": "x"})
+    assert found.features == [metric(3)]
+    assert found.steps_by_tokens == [0] * len(stats[0].steps_by_tokens)
+    assert found.weight_version == "default"
+
+
+def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run a coroutine as a test."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+@asynccontextmanager
+async def replicas(step_s: float = 0.001) -> AsyncIterator[tuple[ReplicaClient, list[CoreProcess]]]:
+    """Two replicas without a model, and their processes, to which restarts add."""
+    made: list[CoreProcess] = []
+
+    async def start(number: int) -> CoreClient:
+        info = fake_info(name="stub", vocab_size=257, eos_token_ids=[], max_model_len=100_000)
+        made.append(CoreProcess("octavo.engine.stub", Stub(info, (7, 8), step_s)))
+        return await CoreClient.start(made[-1])
+
+    client = await ReplicaClient.start(start, 2)
+    try:
+        yield client, made
+    finally:
+        await client.close()
+        assert not any(process.alive for process in made)
+
+
+async def tokens_of(client: ReplicaClient, request: GenerateRequest) -> list[int]:
+    return [token async for delta in client.generate(request) for token in delta.tokens]
+
+
+async def drained(stream: AsyncIterator[TokenDelta]) -> None:
+    async for _ in stream:
+        pass
+
+
+@in_loop
+async def test_requests_are_spread_and_counted() -> None:
+    async with replicas() as (client, _):
+        found = await asyncio.gather(*(tokens_of(client, asking(str(i), [i] * 20)) for i in range(8)))
+        assert found == [[7, 8, 7, 8]] * 8
+        assert [stats.prompt_tokens for stats in client.each_stats()] == [80, 80]
+        assert client.stats().prompt_tokens == 160
+        assert client._balance.loads == [0, 0]
+        assert client.health().ok
+
+
+@in_loop
+async def test_what_a_dead_replica_had_begun_ends_and_the_rest_is_moved() -> None:
+    async with replicas(step_s=0.01) as (client, made):
+        begun = [client.generate(asking(str(i), [i], max_tokens=10**6)) for i in range(2)]
+        for stream in begun:
+            await anext(stream)
+        fresh = asyncio.create_task(tokens_of(client, asking("fresh", [3])))
+        await asyncio.sleep(0)  # it is at replica 0 now
+        os.kill(made[0].pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+            await drained(begun[0])
+        assert await fresh == [7, 8, 7, 8]
+        assert (await anext(begun[1])).tokens
+        assert client.health().ok
+        await begun[1].aclose()
+
+
+async def until(client: ReplicaClient, living: int) -> None:
+    async with asyncio.timeout(60):
+        while sum(one.dead is None for one in client._clients) != living or client._starting:
+            await asyncio.sleep(0.01)
+
+
+@in_loop
+async def test_a_dead_replica_is_started_again() -> None:
+    async with replicas() as (client, made):
+        os.kill(made[1].pid, signal.SIGKILL)
+        await until(client, 1)
+        await until(client, 2)
+        assert len(made) == 3
+        assert await tokens_of(client, asking("x", [3])) == [7, 8, 7, 8]
+
+
+@in_loop
+async def test_one_that_would_differ_stays_dead(caplog: pytest.LogCaptureFixture) -> None:
+    async with replicas() as (client, made):
+        with pytest.raises(UnsupportedError):
+            await client.pause(PauseMode.KEEP)
+        os.kill(made[1].pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while "replica 1 has died and is not started again: the engine is paused" not in caplog.text:
+                await asyncio.sleep(0.01)
+        assert len(made) == 2
+        assert client.dead is None
+        os.kill(made[0].pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while not client.health().final:
+                await asyncio.sleep(0.01)
+        with pytest.raises(EngineDeadError, match="No replica of the engine is left"):
+            await tokens_of(client, asking("x", [3]))
