@@ -30,9 +30,10 @@ class DraftConfig:
     method: str = _option("auto", "who drafts: auto, ngram or suffix")
     num_speculative_tokens: int = _option(7, f"most drafts after one token, 1 to {MOST_DRAFTS}")
     adaptive: bool = _option(True, "choose the number of drafts by what they gain, 0 included")
-    prompt_lookup_min: int = _option(2, "least tokens that must match an earlier place")
-    prompt_lookup_max: int = _option(8, "most tokens that are compared")
+    prompt_lookup_min: int = _option(3, "least tokens that must match an earlier place")
+    prompt_lookup_max: int = _option(16, "most tokens that are compared")
     suffix_decoding_max_cached_requests: int = _option(0, "outputs of earlier requests that `suffix` searches, too")
+    suffix_decoding_max_spec_factor: float = _option(1.0, "most drafts of `suffix` for each token that matches")
     suffix_decoding_min_token_prob: float = _option(0.1, "least frequency of a draft of `suffix`")
 
     def __post_init__(self) -> None:
@@ -52,11 +53,13 @@ class DraftConfig:
                 "speculative_config: suffix_decoding_max_cached_requests needs method=suffix, got "
                 f"method={self.method}."
             )
-        chance = self.suffix_decoding_min_token_prob
-        if isinstance(chance, bool) or not isinstance(chance, int | float) or not 0 <= chance <= 1:
-            raise ConfigError(
-                f"speculative_config: suffix_decoding_min_token_prob={chance!r} must be a number from 0 to 1."
-            )
+        self._number("suffix_decoding_max_spec_factor", MOST_DRAFTS)
+        self._number("suffix_decoding_min_token_prob", 1)
+
+    def _number(self, name: str, most: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            raise ConfigError(f"speculative_config: {name}={value!r} must be a number from 0 to {most}.")
 
     def _whole(self, name: str, least: int, most: int) -> None:
         value = getattr(self, name)

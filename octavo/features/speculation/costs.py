@@ -8,19 +8,26 @@ _DECAY = 0.95
 """Weight of what is known against a new measurement."""
 _OUTLIER = 4.0
 """A step that takes this many times what is usual was delayed by something else, such as a pause of the process."""
-_PRIOR = 0.3
+_SPREAD = 0.25
+"""Variance of the number of drafts from which their cost can be told from the rest of the step's."""
+_PRIOR = 0.4
 """Until measured: cost of a draft, as a share of a step's cost for each row."""
 
 
 @dataclass(slots=True)
 class _Line:
-    """Seconds of steps with drafts as a line over their number, by least squares with decaying weights."""
+    """Seconds of steps with drafts as a line over their number, by least squares with decaying weights.
+
+    Attributes:
+        slope: seconds for each draft, from the last steps whose numbers of drafts differed; 0.0 before these.
+    """
 
     weight: float = 0.0
     drafts: float = 0.0
     seconds: float = 0.0
     squares: float = 0.0
     products: float = 0.0
+    slope: float = 0.0
 
     def add(self, drafts: int, seconds: float) -> None:
         for name, value in (
@@ -31,18 +38,19 @@ class _Line:
             ("products", drafts * seconds),
         ):
             setattr(self, name, getattr(self, name) * _DECAY + value)
+        mean = self.drafts / self.weight
+        spread = self.squares / self.weight - mean * mean
+        if spread > _SPREAD:
+            self.slope = max(0.0, (self.products / self.weight - mean * self.seconds / self.weight) / spread)
 
     def fit(self, slope: float) -> tuple[float, float]:
         """Return seconds without drafts and seconds for each draft.
 
         Args:
-            slope: the second one, if the measurements don't say it.
+            slope: the second one, until the measurements say it.
         """
         mean, drafts = self.seconds / self.weight, self.drafts / self.weight
-        spread = self.squares / self.weight - drafts * drafts
-        if spread > 0.25:
-            slope = max(0.0, (self.products / self.weight - drafts * mean) / spread)
-        slope = min(slope, mean / max(drafts, 1.0))
+        slope = min(self.slope or slope, mean / max(drafts, 1.0))
         return mean - slope * drafts, slope
 
 

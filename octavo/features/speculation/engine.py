@@ -23,12 +23,15 @@ from octavo.schedule.request import Request
 
 _MARGIN = 1.05
 """Drafts must yield this many times what they cost."""
-_SURE = 0.5
-"""Share of accepted drafts from which a request's pauses are short again."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
+_HOPE = 1.25
+"""Drafts pause only if they would not pay even with this many times as many accepted: the share is uncertain."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 64, 1024
 """Tokens that a request decodes without drafts before they are tried again; each failed trial doubles it."""
-_TRIAL, _TRIAL_ROWS = 2, 3
+_TRIAL, _TRIAL_ROWS = 2, 2
 """Drafts of each row of a trial, and its most rows."""
+_PATIENCE, _LONGEST_SKIP = 4, 8
+"""After so many searches in a row that found nothing one more token is skipped, up to the second number: a step that
+may be followed by drafts is planned anew, which takes longer than to repeat the one before."""
 
 
 @dataclass(slots=True)
@@ -39,6 +42,9 @@ class _Drafted:
         pause: output tokens from one trial to the next while drafts don't pay.
         resume: length of the output from which drafts are tried again; 0 while they pay.
         tried: rows of the present trial.
+        asked: the last step was to be followed by drafts.
+        misses: how often in a row there were none.
+        ask_from: length of the output from which drafts are wanted again.
     """
 
     enabled: bool
@@ -48,6 +54,9 @@ class _Drafted:
     pause: int = _FIRST_PAUSE
     resume: int = 0
     tried: int = 0
+    asked: bool = False
+    misses: int = 0
+    ask_from: int = 0
 
 
 class SpeculationEngine(EngineHook):
@@ -81,6 +90,21 @@ class SpeculationEngine(EngineHook):
         drafts = 0 if draft.repeats else sum(draft.num_drafts)
         decodes = draft.repeats or (sum(draft.num_tokens) == len(rows) + drafts and all(draft.samples))
         self._last = (now, len(rows), drafts) if decodes and not draft.new else None
+        if self._adaptive and not draft.repeats:
+            self._note_misses(draft, rows)
+
+    def _note_misses(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
+        """Ask less often for the drafts of requests that had none. On a GPU the host does not know."""
+        for row, request in enumerate(rows):
+            one = self._drafted.get(request)
+            if one is None:
+                continue
+            if one.asked and draft.num_drafts[row]:
+                one.misses = 0
+            elif one.asked:
+                one.misses += 1
+                one.ask_from = request.num_output + request.pending + min(one.misses // _PATIENCE, _LONGEST_SKIP)
+            one.asked = row in draft.proposals
 
     def drafts(self, request: Request) -> int | None:
         one = self._of(request)
@@ -88,9 +112,17 @@ class SpeculationEngine(EngineHook):
             return 0
         if not self._adaptive:
             return None
+        length = request.num_output + request.pending
+        if length < one.ask_from or length < one.resume:
+            return 0
         if one.resume:
-            return _TRIAL if request.num_output + request.pending >= one.resume else 0
-        return self._best(one.acceptance)
+            return _TRIAL
+        best = self._best(one.acceptance.share)
+        if not best and self._best(_HOPE * one.acceptance.share):
+            best = 1
+        if not best:
+            one.resume = length + one.pause
+        return best
 
     def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._counters.verified(num_drafts, num_accepted)
@@ -106,25 +138,28 @@ class SpeculationEngine(EngineHook):
 
     def _judge(self, one: _Drafted, length: int) -> None:
         """Begin or end a pause of a request whose drafts were verified at this length of its output."""
-        if self._best(one.acceptance):
+        if self._best(_HOPE * one.acceptance.share):
             one.tried = one.resume = 0
-            if one.acceptance.share > _SURE:
-                one.pause = _FIRST_PAUSE
+            if self._best(one.acceptance.share):
+                one.pause = max(_FIRST_PAUSE, one.pause // 2)
             return
         one.tried += 1
         if not one.resume or one.tried >= _TRIAL_ROWS:
             one.tried, one.resume = 0, length + one.pause
             one.pause = min(2 * one.pause, _LONGEST_PAUSE)
 
-    def _best(self, acceptance: Acceptance) -> int:
+    def _best(self, share: float) -> int:
         """Return the number of drafts that saves the most time in a step like the last; 0 if none saves any.
+
+        Args:
+            share: chance that a draft is accepted if those before it are.
 
         A draft that is accepted saves a token's share of a step without drafts.
         """
         if self._prices is None:
             return self.max_drafts
         value, overhead, cost = self._prices
-        share = acceptance.share
+        share = min(share, 1.0)
         best, most, gain, chance = 0, 0.0, 0.0, 1.0
         for count in range(1, self.max_drafts + 1):
             chance *= share

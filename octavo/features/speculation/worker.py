@@ -22,7 +22,7 @@ from octavo.worker.drafts import Drafting, Drafts
 from octavo.worker.hooks import WorkerHook
 
 _PREDICTED = 32
-"""Most tokens that are compared to find the place in a prediction. One suffices: drafts cost little there."""
+"""Most tokens that are compared to find the place in a prediction. One suffices to begin: it is expected there."""
 _LEAST_OUTPUT = 4
 """Shortest output that is worth to be searched later."""
 
@@ -78,7 +78,7 @@ class HostDrafter(WorkerHook):
         if predicted is not None:
             place = len(known) - self._options[slot].num_prompt - 1
             found = lookup.longest(predicted, known, _PREDICTED)
-            drafts = lookup.nearest(found, place, limit)
+            drafts = lookup.nearest(found, place, min(limit, 2 * found.size))
             if len(drafts):
                 return drafts
         matches = lookup.longest(known, known, config.prompt_lookup_max)
@@ -89,6 +89,7 @@ class HostDrafter(WorkerHook):
             return NOTHING
         if not self._votes:
             return lookup.last(matches, limit)
+        limit = min(limit, max(1, int(matches.size * config.suffix_decoding_max_spec_factor)))
         drafts = lookup.voted(matches, limit, config.suffix_decoding_min_token_prob)
         return _before_separator(drafts)
 

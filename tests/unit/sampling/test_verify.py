@@ -85,7 +85,41 @@ def accept_all(drawn: Tensor, drafts: Tensor, counts: Tensor, starts: Tensor) ->
     return 1 + counts
 
 
+def wrong_place(drawn: Tensor, drafts: Tensor, counts: Tensor, starts: Tensor) -> Tensor:
+    """Compare each draft with the token drawn one position later."""
+    return verify(drawn.roll(-1), drafts, counts, starts)
+
+
 def test_faults_are_noticed() -> None:
-    """Accepting whatever is proposed; and no residual distribution: drawing anew after a rejection."""
+    """Accepting whatever is proposed; comparing at another position; and no residual distribution: drawing anew after a
+    rejection."""
     assert misfit(accept_all) > 10 * _FREEDOM
+    assert misfit(wrong_place) > 5 * _FREEDOM
     assert misfit(verify, redraws=True) > 10 * _FREEDOM
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_drafts_sampled_from_a_distribution_leave_the_target_s(shared: bool) -> None:
+    """One draft, sampled from another distribution, with the target's random numbers or with its own.
+
+    With the target's, it is accepted as often as Daliri, Musco and Suresh prove; independent ones agree by chance only.
+    """
+    torch.manual_seed(7)
+    target, other = (torch.rand(VOCAB).pow(2) + 0.02 for _ in range(2))
+    target, other = target / target.sum(), other / other.sum()
+    noise, own = (-torch.rand(TRIALS, VOCAB).log().neg().log() for _ in range(2))
+    drawn = (target.log() + noise).argmax(1)
+    drafts = (other.log() + (noise if shared else own)).argmax(1)[:, None]
+    flat = torch.stack([drawn, drawn], 1).view(-1)
+    kept = verify(flat, drafts, torch.ones(TRIALS, dtype=torch.long), 2 * torch.arange(TRIALS))
+    accepted = kept > 1
+    output = torch.where(accepted, drafts[:, 0], drawn)
+    expected = (target.double() * TRIALS).tolist()
+    statistic = chi_square(torch.bincount(output, minlength=VOCAB).tolist(), expected)
+    assert statistic < VOCAB - 1 + 5 * math.sqrt(2 * (VOCAB - 1))
+    distance = float((target - other).abs().sum() / 2)
+    if shared:
+        assert float(accepted.float().mean()) > (1 - distance) / (1 + distance) - 0.01
+    else:
+        assert float(accepted.float().mean()) == pytest.approx(float((target * other).sum()), abs=0.01)
+    assert chi_square(torch.bincount(drafts[:, 0], minlength=VOCAB).tolist(), expected) > 10 * VOCAB

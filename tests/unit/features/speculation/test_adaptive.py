@@ -72,7 +72,7 @@ class World:
 def test_drafts_are_chosen_by_what_they_gain(
     rows: int, chance: float, draft_s: float, least_gain: float, drafts: tuple[float, float]
 ) -> None:
-    gain, mean = World(rows, chance, draft_s).run(2000)
+    gain, mean = World(rows, chance, draft_s).run(2000 if rows == 1 else 400)
     assert gain > least_gain
     assert drafts[0] <= mean <= drafts[1]
 
