@@ -36,13 +36,13 @@ class PagedRunner:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         self.free = torch.randperm(self.num_blocks, generator=generator).tolist()
-        for layer in self.model.attention_layers:
+        for layer in self.model.cached_layers:
+            if isinstance(layer, StateCache):
+                layer.cache = torch.full((self.num_blocks, layer.nbytes // 4), torch.nan)
+                continue
             shape = layer.backend.cache_shape(layer.spec, self.num_blocks, self.block_size)
             # A NaN that reaches a logit was read from a slot that no token owns.
             layer.cache = torch.full(shape, torch.nan, dtype=self.dtype)
-        for state in self.model.cached_layers:
-            if isinstance(state, StateCache):
-                state.cache = torch.full((self.num_blocks, state.nbytes // 4), torch.nan)
 
     def row(self, tokens: Sequence[int], capacity: int) -> Row:
         """A sequence with room for `capacity` tokens."""
@@ -85,8 +85,9 @@ class PagedRunner:
             max_query_len=max(counts),
             max_seq_len=max(span.stop for span in spans),
         )
-        if self.model.attention_layers:
-            step.attn = self.model.attention_layers[0].backend.prepare(step, self.block_size)
+        attending = [layer for layer in self.model.cached_layers if not isinstance(layer, StateCache)]
+        if attending:
+            step.attn = attending[0].backend.prepare(step, self.block_size)
         return step
 
     def greedy(self, prompts: Sequence[Sequence[int]], max_new: Sequence[int], stop: set[int]) -> list[list[int]]:

@@ -12,12 +12,16 @@ import transformers
 from tiny_families import DENSE, HYBRID
 
 from octavo.hub.files import ModelFiles
+from octavo.models.attention import widest_attention
 from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
 from octavo.models.load.weights import load_weights
 from octavo.models.registry import build_model, spec_of
-from octavo.nn.attention.base import AttentionBackend
+from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.build import AnyBackend
+from octavo.nn.latent.base import LatentSpec
+from octavo.nn.latent.reference import ReferenceLatents
 from octavo.nn.quant.none import Unquantized
 from octavo.parallel.mesh import ALONE, Mesh
 
@@ -114,9 +118,15 @@ def model_files(folder: Path) -> ModelFiles:
     return ModelFiles(name=folder.name, path=folder, format="safetensors", weights=weights, config=config)
 
 
+def reference_of(files: ModelFiles) -> AnyBackend:
+    """The slow attention backend for a checkpoint's layers."""
+    latent = isinstance(widest_attention(spec_of(files.config)), LatentSpec)
+    return ReferenceLatents() if latent else ReferenceAttention()
+
+
 def load_model(
     files: ModelFiles,
-    attention: AttentionBackend,
+    attention: AnyBackend,
     dtype: torch.dtype = torch.float32,
     scheme: type[Unquantized] = Unquantized,
     mesh: Mesh = ALONE,

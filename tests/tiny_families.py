@@ -22,6 +22,35 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
 }
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "num_hidden_layers": 2,
+}
+"""Latent attention with widths that differ from each other."""
+_MSCALE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.2,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+}
+"""YaRN as DeepSeek has it: the temperature is a factor of the scores, and cosines and sines have a ratio of two."""
+_LATENT_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "long_factor": [1.0, 1.5, 2.0, 2.5],
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "original_max_position_embeddings": 32,
+}
+
 DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
     "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 6, "hidden_size": 96}),
     "cohere": (transformers.CohereConfig, {"use_qk_norm": True}),
@@ -67,6 +96,16 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
             "logits_scaling": 4.0,
         },
     ),
+    "minicpm3": (
+        transformers.MiniCPM3Config,
+        {
+            **_LATENT,
+            "rope_parameters": _LATENT_LONGROPE,
+            "dim_model_base": 16,
+            "scale_depth": 0.9,
+            "attention_bias": True,
+        },
+    ),
     "nemotron": (transformers.NemotronConfig, {"attention_bias": True}),
     "olmo": (transformers.OlmoConfig, {"clip_qkv": 0.8}),
     "olmo2": (transformers.Olmo2Config, {}),
@@ -83,6 +122,8 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
     "stablelm": (transformers.StableLmConfig, {"use_qkv_bias": True}),
     "stablelm-parallel": (transformers.StableLmConfig, {"use_parallel_residual": True}),
     "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 7}),
+    "youtu": (transformers.YoutuConfig, {**_LATENT, "rope_parameters": _MSCALE}),
+    "youtu-direct": (transformers.YoutuConfig, {**_LATENT, "q_lora_rank": None, "rope_interleave": False}),
 }
 
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}

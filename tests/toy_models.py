@@ -39,6 +39,19 @@ QWEN3: dict[str, Any] = LLAMA | {
 }
 """Less to compute, for kernels that run in Triton's interpreter."""
 
+LATENT: dict[str, Any] = LLAMA | {
+    "architectures": ["YoutuForCausalLM"],
+    "model_type": "youtu",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+}
+LATENT_BYTES_PER_TOKEN = 2 * (24 + 8) * 4
+"""Layers, channels of the latent and rotated ones, bytes of a float32."""
+
 
 def model_files(config: dict[str, Any] = LLAMA, folder: Path = Path("tiny")) -> ModelFiles:
     """A model without weight files; random ones are made with `load_format="dummy"`."""

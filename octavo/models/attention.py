@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 from octavo.core.errors import ConfigError
+from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.latent.base import LatentSpec
 from octavo.nn.shard import Heads
 from octavo.parallel.mesh import ALONE, Mesh
 
@@ -31,8 +33,25 @@ def attention_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> Attenti
     )
 
 
-def widest_attention(spec: DecoderSpec, mesh: Mesh = ALONE) -> AttentionSpec:
+def latent_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> LatentSpec:
+    """Return the parameters of a layer's latent attention on this rank."""
+    own = spec.mixer_of(layer)
+    assert isinstance(own, LatentSelfAttention)
+    return LatentSpec(
+        num_heads=Heads(spec.num_heads, 1, own.query_dim).local(mesh).heads,
+        rank=own.rank,
+        rope_dim=own.rope_dim,
+        nope_dim=own.nope_dim,
+        value_dim=own.value_dim,
+        scale=spec.attention_scale,
+    )
+
+
+def widest_attention(spec: DecoderSpec, mesh: Mesh = ALONE) -> AttentionSpec | LatentSpec:
     """Return the parameters of a layer with a window, if any has one: those that ask most of a backend."""
+    latent = (i for i in range(spec.num_layers) if isinstance(spec.mixer_of(i), LatentSelfAttention))
+    if (first := next(latent, None)) is not None:
+        return latent_spec(spec, first, mesh)
     windows = (layer for layer in spec.attention_layers if spec.windows[layer] is not None)
     return attention_spec(spec, next(windows, 0), mesh)
 

@@ -15,6 +15,7 @@ from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import TiedHead
+from octavo.nn.latent.layer import PagedLatents
 from octavo.nn.linear import Projection
 from octavo.nn.norm import Norm
 from octavo.nn.quant.packed import DTYPES
@@ -100,7 +101,8 @@ class CausalLM(nn.Module):
     Attributes:
         spec: its architecture.
         attention_layers: in layer order.
-        cached_layers: these and the recurrent layers' states, in layer order; the worker binds each one's `cache`.
+        cached_layers: these, those with latent attention and the recurrent layers' states, in layer order; the worker
+            binds each one's `cache`.
     """
 
     recordable = True
@@ -141,7 +143,7 @@ class CausalLM(nn.Module):
         )
         self.score = ScoreHead(b.device, spec.hidden_size, spec.num_labels) if spec.num_labels else None
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
-        self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | StateCache)]
+        self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | PagedLatents | StateCache)]
 
     def rope_of(self, layer: int) -> Rope:
         """Return a layer's table of rotations; layers with equal ones share it."""

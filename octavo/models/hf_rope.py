@@ -149,11 +149,12 @@ def _yarn(params: Config, config: Config, limit: int) -> YarnScaling:
 
 
 def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return 0.1 ln(factor) + 1, the YaRN paper's temperature; some configs give it as a ratio of two weighted ones."""
-
-    def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
+    """Return the YaRN paper's temperature; some configs give it as a ratio of two weighted ones."""
     if mscale and mscale_all_dim:
-        return temperature(mscale) / temperature(mscale_all_dim)
-    return temperature(1.0)
+        return temperature(factor, mscale) / temperature(factor, mscale_all_dim)
+    return temperature(factor)
+
+
+def temperature(factor: float, weight: float = 1.0) -> float:
+    """Return 0.1 weight ln(factor) + 1, by which YaRN multiplies queries and keys; 1 without scaling."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -14,6 +14,7 @@ from octavo.models.registry import spec_of
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.build import Build
+from octavo.nn.latent.base import LatentSpec
 from octavo.parallel.mesh import ALONE, Mesh
 
 
@@ -35,7 +36,7 @@ class Implementation(Protocol):
         """
         ...
 
-    def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec:
+    def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec | LatentSpec:
         """Return a rank's attention layer that the backend is chosen for, and after which all layers' caches are
         shaped."""
         ...
@@ -57,7 +58,7 @@ class OwnLayers:
     def spec_of(self, config: Config) -> DecoderSpec:
         return spec_of(config)
 
-    def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec:
+    def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec | LatentSpec:
         assert isinstance(spec, DecoderSpec)
         return widest_attention(spec, mesh)
 

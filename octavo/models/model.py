@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from octavo.core.spans import Spans, Watched
 from octavo.models.decoder import CausalLM
 from octavo.models.native import NativeDecoder, reason_against
-from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import NativeAttention
+from octavo.nn.build import AnyBackend
 from octavo.nn.cached import CachedLayer
 from octavo.nn.step import StepInput
 from octavo.parallel.mesh import ALONE, Mesh
@@ -127,9 +127,7 @@ def watch_model(spans: Spans, model: Model | EncoderModel) -> None:
             spans.watch(Watched(model, method, name))
 
 
-def compiled(
-    model: LayeredModel, attention: AttentionBackend, activation_dtype: str = "int16", mesh: Mesh = ALONE
-) -> Model:
+def compiled(model: LayeredModel, attention: AnyBackend, activation_dtype: str = "int16", mesh: Mesh = ALONE) -> Model:
     """Compile the model to a native program if possible, else return it unchanged. Its weights must be loaded."""
     if not isinstance(attention, NativeAttention) or not isinstance(model, CausalLM):
         return model

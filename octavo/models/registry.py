@@ -12,6 +12,7 @@ from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.decoder import CausalLM
 from octavo.models.encoders.registry import ENCODERS
 from octavo.models.families.cohere import cohere, cohere2
+from octavo.models.families.deepseek import minicpm3, youtu
 from octavo.models.families.exaone import exaone3, exaone4
 from octavo.models.families.falcon import bloom, falcon
 from octavo.models.families.gemma import gemma, gemma2, gemma3
@@ -31,8 +32,7 @@ from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
 from octavo.models.hf_config import CLASSIFIER, Config, num_labels
 from octavo.models.load.quantized.table import method_of
 from octavo.models.spec import DecoderSpec
-from octavo.nn.attention.base import AttentionBackend
-from octavo.nn.build import Build
+from octavo.nn.build import AnyBackend, Build
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.weights import Keep, fused
@@ -65,6 +65,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
     "Mamba2ForCausalLM": mamba2,
     "MambaForCausalLM": mamba,
+    "MiniCPM3ForCausalLM": minicpm3,
     "MiniCPMForCausalLM": minicpm,
     "MistralForCausalLM": mistral,
     "NemotronForCausalLM": nemotron,
@@ -82,6 +83,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "SmolLM3ForCausalLM": smollm3,
     "StableLmForCausalLM": stablelm,
     "Starcoder2ForCausalLM": starcoder2,
+    "YoutuForCausalLM": youtu,
 }
 
 
@@ -132,7 +134,7 @@ def build_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    attention: AttentionBackend,
+    attention: AnyBackend,
     scheme: type[Unquantized] = Unquantized,
     keep: Keep = fused,
     mesh: Mesh = ALONE,

@@ -10,6 +10,8 @@ import torch
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.embedding import Embedding, TiedHead
+from octavo.nn.latent.base import LatentBackend, LatentSpec
+from octavo.nn.latent.layer import PagedLatents
 from octavo.nn.linear import Linear
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.quant.base import Part, Schemes
@@ -18,6 +20,9 @@ from octavo.nn.rope_spec import RopeSpec
 from octavo.nn.shard import Heads, Shard
 from octavo.nn.weights import Keep, fused
 from octavo.parallel.mesh import ALONE, Mesh
+
+AnyBackend = AttentionBackend | LatentBackend
+"""Of the attention layers of a model, which are all of one kind."""
 
 _WIDE = 2048
 
@@ -35,7 +40,7 @@ class Build:
 
     dtype: torch.dtype
     device: torch.device
-    attention_backend: AttentionBackend | None
+    attention_backend: AnyBackend | None
     schemes: Schemes
     path: str = ""
     keep: Keep = fused
@@ -111,5 +116,15 @@ class Build:
         return Rope(self.device, spec)
 
     def attention(self, spec: AttentionSpec) -> PagedAttention:
+        backend = self._backend()
+        assert not isinstance(backend, LatentBackend), "this model's backend is for latent attention"
+        return PagedAttention(spec, backend, self.path)
+
+    def latent_attention(self, spec: LatentSpec) -> PagedLatents:
+        backend = self._backend()
+        assert isinstance(backend, LatentBackend), "this model's backend is for keys and values"
+        return PagedLatents(spec, backend, self.path)
+
+    def _backend(self) -> AnyBackend:
         assert self.attention_backend is not None, "this model is built without a KV cache"
-        return PagedAttention(spec, self.attention_backend, self.path)
+        return self.attention_backend

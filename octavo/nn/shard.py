@@ -24,16 +24,21 @@ class Heads:
     """Shards outputs by whole attention heads: the first part has `heads` of them, the others `kv_heads`.
 
     If there are fewer kv heads than ranks, several ranks have the same one.
+
+    Attributes:
+        kv_dim: channels of a kv head; 0 for `head_dim`.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
+    kv_dim: int = 0
 
     @property
     def outputs(self) -> tuple[int, int, int]:
         """Return the output features of q, k and v."""
-        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+        kept = self.kv_heads * (self.kv_dim or self.head_dim)
+        return self.heads * self.head_dim, kept, kept
 
     def local(self, mesh: Mesh) -> Heads:
         """Return the heads of one rank.
@@ -47,7 +52,7 @@ class Heads:
                 f"{heads} attention heads on {kv_heads} kv heads can't be divided over {mesh.size} devices. Use a "
                 "number of devices that divides the heads, and divides the kv heads or is a multiple of them."
             )
-        return Heads(heads // mesh.size, max(1, kv_heads // mesh.size), self.head_dim)
+        return Heads(heads // mesh.size, max(1, kv_heads // mesh.size), self.head_dim, self.kv_dim)
 
 
 COL, ROW, NONE = Shard.COL, Shard.ROW, Shard.NONE
@@ -90,8 +95,9 @@ def cut(shard: Shard | Heads, part: int, out_features: int, in_features: int, me
         mine = shard.local(mesh)
         count = mine.heads if part == 0 else mine.kv_heads
         total = shard.heads if part == 0 else shard.kv_heads
+        width = shard.head_dim if part == 0 else shard.kv_dim or shard.head_dim
         first = mesh.rank * total // mesh.size
-        return Cut(outputs=range(first * shard.head_dim, (first + count) * shard.head_dim))
+        return Cut(outputs=range(first * width, (first + count) * width))
     return Cut(outputs=_share(out_features, mesh)) if shard is COL else Cut(inputs=_share(in_features, mesh))
 
 

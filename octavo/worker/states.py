@@ -12,6 +12,7 @@ from octavo.models.model import ModelSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.cached import CachedLayer
+from octavo.nn.latent.base import LatentSpec
 from octavo.nn.state import StateCache
 from octavo.parallel.mesh import Mesh
 
@@ -19,13 +20,13 @@ _BLOCK = 16
 """Tokens of a KV block by default."""
 
 
-def fitting_block_size(spec: ModelSpec, layer: AttentionSpec, kv_dtype: torch.dtype) -> int:
+def fitting_block_size(spec: ModelSpec, layer: AttentionSpec | LatentSpec, kv_dtype: torch.dtype) -> int:
     """Return the smallest multiple of the default block size that gives each layer room for a state.
 
     Args:
         layer: attention, whose keys and values have the same share of a block as a state.
     """
-    if not isinstance(spec, DecoderSpec) or not spec.attention_layers:
+    if not isinstance(spec, DecoderSpec) or not isinstance(layer, AttentionSpec) or not spec.attention_layers:
         return _BLOCK
     largest_state = max((mixer.state_bytes for mixer in spec.mixers if mixer is not None), default=0)
     token = 2 * layer.num_kv_heads * layer.head_dim * kv_dtype.itemsize

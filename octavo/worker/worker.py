@@ -29,10 +29,10 @@ from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.spec import DecoderSpec
 from octavo.native.isa import activation_advice
 from octavo.native.needs import needed_libraries
-from octavo.nn.attention.base import AttentionBackend, BackendRequest, FusedBackend
+from octavo.nn.attention.base import FusedBackend
 from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeAttention
-from octavo.nn.attention.select import select
+from octavo.nn.attention.recordable import Recordable
 from octavo.nn.build import Build
 from octavo.nn.linear import Linear
 from octavo.nn.pages import LargePages
@@ -44,6 +44,7 @@ from octavo.nn.weights import fused
 from octavo.parallel.join import join
 from octavo.parallel.mesh import Mesh
 from octavo.worker import states
+from octavo.worker.attention import choose_attention
 from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import Hooks, Site, Variant, WorkerHook
 from octavo.worker.kv_scales import set_scales, stored_scales
@@ -153,19 +154,22 @@ class Worker:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other
         ranks."""
         self.mesh = join(self._place, self.device.torch_device.type)
-        device, isa = self.device.torch_device, self._settings.cpu_isa
+        device = self.device.torch_device
         libraries: Sequence[str] = ()
         if device.type == "cpu":
             libraries = needed_libraries(
                 self.files, self.config.dtype, self.load_format, self._kv_cache_dtype, self.config.activation_dtype
             )
-        request = BackendRequest(device, self.dtype, self._layer, self.block_size, isa, self.kv_dtype, libraries)
-        self.attention: AttentionBackend = select(self._settings.attention_backend, request)
-        if isa != "auto" and not isinstance(self.attention, NativeAttention):
-            raise ConfigError(
-                f"--cpu-isa {isa} chooses among Octavo's CPU kernels, but attention runs in {self.attention.name!r} "
-                "here (--attention-backend native gives the reason). Leave it out."
-            )
+        self.attention, self._attention_cache = choose_attention(
+            self._settings.attention_backend,
+            self._layer,
+            device,
+            self.dtype,
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+            isa=self._settings.cpu_isa,
+            libraries=libraries,
+        )
 
     def load(self) -> None:
         """Build the model and pull its weights."""
@@ -319,7 +323,7 @@ class Worker:
         """Return the shape of the memory of one layer of each group; without attention, a block is a state."""
         if self._state_bytes:
             return num_blocks, states.cells(self._state_bytes, self.block_size) // self.kv_dtype.itemsize
-        return self.attention.cache_shape(self._layer, num_blocks, self.block_size)
+        return self._attention_cache(num_blocks, self.block_size)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -442,11 +446,11 @@ class Worker:
         drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
         drawing = DeviceSampler(slots, sampler, drafted)
         runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks)
-        fused = isinstance(attention, FusedBackend) and not self._settings.enforce_eager and _recordable(model)
-        recorder = device.recorder() if fused else None
+        records = isinstance(attention, Recordable) and not self._settings.enforce_eager and _recordable(model)
+        recorder = device.recorder() if records else None
         recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []
         chosen = choose_products(model, recorded, self._await_kernels)
-        if recorder is not None and isinstance(attention, FusedBackend):
+        if recorder is not None and isinstance(attention, Recordable):
             replay = GraphReplay(model, attention, slots, sampler, device, hooks)
             shares = not self._settings.disable_cascade_attn
             replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, shares=shares)
@@ -464,9 +468,8 @@ class Worker:
     def _workspace_bytes(self, num_seqs: int, step_tokens: int, max_drafts: int) -> int:
         """Return the bytes of the largest step: residual stream and widest layer; logits, a copy and counts; slots."""
         spec = self.spec
-        heads = 2 * (self._layer.num_heads + self._layer.num_kv_heads) * spec.head_dim
-        inner = 3 * spec.intermediate_size // self.mesh.size
-        token = (6 * spec.hidden_size + max(heads, inner)) * self.dtype.itemsize
+        widest = max(self._layer.token_elements, 3 * spec.intermediate_size // self.mesh.size)
+        token = (6 * spec.hidden_size + widest) * self.dtype.itemsize
         logits = min(num_seqs * (1 + max_drafts), max(num_seqs, step_tokens)) * spec.vocab_size * 16
         slots = num_seqs * spec.max_position * (19 + len(self.cache_groups)) // 4
         return step_tokens * token + logits + slots

@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 import torch
 from paged import PagedRunner
-from tiny import load_model, make_checkpoint, model_files
+from tiny import load_model, make_checkpoint, model_files, reference_of
 from tiny_families import DENSE, HYBRID
 from torch import Tensor
 
 from octavo.models.attention import widest_attention
 from octavo.models.decoder import CausalLM
 from octavo.nn.attention.base import BackendRequest
-from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.select import BACKENDS
+from octavo.nn.build import AnyBackend
+from octavo.nn.latent.base import LatentSpec
+from octavo.nn.latent.cpu import TorchLatents
+from octavo.nn.latent.layer import PagedLatents
+from octavo.nn.latent.reference import ReferenceLatents
 from octavo.nn.rope_spec import LongRopeScaling
 
 LENGTHS = (5, 43, 1)
@@ -32,7 +37,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A Transformers model and Octavo's, from the same checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
     theirs = make_checkpoint(request.param, folder)
-    return theirs, load_model(model_files(folder), ReferenceAttention())
+    files = model_files(folder)
+    return theirs, load_model(files, reference_of(files))
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +50,20 @@ def prompts(pair: tuple[Any, CausalLM]) -> list[list[int]]:
 
 def runner_with(model: CausalLM, name: str, seed: int) -> PagedRunner:
     """The model on an attention backend, or on the torch one if that does not support its layers."""
-    request = BackendRequest(torch.device("cpu"), torch.float32, widest_attention(model.spec))
+    backend = backend_for(model, name)
+    for layer in model.modules():
+        if isinstance(layer, PagedAttention | PagedLatents):
+            layer.backend = backend
+    return PagedRunner(model, num_blocks=40, block_size=16 if backend.name == "native" else 4, seed=seed)
+
+
+def backend_for(model: CausalLM, name: str) -> AnyBackend:
+    layer = widest_attention(model.spec)
+    if isinstance(layer, LatentSpec):
+        return TorchLatents() if name == "torch" else ReferenceLatents()
+    request = BackendRequest(torch.device("cpu"), torch.float32, layer)
     factories = {factory.name: factory for factory in BACKENDS}
-    if factories[name].supports(request) is not None:
-        name = "torch"
-    backend = factories[name].make(request)
-    for layer in model.attention_layers:
-        layer.backend = backend
-    return PagedRunner(model, num_blocks=40, block_size=16 if name == "native" else 4, seed=seed)
+    return factories["torch" if factories[name].supports(request) is not None else name].make(request)
 
 
 def expected_logits(theirs: Any, tokens: list[int]) -> Tensor:
@@ -101,7 +113,8 @@ def test_bfloat16_stays_near_float32(pair: Any, prompts: list[list[int]], tmp_pa
     """No operation leaves the model's dtype."""
     theirs, _ = pair
     theirs.save_pretrained(tmp_path)
-    ours = load_model(model_files(tmp_path), ReferenceAttention(), torch.bfloat16)
+    files = model_files(tmp_path)
+    ours = load_model(files, reference_of(files), torch.bfloat16)
     runner = PagedRunner(ours, num_blocks=20, block_size=4, dtype=torch.bfloat16)
     logits = runner.step([runner.row(prompts[0], 40)], [len(prompts[0])], all_logits=True)
     expected = expected_logits(theirs, prompts[0])

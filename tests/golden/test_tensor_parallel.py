@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 from paged import PagedRunner
-from tiny import load_model, make_checkpoint, model_files
+from tiny import load_model, make_checkpoint, model_files, reference_of
 
 from octavo.core.errors import ConfigError
 from octavo.models.registry import build_model, spec_of
@@ -23,14 +23,16 @@ from octavo.nn.weights import TensorSpec
 from octavo.parallel.collectives import TorchCollectives
 from octavo.parallel.mesh import Mesh
 
-FAMILIES = ("llama", "llama-biases", "qwen2", "qwen3-biases", "mistral")
-"""An untied head, biases on both sides of a sum, a tied head, one kv head for two ranks, a window."""
+FAMILIES = ("llama", "llama-biases", "qwen2", "qwen3-biases", "mistral", "youtu", "youtu-direct")
+"""An untied head, biases on both sides of a sum, a tied head, one kv head for two ranks, a window, the same latents on
+both ranks, with queries of low rank and without."""
 PROMPTS = [[5, 9, 33, 7, 120], [64, 2]]
 
 
 def logits_of(folder: Path, mesh: Mesh) -> torch.Tensor:
     """Of two prompts and the next token of each, computed together."""
-    runner = PagedRunner(load_model(model_files(folder), ReferenceAttention(), mesh=mesh), 20, 4)
+    files = model_files(folder)
+    runner = PagedRunner(load_model(files, reference_of(files), mesh=mesh), 20, 4)
     rows = [runner.row(prompt, len(prompt) + 1) for prompt in PROMPTS]
     first = runner.step(rows, [len(prompt) for prompt in PROMPTS])
     for row in rows:
@@ -72,16 +74,18 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
 def test_a_rank_asks_for_its_part_only(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
     files = model_files(tmp_path)
-    whole = load_model(files, ReferenceAttention())
-    parts = [load_model(files, ReferenceAttention(), mesh=Mesh(rank, 2)) for rank in range(2)]
+    whole = load_model(files, reference_of(files))
+    parts = [load_model(files, reference_of(files), mesh=Mesh(rank, 2)) for rank in range(2)]
     for name, layer in whole.named_modules():
+        own = [dict(part.named_modules())[name] for part in parts]
         if name.endswith("mlp.gate_up"):
-            halves = [dict(part.named_modules())[name].scheme.weight for part in parts]
+            halves = [one.scheme.weight for one in own]
             gates, ups = zip(*(half.chunk(2) for half in halves), strict=True)
             assert torch.equal(torch.cat([*gates, *ups]), layer.scheme.weight)
-        if name.endswith(("mlp.down", "attention.out")):
-            halves = [dict(part.named_modules())[name].scheme.weight for part in parts]
-            assert torch.equal(torch.cat(halves, dim=1), layer.scheme.weight)
+        if name.endswith((".mlp.out", ".mixer.out")):
+            assert torch.equal(torch.cat([one.scheme.weight for one in own], dim=1), layer.scheme.weight)
+        if name.endswith(".expansion"):
+            assert torch.equal(torch.cat([one.weight for one in own]), layer.weight)
 
 
 def test_heads_go_to_ranks_whole_and_few_kv_heads_to_several() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.gguf_layout import gguf_names, is_gguf
 from octavo.models.load.renamed import with_root
+from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec, StoredModule, StoredNames
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
@@ -19,7 +20,7 @@ ROOT = "model"
 """The prefix of the decoder's tensors, but for `_OUTSIDE`."""
 _OUTSIDE = ("lm_head", "rope_freqs")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
-_ROTATED = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qk](_proj|_norm)")
+_ROTATED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,5 +136,13 @@ def _selections(names: Set[str], spec: DecoderSpec, stored: StoredNames) -> Iter
 
 
 def _order(name: str, spec: DecoderSpec) -> tuple[tuple[int, ...] | None, bool]:
+    """Return the order of each head's rows, or elements, of a tensor of queries or keys; None keeps it."""
     match = _ROTATED.match(name)
-    return (None, False) if match is None else (spec.rope_of(int(match[1])).order, match[2] == "_norm")
+    order = None if match is None else spec.rope_of(int(match[1])).order
+    if match is None or order is None:
+        return None, False
+    mixer, module = spec.mixer_of(int(match[1])), match[2]
+    if isinstance(mixer, LatentSelfAttention):
+        leading = mixer.leading(module)
+        return None if leading is None else (*range(leading), *(leading + i for i in order)), False
+    return order if module in ("q_proj", "k_proj", "q_norm", "k_norm") else None, module in ("q_norm", "k_norm")

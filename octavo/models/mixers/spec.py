@@ -51,6 +51,48 @@ class SelfAttention(MixerSpec):
         return "gated attention" if self.gated else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSelfAttention(MixerSpec):
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): keys and values of all heads are
+    made from one vector per token, which is all that is kept. `DecoderSpec` has the number of heads and the scale.
+
+    Attributes:
+        rank: channels of that vector, without the rotated ones.
+        rope_dim, nope_dim: rotated and other channels of queries and keys; the rotated channels of a key are shared by
+            all heads.
+        value_dim: channels of values.
+        query_rank: channels of the vector that queries are made from; 0 if they are projected at once.
+        bias: of the projections to vectors of low rank, and of the output's.
+        norm_eps: of the norms of these vectors.
+    """
+
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    query_rank: int = 0
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+    @property
+    def path(self) -> str:
+        return "self_attn"
+
+    @property
+    def lacking(self) -> str | None:
+        return "latent attention"
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    def leading(self, module: str) -> int | None:
+        """Return the channels in front of the rotated ones, in each head of a module's outputs; None if the module has
+        no rotated outputs."""
+        return {"q_proj": self.nope_dim, "q_b_proj": self.nope_dim, "kv_a_proj_with_mqa": self.rank}.get(module)
+
+
 ATTENTION = SelfAttention()
 
 

@@ -8,11 +8,13 @@ from typing import Protocol
 from octavo.models.mixers.attention import Attention
 from octavo.models.mixers.base import Mixer
 from octavo.models.mixers.gated_delta import GatedDelta
+from octavo.models.mixers.latent import LatentAttention
 from octavo.models.mixers.mamba import Mamba
 from octavo.models.mixers.mamba2 import Mamba2
 from octavo.models.mixers.short_conv import ShortConv
 from octavo.models.mixers.spec import (
     GatedDeltaSpec,
+    LatentSelfAttention,
     Mamba2Spec,
     MambaSpec,
     MixerSpec,
@@ -31,6 +33,7 @@ class MixerFactory(Protocol):
 
 
 MIXERS: Mapping[type[MixerSpec], MixerFactory] = {
+    LatentSelfAttention: LatentAttention,
     SelfAttention: Attention,
     Mamba2Spec: Mamba2,
     MambaSpec: Mamba,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import StepInput
 
 
@@ -32,6 +32,11 @@ class AttentionSpec:
     window: int | None = None
     soft_cap: float | None = None
     slopes: tuple[float, ...] | None = None
+
+    @property
+    def token_elements(self) -> int:
+        """Numbers per token that the layer computes in a step."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
 
 
 Norms = tuple[Tensor, Tensor, float]
@@ -67,12 +72,9 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
-class FusedBackend(AttentionBackend, Protocol):
-    """A backend that does all operations between a layer's two projections, and supports FP8 caches. Rows of length 0
-    are padding.
-
-    It never reads device data on the host, so on a GPU, unlike other backends, it can be recorded in a graph.
-    """
+class FusedBackend(AttentionBackend, Recordable, Protocol):
+    """A backend that does all operations between a layer's two projections, and supports FP8 caches. On a GPU, unlike
+    other backends, it can be recorded in a graph."""
 
     def rotate_and_attend(
         self,
@@ -96,36 +98,6 @@ class FusedBackend(AttentionBackend, Protocol):
         Returns:
             [T, num_heads, head_dim].
         """
-        ...
-
-    def cut(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-        """Divide rows into tiles.
-
-        Args:
-            lens: queries of each row.
-            past: tokens of each row before this step.
-
-        Returns:
-            [2 n] int32: tiles of the rows with several queries, each as (row, first query in it); and [m] int32: the
-            rows with one query.
-        """
-        ...
-
-    def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
-        """Return the most tiles for `rows` rows with several queries and `tokens` tokens in total."""
-        ...
-
-    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> object:
-        """Return the value of `step.attn` for a recorded step. Before each replay, the tensors get the results of
-        `cut`.
-
-        Unused entries must name a row without queries. No row may have more than `longest` queries.
-        """
-        ...
-
-    def sharing(self) -> tuple[int, int]:
-        """Return the most rows in a group of `StepInput.shared`, and the number of tokens that its lengths must be
-        multiples of."""
         ...
 
     def peaks(self, cache: Tensor) -> Tensor:

@@ -14,11 +14,15 @@ from octavo.core.cache_groups import CacheGroup
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.ahead import Ahead, target_of
-from octavo.models.attention import attention_spec
+from octavo.models.attention import attention_spec, latent_spec
 from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.libraries.attention import LibraryAttention
+from octavo.nn.attention.recordable import Recordable
+from octavo.nn.build import AnyBackend
+from octavo.nn.latent.base import LatentBackend
 from octavo.nn.ops import few_rows, gating, triton_activation, triton_norm
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.sampling import resident_allowed
@@ -42,7 +46,7 @@ def compile_ahead(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     residual: torch.dtype,
-    attention: AttentionBackend,
+    attention: AnyBackend,
     device: torch.device,
     *,
     block_size: int,
@@ -64,6 +68,10 @@ def compile_ahead(
             step = _step(slots, counts, context)
             if shares:
                 step.shared = SharedContexts(step.block_tables[:, :3], step.seq_lens, step.seq_lens)
+            if isinstance(attention, LatentBackend):
+                if not shares:
+                    _attend_latents(spec, dtype, attention, step, block_size)
+                continue
             for layer in dict.fromkeys(attention_spec(spec, i) for i in spec.attention_layers):
                 _attend(spec, layer, dtype, kv_dtype, attention, step, block_size)
         _sample(spec, slots)
@@ -172,6 +180,31 @@ def _attend(
         norm = torch.empty(spec.head_dim, dtype=dtype, device=step.device)
         norms = (norm, norm, 1e-5) if spec.head_norms is not None and spec.fuses_head_norms else None
         attention.rotate_and_attend(qkv, norms, table, cache, scales, step, layer)
+
+
+def _attend_latents(
+    spec: DecoderSpec, dtype: torch.dtype, attention: LatentBackend, step: StepInput, block_size: int
+) -> None:
+    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device=step.device)
+
+    layers = (latent_spec(spec, i) for i in range(spec.num_layers) if isinstance(spec.mixer_of(i), LatentSelfAttention))
+    for layer in dict.fromkeys(layers):
+        own = layer.num_heads * layer.query_dim
+        projected = empty(step.num_tokens, own + layer.width)
+        q, latents = projected.split([own, layer.width], dim=1)
+        heads = q.unflatten(1, (layer.num_heads, layer.query_dim))
+        cache = empty(*attention.cache_shape(layer, 2, block_size))
+        table = empty(2, layer.rope_dim, kind=torch.float32)
+        step.past_lens = [0] * step.num_rows  # lengths on the device are not computed here
+        plans = [attention.prepare(step, block_size)]
+        if isinstance(attention, Recordable):
+            rows = empty(2, kind=torch.int32)
+            plans.append(attention.foreseen(rows, rows, step.num_tokens))
+        for plan in plans:
+            step.attn = plan
+            attention.store(heads, latents, (empty(layer.rank), 1e-6), table, cache, step, layer)
+            attention.attend(heads, latents, empty(layer.num_heads, layer.expanded_dim, layer.rank), cache, step, layer)
 
 
 def _sample(spec: DecoderSpec, slots: DeviceSlots) -> None:

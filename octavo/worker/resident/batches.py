@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import upload
-from octavo.nn.attention.base import FusedBackend
+from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.worker.resident.sharing import Groups, shared_room
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots, empty_step, first_of
@@ -61,7 +61,7 @@ class Singles:
         rows: [largest size] int32, the slots.
     """
 
-    def __init__(self, slots: DeviceSlots, attention: FusedBackend, max_rows: int, *, shares: bool) -> None:
+    def __init__(self, slots: DeviceSlots, attention: Recordable, max_rows: int, *, shares: bool) -> None:
         device = slots.device
         self.sizes = sizes(max_rows)
         largest = self.sizes[-1]
@@ -166,7 +166,7 @@ class Ragged:
         counts: recorded numbers of tokens, ascending.
     """
 
-    def __init__(self, slots: DeviceSlots, attention: FusedBackend, max_tokens: int) -> None:
+    def __init__(self, slots: DeviceSlots, attention: Recordable, max_tokens: int) -> None:
         self.counts = token_counts(max_tokens)
         self._slots = slots
         self._attention = attention

@@ -26,7 +26,7 @@ from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans, Watched
 from octavo.device.transfer import Graph, GraphRecorder, Link, download
 from octavo.models.model import Model
-from octavo.nn.attention.base import FusedBackend
+from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.drawn import Drawn
@@ -93,7 +93,7 @@ class GraphReplay:
     def __init__(
         self,
         model: Model,
-        attention: FusedBackend,
+        attention: Recordable,
         slots: DeviceSlots,
         sampler: ResidentSampler,
         link: Link,

@@ -11,14 +11,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from toy_models import QWEN3, VOCAB
+from toy_models import LATENT, QWEN3, VOCAB
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
+from octavo.models.attention import latent_spec
 from octavo.models.registry import spec_of
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.triton import TritonAttention
+from octavo.nn.latent.triton import TritonLatents
 from octavo.worker.resident import ahead
 from octavo.worker.resident.batches import Ragged, Singles
 from octavo.worker.resident.slots import DeviceSlots
@@ -84,3 +86,20 @@ def test_a_recorded_steps_layout_is_compiled_ahead(
     assert {variant[0] for variant in launched.variants} == names
     assert launched.variants <= found.variants
     assert found.of("fill_kernel", "extend_kernel", "append_kernel")
+
+
+def test_all_kernels_of_latent_attention_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both forms, and for the tiles of recorded steps."""
+    spec = spec_of(LATENT)
+    monkeypatch.setattr(ahead, "Ahead", Collected)
+    monkeypatch.setattr(ahead, "target_of", lambda device: None)
+    attention = TritonLatents(torch.float32, latent_spec(spec, 0))
+    float32 = torch.float32
+    sizes = SIZES | {"max_model_len": 1024}
+    found: Any = ahead.compile_ahead(spec, float32, float32, float32, attention, DEVICE, groups=FULL, **sizes)
+    assert {("KEPT", True) in each for each in found.of("latent_write_kernel")} == {True, False}
+    absorbed = found.of("absorbed_kernel")
+    assert {("HAS_TILES", True) in each for each in absorbed} == {True, False}
+    assert {("HAS_ROWS", True) in each for each in absorbed} == {True, False}
+    assert found.of("expanded_kernel")
+    assert found.of("merge_kernel")

@@ -1,0 +1,68 @@
+"""Families with latent attention: DeepSeek V2 and V3 (also R1, Kimi K2, Moonlight), MiniCPM 3, Youtu."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from octavo.core.errors import ModelFileError
+from octavo.models.hf_config import Config, only, value_or, whole
+from octavo.models.hf_decoder import decoder_spec, rms_norm
+from octavo.models.hf_rope import rope_spec, temperature
+from octavo.models.mixers.spec import LatentSelfAttention
+from octavo.models.spec import DecoderSpec, Multipliers
+
+
+def latent_decoder(config: Config, *, interleaved: bool, **parts: Any) -> DecoderSpec:
+    """Return the spec of a family whose layers all have latent attention.
+
+    Args:
+        interleaved: the family pairs adjacent rotated channels.
+        parts: other arguments of `decoder_spec`.
+    """
+    layers, heads = whole(config, "num_hidden_layers"), whole(config, "num_attention_heads")
+    nope, rotated = whole(config, "qk_nope_head_dim"), whole(config, "qk_rope_head_dim")
+    if rotated % 2:
+        raise ModelFileError(f"The model's config has qk_rope_head_dim={rotated}; rotated channels come in pairs.")
+    query_rank = whole(config, "q_lora_rank") if config.get("q_lora_rank") is not None else 0
+    mixer = LatentSelfAttention(
+        rank=whole(config, "kv_lora_rank"),
+        rope_dim=rotated,
+        nope_dim=nope,
+        value_dim=whole(config, "v_head_dim", whole(config, "hidden_size") // heads),
+        query_rank=query_rank,
+        bias=bool(query_rank and value_or(config, "attention_bias", False)),
+    )
+    if not query_rank:
+        only(config, "attention_bias", False)
+    rope = rope_spec(config, rotated, interleaved=interleaved)
+    spec = decoder_spec(config, rope=rope, mixers=(mixer,) * layers, scale=_scale(config, nope + rotated), **parts)
+    return replace(spec, head_dim=nope + rotated, num_kv_heads=heads)
+
+
+def _scale(config: Config, channels: int) -> float:
+    """Return the factor of scores. With a scaled rope it includes YaRN's temperature, which cosines and sines would
+    otherwise have."""
+    params = value_or(config, "rope_parameters", None) or value_or(config, "rope_scaling", {})
+    kind = params.get("rope_type") or params.get("type") or "default"
+    weight = float(params.get("mscale_all_dim") or 0.0)
+    if kind == "default" or not weight:
+        return float(channels**-0.5)
+    return float(channels**-0.5) * temperature(float(params["factor"]), weight) ** 2
+
+
+def minicpm3(config: Config) -> DecoderSpec:
+    """MiniCPM 3 (https://huggingface.co/openbmb/MiniCPM3-4B)."""
+    hidden, layers = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
+    multipliers = Multipliers(
+        embedding=float(value_or(config, "scale_emb", 12.0)),
+        residual=float(value_or(config, "scale_depth", 1.4)) / layers**0.5,
+        logits=float(value_or(config, "dim_model_base", 256)) / hidden,
+    )
+    norm = rms_norm(config, default=1e-5)
+    return latent_decoder(config, interleaved=False, multipliers=multipliers, norm=norm, tied=True)
+
+
+def youtu(config: Config) -> DecoderSpec:
+    """Youtu-LLM (https://huggingface.co/tencent/Youtu-LLM-2B)."""
+    return latent_decoder(config, interleaved=bool(value_or(config, "rope_interleave", True)), tied=True)

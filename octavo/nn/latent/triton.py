@@ -1,0 +1,302 @@
+"""Latent attention on NVIDIA GPUs in Triton: absorbed for few queries and in recorded steps, expanded for prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.nn.attention.triton_decode import merge_kernel
+from octavo.nn.attention.triton_few import Few, num_splits
+from octavo.nn.latent.base import LatentNorm, LatentSpec
+from octavo.nn.latent.triton_absorbed import absorbed_kernel
+from octavo.nn.latent.triton_expanded import expanded_kernel
+from octavo.nn.latent.triton_plan import Expanded, LatentLaunches, Pieces, Tiles, divide
+from octavo.nn.latent.triton_shapes import absorbed_shape, expanded_shape, tile_queries
+from octavo.nn.latent.triton_write import latent_write_kernel
+from octavo.nn.ops.triton_overlap import overlap
+from octavo.nn.step import StepInput
+
+_MAX_FEW = 8
+_LOG2_E = math.log2(math.e)
+_LEAST = 16
+"""Least extent of a matrix product's dimensions."""
+
+
+class TritonLatents:
+    """Stateless: all its inputs are in the step. Rows of length 0 are padding."""
+
+    name = "triton"
+    follows_table_rows = True
+
+    def __init__(self, dtype: torch.dtype, spec: LatentSpec) -> None:
+        self._dtype = dtype
+        self._spec = spec
+
+    def cache_shape(self, spec: LatentSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, spec.width)
+
+    def prepare(self, step: StepInput, block_size: int) -> LatentLaunches:
+        """Divide the rows. Reads nothing from the device if `step` has `query_lens` and `past_lens`."""
+        if step.max_query_len <= _MAX_FEW:
+            few = Few(None, step.num_rows, 1 if step.max_query_len == 1 else _MAX_FEW)
+            return LatentLaunches(few, None, None, step.num_tokens)
+        counts = np.asarray(step.query_lens or step.query_start.diff().tolist(), dtype=np.int32)
+        if step.past_lens is not None:
+            lengths = counts + np.asarray(step.past_lens, dtype=np.int32)
+        else:
+            lengths = np.asarray(step.seq_lens.tolist(), dtype=np.int32)
+        return divide(step, counts, lengths, expanded_shape(self._dtype).queries, block_size, self._spec)
+
+    def store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: LatentNorm,
+        cos_sin: Tensor,
+        cache: Tensor,
+        step: StepInput,
+        spec: LatentSpec,
+    ) -> None:
+        launches: LatentLaunches = step.attn
+        weight, eps = norm
+        block = min(16, triton.next_power_of_2(spec.num_heads))
+        latent_write_kernel[(len(q), triton.cdiv(spec.num_heads, block) + 1)](
+            q,
+            latents,
+            weight,
+            cos_sin,
+            step.positions,
+            step.slot_mapping,
+            cache,
+            eps,
+            *q.stride()[:2],
+            latents.stride(0),
+            *cache.stride()[:2],
+            HEADS=spec.num_heads,
+            BLOCK_H=block,
+            NOPE=spec.nope_dim,
+            RANK=spec.rank,
+            BLOCK_RANK=triton.next_power_of_2(spec.rank),
+            HALF=spec.rope_dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(spec.rope_dim // 2),
+            PAGE=cache.shape[1],
+            KEPT=launches.expanded is not None,
+            num_warps=2,
+            **overlap(q.device),
+        )
+
+    def attend(
+        self, q: Tensor, latents: Tensor, expansion: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec
+    ) -> Tensor:
+        launches: LatentLaunches = step.attn
+        out = torch.empty(len(q), spec.num_heads, spec.value_dim, dtype=q.dtype, device=q.device)
+        if launches.few is not None or launches.many is not None:
+            _attend_absorbed(q, expansion, cache, step, spec, launches, out)
+        if launches.expanded is not None:  # after the absorbed form, which writes the tokens between its rows, too
+            _attend_expanded(q, latents, expansion, cache, step, spec, launches.expanded, out)
+        return out
+
+    def sharing(self) -> tuple[int, int]:
+        """See `Recordable`. Common prefixes are not read once."""
+        return 1, 1
+
+    def cut(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+        """See `Recordable`. Recorded steps are short, so all rows take the absorbed form."""
+        size = tile_queries(self._spec.num_heads)
+        tiles = [(row, first) for row in np.flatnonzero(lens > 1).tolist() for first in range(0, lens[row], size)]
+        tiles.sort(key=lambda tile: -(past[tile[0]] + tile[1]))
+        return np.asarray(tiles, dtype=np.int32).ravel(), np.flatnonzero(lens == 1).astype(np.int32)
+
+    def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
+        """See `Recordable`."""
+        return tokens // tile_queries(self._spec.num_heads) + rows
+
+    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> LatentLaunches:
+        """See `Recordable`."""
+        return LatentLaunches(Few(single, len(single), 1), Tiles(tiles, len(tiles) // 2), None, longest)
+
+
+def _attend_absorbed(
+    q: Tensor,
+    expansion: Tensor,
+    cache: Tensor,
+    step: StepInput,
+    spec: LatentSpec,
+    launches: LatentLaunches,
+    out: Tensor,
+) -> None:
+    """Write the first `launches.absorbed` tokens of `out`."""
+    count = launches.absorbed
+    keys, values = expansion.split([spec.nope_dim, spec.value_dim], dim=1)
+    low = torch.bmm(q[:count, :, : spec.nope_dim].transpose(0, 1), keys)  # [heads, tokens, rank]
+    mixed = torch.empty(count, spec.num_heads, spec.rank, dtype=q.dtype, device=q.device)
+    if launches.few is not None:
+        few = launches.few
+        splits = num_splits(few.count * _head_tiles(q.dtype, spec, few.queries), step.max_seq_len, q.device)
+        _absorb(low, q, cache, step, spec, few.rows, few.count, few.queries, splits, mixed, tiles=False)
+    if launches.many is not None:
+        many, queries = launches.many, tile_queries(spec.num_heads)
+        _absorb(low, q, cache, step, spec, many.tiles, many.count, queries, 1, mixed, tiles=True)
+    torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2), out=out[:count].transpose(0, 1))
+
+
+def _head_tiles(dtype: torch.dtype, spec: LatentSpec, queries: int) -> int:
+    return int(triton.cdiv(spec.num_heads, absorbed_shape(dtype, spec.num_heads, queries).group))
+
+
+def _absorb(
+    low: Tensor,
+    q: Tensor,
+    cache: Tensor,
+    step: StepInput,
+    spec: LatentSpec,
+    items: Tensor | None,
+    count: int,
+    queries: int,
+    splits: int,
+    mixed: Tensor,
+    *,
+    tiles: bool,
+) -> None:
+    """Write the sums of latents of rows, or of tiles of them, to `mixed` [T, heads, rank]."""
+    shape = absorbed_shape(q.dtype, spec.num_heads, queries)
+    parts, part_lse = mixed, mixed
+    if splits > 1:
+        cells = count * queries * spec.num_heads * splits
+        parts = torch.empty(cells * spec.rank, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(cells, dtype=torch.float32, device=q.device)
+    given = step.query_start if items is None else items
+    absorbed_kernel[(_head_tiles(q.dtype, spec, queries), count, splits)](
+        low,
+        q,
+        cache,
+        mixed,
+        parts,
+        part_lse,
+        given,
+        step.query_start,
+        step.seq_lens,
+        step.query_start if step.table_rows is None else step.table_rows,
+        step.block_tables,
+        spec.scale * _LOG2_E,
+        *low.stride()[:2],
+        *q.stride()[:2],
+        *cache.stride()[:2],
+        step.block_tables.stride(0),
+        splits,
+        HEADS=spec.num_heads,
+        GROUP=shape.group,
+        QUERIES=queries,
+        M=shape.rows,
+        RANK=spec.rank,
+        BLOCK_RANK=_padded(spec.rank),
+        ROPE=spec.rope_dim,
+        BLOCK_ROPE=_padded(spec.rope_dim),
+        NOPE=spec.nope_dim,
+        BLOCK_N=shape.keys,
+        PAGE=cache.shape[1],
+        DIVIDED=splits > 1,
+        HAS_ROWS=items is not None and not tiles,
+        HAS_TILES=tiles,
+        HAS_TABLE_ROWS=step.table_rows is not None,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **overlap(q.device),
+    )
+    if splits > 1:
+        merge_kernel[(spec.num_heads, count * queries)](
+            parts,
+            part_lse,
+            mixed,
+            given,
+            step.query_start,
+            splits,
+            QUERIES=queries,
+            D=spec.rank,
+            BLOCK_D=triton.next_power_of_2(spec.rank),
+            BLOCK_P=triton.next_power_of_2(splits),
+            HAS_ROWS=items is not None,
+            num_warps=4,
+            **overlap(q.device),
+        )
+
+
+def _attend_expanded(
+    q: Tensor,
+    latents: Tensor,
+    expansion: Tensor,
+    cache: Tensor,
+    step: StepInput,
+    spec: LatentSpec,
+    plan: Expanded,
+    out: Tensor,
+) -> None:
+    """Write the tokens of `out` that are in the plan's tiles."""
+    sums, sums_lse = out, out
+    if len(plan.pieces) > 1:
+        sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        sums_lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+    for i, pieces in enumerate(plan.pieces):
+        source = latents if pieces.cells is None else cache.flatten(0, 1).index_select(0, pieces.cells)
+        made = F.linear(source[:, : spec.rank], expansion.flatten(0, 1)).unflatten(1, (spec.num_heads, -1))
+        resumes, pauses = i > 0, i < len(plan.pieces) - 1
+        _expand(q, made, source, step, spec, plan.tiles, pieces, sums, sums_lse, out, resumes=resumes, pauses=pauses)
+
+
+def _expand(
+    q: Tensor,
+    made: Tensor,
+    source: Tensor,
+    step: StepInput,
+    spec: LatentSpec,
+    tiles: Tiles,
+    pieces: Pieces,
+    sums: Tensor,
+    sums_lse: Tensor,
+    out: Tensor,
+    *,
+    resumes: bool,
+    pauses: bool,
+) -> None:
+    shape = expanded_shape(q.dtype)
+    expanded_kernel[(spec.num_heads, tiles.count)](
+        q,
+        made,
+        source,
+        out,
+        sums,
+        sums_lse,
+        tiles.tiles,
+        pieces.places,
+        step.query_start,
+        step.seq_lens,
+        spec.scale * _LOG2_E,
+        *q.stride()[:2],
+        *made.stride()[:2],
+        source.stride(0),
+        HEADS=spec.num_heads,
+        NOPE=spec.nope_dim,
+        BLOCK_NOPE=_padded(spec.nope_dim),
+        ROPE=spec.rope_dim,
+        BLOCK_ROPE=_padded(spec.rope_dim),
+        VALUE=spec.value_dim,
+        BLOCK_VALUE=_padded(spec.value_dim),
+        RANK=spec.rank,
+        BLOCK_M=shape.queries,
+        BLOCK_N=shape.keys,
+        RESUMES=resumes,
+        PAUSES=pauses,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+
+
+def _padded(extent: int) -> int:
+    """Return a dimension's extent in a tile."""
+    return int(max(_LEAST, triton.next_power_of_2(extent)))

@@ -1,0 +1,54 @@
+"""Launch shapes of the latent attention kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+_MOST_ROWS = 64
+"""Heads times queries of a tile: the height of Hopper's matrix instruction."""
+
+
+class AbsorbedShape(NamedTuple):
+    """Launch shape of the absorbed kernel.
+
+    Attributes:
+        group: heads of a tile.
+        rows: heads times queries, padded.
+        keys: of a tile; a latent is up to 1,152 bytes, so few fit.
+    """
+
+    group: int
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def absorbed_shape(dtype: torch.dtype, heads: int, queries: int) -> AbsorbedShape:
+    """Return the shape for tiles of `queries` queries of a row."""
+    group = min(triton.next_power_of_2(heads), max(1, _MOST_ROWS // queries))
+    rows = max(16, group * queries)
+    if dtype.itemsize == 4:
+        return AbsorbedShape(group, rows, 16, 4, 1)
+    return AbsorbedShape(group, rows, 32, 8 if rows > 32 else 4, 2)
+
+
+def tile_queries(heads: int) -> int:
+    """Return the queries of an absorbed tile of a row with many."""
+    return max(1, _MOST_ROWS // int(triton.next_power_of_2(heads)))
+
+
+class ExpandedShape(NamedTuple):
+    """Launch shape of the expanded kernel: queries and keys of a tile."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def expanded_shape(dtype: torch.dtype) -> ExpandedShape:
+    return ExpandedShape(32, 32, 4, 1) if dtype.itemsize == 4 else ExpandedShape(128, 64, 8, 2)

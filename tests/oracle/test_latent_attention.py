@@ -1,0 +1,244 @@
+"""Every backend of latent attention against float64, on batches that differ with every run.
+
+Triton's kernels run on the GPU where there is one, else small, under the interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.nn.latent.base import LatentSpec, absorbs
+from octavo.nn.latent.cpu import TorchLatents
+from octavo.nn.latent.reference import ReferenceLatents, attend_expanded
+from octavo.nn.step import StepInput
+
+GPU = torch.cuda.is_available()
+# The interpreter multiplies no bfloat16 matrices.
+HALF = torch.bfloat16 if GPU else torch.float16
+TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+SMALL = LatentSpec(num_heads=3, rank=48, rope_dim=8, nope_dim=24, value_dim=20, scale=0.17)
+LITE = LatentSpec(num_heads=16, rank=512, rope_dim=64, nope_dim=128, value_dim=128, scale=192**-0.5)
+ROWS = {
+    "few": [(1, 1), (2, 1), (31, 1), (33, 1), (64, 1), (150, 1)],
+    "many": [(1, 1), (150, 40), (33, 33), (5, 2), (40, 1), (130, 130), (70, 9)],
+    "drafts": [(1, 1), (9, 4), (150, 3), (64, 2), (3, 3)],
+}
+# The interpreter takes a second for some ten tiles of keys.
+TRITON_ROWS = (
+    ROWS if GPU else {"few": [(1, 1), (33, 1)], "many": [(40, 20), (33, 33), (17, 1)], "drafts": [(33, 3), (2, 2)]}
+)
+
+
+@dataclass
+class Case:
+    """A step: rows of (length, queries) over blocks in random order, and what the layer is given."""
+
+    spec: LatentSpec
+    dtype: torch.dtype
+    block_size: int
+    step: StepInput
+    past: StepInput
+    cos_sin: Tensor
+    norm: tuple[Tensor, float]
+    expansion: Tensor
+    num_blocks: int
+    label: str
+
+    def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Projected queries and latents: strided views of one product, as in a model."""
+        spec, generator = self.spec, torch.Generator().manual_seed(seed)
+        both = torch.randn(tokens, spec.num_heads * spec.query_dim + spec.width, generator=generator)
+        q, latents = both.to(self.dtype).split([spec.num_heads * spec.query_dim, spec.width], dim=1)
+        return q.unflatten(1, (spec.num_heads, spec.query_dim)), latents
+
+
+def make_case(rows: list[tuple[int, int]], spec: LatentSpec, dtype: torch.dtype, *, block_size: int = 16) -> Case:
+    seed = int.from_bytes(os.urandom(3), "little")
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-length // block_size) for length, _ in rows]
+    ids = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+    if seed % 2:
+        ids.sort()
+    tables, taken = torch.zeros(len(rows), max(counts) + 1, dtype=torch.int32), 0
+    for table, count in zip(tables, counts, strict=True):
+        table[:count] = torch.tensor(ids[taken : taken + count])
+        taken += count
+    weight = torch.randn(spec.num_heads, spec.expanded_dim, spec.rank, generator=generator) * spec.rank**-0.5
+    angles = torch.rand(max(length for length, _ in rows), spec.rope_dim // 2, generator=generator) * 6
+    label = f"seed={seed} {dtype} {spec} block_size={block_size} rows={rows}"
+    return Case(
+        spec,
+        dtype,
+        block_size,
+        _step([(length, count) for length, count in rows], tables, block_size),
+        _step([(length - count, length - count) for length, count in rows], tables, block_size),
+        torch.cat([angles.cos(), angles.sin()], dim=1),
+        ((1 + 0.1 * torch.randn(spec.rank, generator=generator)).to(dtype), 1e-6),
+        weight.to(dtype),
+        len(ids),
+        label,
+    )
+
+
+def _step(rows: list[tuple[int, int]], tables: Tensor, block_size: int) -> StepInput:
+    positions = [torch.arange(length - count, length) for length, count in rows]
+    cells = [
+        table[own // block_size].long() * block_size + own % block_size
+        for table, own in zip(tables, positions, strict=True)
+    ]
+    counts = [count for _, count in rows]
+    return StepInput(
+        input_ids=torch.zeros(sum(counts), dtype=torch.long),
+        positions=torch.cat(positions),
+        query_start=torch.tensor([0, *counts]).cumsum(0).int(),
+        seq_lens=torch.tensor([length for length, _ in rows], dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.cat(cells),
+        logit_rows=torch.tensor([], dtype=torch.long),
+        max_query_len=max(counts),
+        max_seq_len=max(length for length, _ in rows),
+    )
+
+
+def run(case: Case, backend) -> Tensor:
+    """Fill the contexts, every other cell being NaN; then compute the step."""
+    cache = torch.full(backend.cache_shape(case.spec, case.num_blocks, case.block_size), torch.nan, dtype=case.dtype)
+    device = torch.device("cuda" if GPU and backend.name == "triton" else "cpu")
+    cache, expansion = cache.to(device), case.expansion.to(device)
+    for step, seed in ((case.past, 1), (case.step, 2)):
+        if not step.num_tokens:
+            continue
+        step = _moved(step, device)
+        q, latents = (x.to(device) for x in case.inputs(step.num_tokens, seed))
+        step.attn = backend.prepare(step, case.block_size)
+        norm = (case.norm[0].to(device), case.norm[1])
+        backend.store(q, latents, norm, case.cos_sin.to(device), cache, step, case.spec)
+    return backend.attend(q, latents, expansion, cache, step, case.spec)
+
+
+def _moved(step: StepInput, device: torch.device) -> StepInput:
+    fields = {name: getattr(step, name) for name in StepInput.__slots__}
+    return StepInput(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()})
+
+
+def check(case: Case, backend) -> None:
+    got = run(case, backend)
+    assert got.dtype == case.dtype
+    expected = run(case, ReferenceLatents()).double()
+    wrong = (got.cpu().double() - expected).abs() / (1 + expected.abs())
+    assert bool((wrong <= TOLERANCE[case.dtype]).all()), f"off by {wrong.nan_to_num(torch.inf).max()}: {case.label}"
+
+
+def triton_backend(case: Case):
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    from octavo.nn.latent.triton import TritonLatents
+
+    return TritonLatents(case.dtype, case.spec)
+
+
+def test_the_reference_is_attention_over_whole_keys():
+    """Written out for one query and one head: softmax of q·[k, rotated key], times values."""
+    spec = LatentSpec(num_heads=1, rank=4, rope_dim=2, nope_dim=3, value_dim=5, scale=0.5)
+    generator = torch.Generator().manual_seed(0)
+    latents, q = torch.randn(6, 6, generator=generator).double(), torch.randn(1, 1, 5, generator=generator).double()
+    expansion = torch.randn(1, 8, 4, generator=generator).double()
+    keys = torch.cat([latents[:, :4] @ expansion[0, :3].T, latents[:, 4:]], dim=1)
+    weights = (0.5 * keys @ q[0, 0]).softmax(0)
+    expected = weights @ (latents[:, :4] @ expansion[0, 3:].T)
+    torch.testing.assert_close(attend_expanded(q, latents, expansion, spec)[0, 0], expected)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torch(rows, dtype):
+    check(case := make_case(rows, SMALL, dtype), TorchLatents())
+    assert torch.equal(run(case, TorchLatents()), run(case, TorchLatents()))
+
+
+def test_torch_past_a_chunk_of_keys():
+    check(make_case([(2500, 3), (1300, 1300), (1025, 1)], SMALL, torch.float32), TorchLatents())
+
+
+@pytest.mark.parametrize("rows", TRITON_ROWS.values(), ids=TRITON_ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_triton(rows, dtype):
+    case = make_case(rows, SMALL, dtype)
+    check(case, triton_backend(case))
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.skipif(not GPU, reason="too slow under the interpreter")
+def test_triton_with_the_shape_of_deepseek_v2_lite(rows):
+    case = make_case([*rows, (20_000, 1), (9_001, 700)], LITE, HALF)
+    check(case, triton_backend(case))
+
+
+def test_triton_divides_long_contexts(monkeypatch):
+    case = make_case([(40, 1), (2, 1), (7, 1)], SMALL, HALF)
+    monkeypatch.setattr("octavo.nn.latent.triton.num_splits", lambda programs, longest, device: 2)
+    check(case, triton_backend(case))
+
+
+def test_triton_expands_long_contexts_piece_by_piece(monkeypatch):
+    from octavo.nn.latent import triton_plan
+
+    monkeypatch.setattr(triton_plan, "EXPANDED_TOKENS", 32)
+    monkeypatch.setattr(triton_plan, "absorbs", lambda queries, length, spec: queries == 1)
+    case = make_case([(50, 20), (40, 40), (5, 1)], SMALL, HALF)
+    check(case, triton_backend(case))
+
+
+def test_triton_follows_table_rows():
+    case = make_case([(20, 3), (9, 1), (5, 2)], SMALL, torch.float32)
+    backend = triton_backend(case)
+    expected = run(case, backend)
+    for step in (case.step, case.past):
+        step.block_tables = torch.cat([torch.zeros_like(step.block_tables), step.block_tables.flip(0)])
+        step.table_rows = torch.tensor([5, 4, 3], dtype=torch.int32)
+    torch.testing.assert_close(run(case, backend), expected)
+
+
+def test_recorded_steps_are_absorbed_tile_by_tile():
+    """As a graph has them: tiles and rows of a buffer, whose unused entries name a row without queries."""
+    import numpy as np
+
+    case = make_case([(20, 10), (12, 1), (5, 2)], SMALL, torch.float32)
+    backend = triton_backend(case)
+    device = torch.device("cuda" if GPU else "cpu")
+    expected = run(case, backend)
+    tiles, single = backend.cut(np.array([10, 1, 2]), [10, 11, 3], device)
+    unused = 3
+    step = case.step
+    step.query_start = torch.cat([step.query_start, step.query_start[-1:]])
+    step.seq_lens = torch.cat([step.seq_lens, torch.zeros(1, dtype=torch.int32)])
+    step.block_tables = torch.cat([step.block_tables, torch.zeros_like(step.block_tables[:1])])
+    padded = torch.full((2 * backend.most_tiles(13, 3, device),), unused, dtype=torch.int32)
+    padded[: len(tiles)] = torch.from_numpy(tiles)
+    rows = torch.full((13,), unused, dtype=torch.int32)
+    rows[: len(single)] = torch.from_numpy(single)
+    recorded = backend.foreseen(padded.to(device), rows.to(device), case.step.num_tokens)
+    backend.prepare, kept = lambda step, size: recorded if step.num_rows == 4 else kept(step, size), backend.prepare
+    torch.testing.assert_close(run(case, backend), expected, atol=5e-5, rtol=5e-5)
+
+
+def test_the_form_follows_the_cost():
+    assert all(absorbs(1, length, LITE) for length in (2, 100, 100_000))
+    assert not absorbs(512, 512, LITE)
+    assert absorbs(64, 20_000, LITE)
+    assert not absorbs(300, 20_000, LITE)
+
+
+def test_random_batches():
+    rng = random.Random(os.urandom(8))
+    for _ in range(6):
+        lengths = [rng.randint(1, 80) for _ in range(rng.randint(1, 6))]
+        rows = [(n, rng.choice([1, 1, n, rng.randint(1, n)])) for n in lengths]
+        check(make_case(rows, SMALL, torch.float32, block_size=rng.choice([8, 16, 32])), TorchLatents())
