@@ -41,19 +41,16 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
             "llama-gguf-split --merge FIRST_PART OUTPUT.gguf"
         )
     family = _family(keys)
-    config = {
+    tokens = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    numbers = {name: file.metadata.get(f"tokenizer.ggml.{short}_token_id") for name, short in tokens.items()}
+    return {
         **_identity(file, family),
         **_shape(keys, family),
         **_rope(keys, family),
         **_attention(keys, family),
+        **{name: number for name, number in numbers.items() if number is not None},
         **family.fields(keys),
     }
-    tokens = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    for name, short in tokens.items():
-        token = file.metadata.get(f"tokenizer.ggml.{short}_token_id")
-        if token is not None:
-            config[name] = token
-    return config
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_keys import Keys
 
 Fields = Callable[[Keys], dict[str, Any]]
@@ -167,11 +168,38 @@ def _seed_oss(keys: Keys) -> dict[str, Any]:
     return {"attention_out_bias": keys.has("blk.0.attn_output.bias")}
 
 
+def _bert(keys: Keys) -> dict[str, Any]:
+    """BERT, RoBERTa, XLM-RoBERTa and DistilBERT are stored alike; tables of positions begin at the first position."""
+    tensors = keys.file.tensors
+    types, positions = tensors.get("token_types.weight"), tensors.get("position_embd.weight")
+    sizes = {
+        "type_vocab_size": types.shape[0] if types else 0,
+        "max_position_embeddings": positions.shape[0] if positions else keys.need("context_length"),
+    }
+    labels = tensors.get("cls.output.weight")
+    if labels is None:
+        return sizes
+    if not keys.has("cls.weight"):
+        raise ModelFileError(
+            f"{keys.file.path} holds a classifier without the dense layer in front of it, which llama.cpp's converter "
+            "leaves out for BERT. Use the model's safetensors checkpoint instead."
+        )
+    names = keys.each("classifier.output_labels") or [f"LABEL_{i}" for i in range(labels.shape[0])]
+    return {
+        **sizes,
+        "architectures": ["RobertaForSequenceClassification"],
+        "model_type": "roberta",
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "pad_token_id": -1,  # RoBERTa's positions begin after it
+    }
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", "llama", paired=True),
     "mistral": Family("MistralForCausalLM", "mistral"),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+    "bert": Family("BertModel", "bert", "layer_norm_eps", fields=_bert),
     "bloom": Family("BloomForCausalLM", "bloom", "layer_norm_epsilon", fields=_bloom),
     "chatglm": Family("GlmForCausalLM", "glm"),
     "cohere2": Family("Cohere2ForCausalLM", "cohere2", "layer_norm_eps", fields=_cohere2),

@@ -116,5 +116,5 @@ def logits_of(case: str, folder: Path, kinds: list[Kind] | None) -> tuple[Tensor
 
 
 def test_every_architecture_is_compared() -> None:
-    elsewhere = {"llama", "mistral", "qwen2", "qwen3"}  # test_gguf_golden.py
+    elsewhere = {"llama", "mistral", "qwen2", "qwen3"} | {"bert"}  # test_gguf_golden.py, test_gguf_encoders.py
     assert {arch for _, arch, _, _ in CASES.values()} | elsewhere == set(FAMILIES)

@@ -13,11 +13,14 @@ from typing import Any, cast, get_args
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.features.pooling.params import Activation, DenseActivation, DenseLayer, PoolerInfo, Pooling, Task
 from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_file import read_gguf
+from octavo.hub.gguf_keys import Keys
 from octavo.hub.json_file import read_json
 from octavo.hub.sentence_transformers import MODULES as _MODULES
 from octavo.hub.sentence_transformers import is_sentence_transformer
 
 _KINDS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last", "lasttoken": "last"}
+_GGUF_KINDS: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 _FLAGS: Mapping[str, str] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -50,7 +53,7 @@ def pooler_of(
         ConfigError: the checkpoint or the override requires something unsupported.
         ModelFileError: a file of the checkpoint is corrupt.
     """
-    pooling, normalize = default, True
+    pooling, normalize = _in_gguf(files) or default, True
     if is_sentence_transformer(files):
         pooling, normalize = _from_modules(files.path, stated="pooling_type" in override, default=default)
     chosen = _checked(override)
@@ -68,6 +71,11 @@ def pooler_of(
         activation=_head_activation(files, labels),
         task=task,
     )
+
+
+def _in_gguf(files: ModelFiles) -> Pooling | None:
+    """Return the pooling that a GGUF file states."""
+    return _GGUF_KINDS.get(Keys(read_gguf(files.path)).get("pooling_type")) if files.format == "gguf" else None
 
 
 def dense_layers(files: ModelFiles, size: int) -> tuple[DenseLayer, ...]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from octavo.hub.gguf_names import is_gguf
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.load.gguf_layout import gguf_names, is_gguf
+from octavo.models.load.gguf_layout import gguf_names
 from octavo.models.load.renamed import with_root
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec, StoredModule, StoredNames

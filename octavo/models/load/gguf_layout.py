@@ -12,14 +12,8 @@ from octavo.hub.gguf_names import LAYER, ROOT
 from octavo.models.feed_forwards.spec import MlpSpec
 from octavo.models.spec import DecoderSpec, StoredModule, StoredNames
 
-_MARK = "token_embd.weight"
 _FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are read with the metadata."""
-
-
-def is_gguf(names: Set[str]) -> bool:
-    """Return whether a checkpoint's tensors have llama.cpp's names."""
-    return _MARK in names
 
 
 def gguf_names(spec: DecoderSpec, names: Set[str]) -> StoredNames:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Set
 
 from torch import Tensor
 
+from octavo.hub.gguf_names import bert_name, is_gguf
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
@@ -47,6 +48,11 @@ def with_modern_norms(checkpoint: Checkpoint) -> Checkpoint:
     if not any(name.endswith((".gamma", ".beta")) for name in checkpoint.names()):
         return checkpoint
     return RenamedCheckpoint(checkpoint, _modern)
+
+
+def with_bert_names(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint of an encoder with BERT's names in place of llama.cpp's."""
+    return RenamedCheckpoint(checkpoint, bert_name) if is_gguf(checkpoint.names()) else checkpoint
 
 
 def _modern(name: str) -> str:

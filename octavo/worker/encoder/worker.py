@@ -11,7 +11,7 @@ from octavo.hub.files import ModelFiles
 from octavo.models.encoders.registry import build_encoder, encoder_spec
 from octavo.models.load import open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.load.renamed import with_modern_norms
+from octavo.models.load.renamed import with_bert_names, with_modern_norms
 from octavo.models.load.weights import load_weights, wanted_bytes
 from octavo.models.model import EncoderModel
 from octavo.nn.build import Build
@@ -65,7 +65,8 @@ class EncoderWorker:
         self.model = model
 
     def _open(self) -> Checkpoint:
-        return with_modern_norms(open_checkpoint(self._files, self._config.load_format, self._config.seed))
+        stored = open_checkpoint(self._files, self._config.load_format, self._config.seed)
+        return with_modern_norms(with_bert_names(stored))
 
     def _scheme(self) -> type[Unquantized]:
         packs = self.device.torch_device.type == "cpu" and packing_works(self.dtype)

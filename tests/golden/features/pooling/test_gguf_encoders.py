@@ -1,0 +1,116 @@
+"""Encoders in GGUF files, as llama.cpp's converter writes them, against Transformers: vectors and scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from octavo import LLM
+from octavo.core.errors import ModelFileError
+
+PROMPTS = [[5, 9, 33], [7, 8, 50, 12, 44, 3, 21], [60]]
+_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "max_position_embeddings": 40,
+    "initializer_range": 0.3,
+}
+_DISTIL = {"vocab_size": 61, "dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 80, "max_position_embeddings": 40}
+CONFIGS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "bert": (transformers.BertConfig, _SIZES, 0),
+    "xlm-roberta": (transformers.XLMRobertaConfig, {**_SIZES, "type_vocab_size": 1, "pad_token_id": 1}, 2),
+    "distilbert": (transformers.DistilBertConfig, {**_DISTIL, "initializer_range": 0.3}, 0),
+}
+"""Family -> configuration, and positions in front of the first one."""
+
+
+def make(family: str, path: Path, kind: Any = transformers.AutoModel, **metadata: Any) -> Any:
+    """Write a random model, and return it as Transformers'."""
+    config_class, settings, offset = CONFIGS[family]
+    torch.manual_seed(len(family))
+    config = config_class(**settings)
+    config.num_labels = 1
+    model = kind.from_config(config, dtype=torch.float32).eval()
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_file_type(0)
+    writer.add_block_count(2)
+    writer.add_context_length(config.max_position_embeddings - offset)
+    writer.add_embedding_length(48)
+    writer.add_feed_forward_length(80)
+    writer.add_head_count(4)
+    writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", 1e-12))
+    writer.add_causal_attention(False)
+    for key, value in metadata.items():
+        writer.add_uint32(f"bert.{key}", value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 2)
+    for name, tensor in model.state_dict().items():
+        with torch.no_grad():
+            tensor.add_(torch.randn_like(tensor) * 0.1)
+        if "pooler" in name:
+            continue
+        if offset and "position_embeddings" in name:
+            tensor = tensor[offset:]
+        inner = name.removeprefix("roberta.")
+        found = names.get_name(inner, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        writer.add_tensor(found, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def states(model: Any, tokens: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_vectors_from_a_file(family: str, tmp_path: Path) -> None:
+    """`pooling_type` 1 is the mean; 0 says nothing, and the first token's state is taken."""
+    for pooling in (0, 1):
+        path = tmp_path / f"{pooling}.gguf"
+        model = make(family, path, pooling_type=pooling)
+        with LLM(str(path), skip_tokenizer_init=True, threads=1, pooler_config={"normalize": False}) as llm:
+            for tokens, one in zip(PROMPTS, llm.embed(PROMPTS), strict=True):
+                hidden = states(model, tokens)
+                expected = hidden.mean(0) if pooling else hidden[0]
+                np.testing.assert_allclose(one.outputs.embedding, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_scores_of_a_reranker(tmp_path: Path) -> None:
+    path = tmp_path / "reranker.gguf"
+    model = make("xlm-roberta", path, transformers.AutoModelForSequenceClassification, pooling_type=4)
+    with LLM(str(path), skip_tokenizer_init=True, threads=1) as llm:
+        for tokens, one in zip(PROMPTS, llm.classify(PROMPTS), strict=True):
+            with torch.no_grad():
+                expected = model(torch.tensor([tokens])).logits[0].sigmoid()
+            np.testing.assert_allclose(one.outputs.probs, expected, atol=2e-5)
+
+
+def test_a_head_that_lacks_a_layer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "classifier.gguf"
+    writer = gguf.GGUFWriter(path, "bert")
+    for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length):
+        add(8)
+    writer.add_feed_forward_length(8)
+    writer.add_head_count(2)
+    writer.add_layer_norm_eps(1e-12)
+    for name in ("token_embd.weight", "cls.output.weight"):
+        writer.add_tensor(name, np.zeros((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelFileError, match="without the dense layer"):
+        LLM(str(path), skip_tokenizer_init=True)
