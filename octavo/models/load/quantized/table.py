@@ -19,10 +19,31 @@ from octavo.models.load.quantized.view import QuantizedCheckpoint
 
 
 def _auto_round(settings: Settings) -> Method:
-    """AutoRound (https://arxiv.org/abs/2309.05516) writes GPTQ's layout or AWQ's."""
-    return AWQ(settings) if "awq" in str(settings.get("packing_format")) else GPTQ(settings)
+    """AutoRound (https://arxiv.org/abs/2309.05516) writes other methods' layouts.
+
+    Raises:
+        ConfigError: the layout is not read.
+    """
+    layout = settings.get("packing_format", "auto_round:auto_gptq")
+    if layout not in _LAYOUTS:
+        raise ConfigError(
+            f"quantization_config.packing_format is {layout!r}; Octavo reads {', '.join(_LAYOUTS)} of AutoRound. "
+            "Serve another checkpoint of the model."
+        )
+    return _LAYOUTS[layout](settings)
 
 
+def _gptq_2(settings: Settings) -> Method:
+    return GPTQ({**settings, "checkpoint_format": "gptq_v2"})
+
+
+_LAYOUTS: Mapping[str, Callable[[Settings], Method]] = {
+    "auto_round": _gptq_2,
+    "auto_round:auto_awq": AWQ,
+    "auto_round:auto_gptq": GPTQ,
+    "auto_round:gptqmodel": _gptq_2,
+    "auto_round:llm_compressor": CompressedTensors,
+}
 METHODS: Mapping[str, Callable[[Settings], Method]] = {
     "auto-round": _auto_round,
     "awq": AWQ,
