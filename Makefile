@@ -10,11 +10,14 @@ FRAMEWORKS := .venv-frameworks
 MODEL ?=
 ARGS ?=
 
-.PHONY: help serve chat test deletion check clients format bench clean
+# Tests of one file share checkpoints and servers.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+.PHONY: help serve chat test test-all deletion check clients format bench clean
 
 help: ## list the targets
 	@echo "Octavo: make TARGET"
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
 
 serve: $(VENV)/.ready-run ## install and serve a model: make serve MODEL=smollm2 ARGS="--port 9000"
 	@exec $(BIN)/octavo serve $(MODEL) $(ARGS)
@@ -23,7 +26,10 @@ chat: $(VENV)/.ready-run ## install and talk to a model in the terminal
 	@exec $(BIN)/octavo chat $(ARGS)
 
 test: $(VENV)/.ready-test ## install and run the tests: make test ARGS="tests/unit -k pool"
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.ready-test ## nightly: also the tests marked slow
+	$(PYTEST) -m '' $(ARGS)
 
 deletion: $(VENV)/.ready-test ## the quick tests with each feature's folder deleted: some minutes for each; ARGS=--short for a few of them
 	$(BIN)/python tools/deletion.py $(ARGS)

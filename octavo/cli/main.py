@@ -16,10 +16,12 @@ COMMANDS = {
     "run-batch": "answer a file of requests and exit",
     "bench": "measure throughput, latency, or a running server",
     "replay-steps": "compute a recorded run again and compare its tokens",
+    "quantize": "round a model's weights and write it as a smaller checkpoint",
+    "eval": "measure how well a model predicts a text, or answers questions",
     "pull": "download a model, or list those known by name",
 }
 
-WITH_ENGINE = {"serve", "generate", "run-batch", "replay-steps"}
+WITH_ENGINE = {"serve", "generate", "run-batch", "replay-steps", "eval", "quantize"}
 """Commands that always start an engine, in this process or in another with the same limits."""
 
 USAGE = """usage: octavo COMMAND [options]

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 NOT_HERE = {
+    "octavo eval ./": "wants a model's folder; tests/golden/test_quantize.py runs it on one",
     "octavo serve": "serves until it is stopped; other tests start servers, and those named here want a model's folder",
     "octavo chat": "a conversation; with -q it runs",
     "octavo pull HuggingFaceTB/": "needs the Internet",
@@ -31,7 +32,8 @@ NOT_HERE = {
     "curl -X POST localhost:8000/st": "a server makes profiles only if it was started for them",
 }
 SERVED = ("octavo bench serve", "curl ")
-ALONE = ("octavo chat -q", "octavo generate", "octavo pull --list", "octavo run-batch", "octavo bench")
+LONG = ("octavo bench", "octavo quantize", "octavo eval")
+ALONE = ("octavo chat -q", "octavo generate", "octavo pull --list", "octavo run-batch", *LONG)
 BATCH = {
     "custom_id": "one",
     "method": "POST",
@@ -88,8 +90,14 @@ def test_every_command_is_run_or_says_why_not() -> None:
     assert [command for command in ALL if kind(command) == "unknown"] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in ALL if kind(command) == "alone"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.slow) if command.startswith(LONG) else command
+        for command in ALL
+        if kind(command) == "alone"
+    ],
+)
 def test_a_command_that_stands_alone(command: str, smollm2_files: object, tmp_path: Path) -> None:
     (tmp_path / "requests.jsonl").write_text(json.dumps(BATCH) + "\n")
     done = run(command, tmp_path)

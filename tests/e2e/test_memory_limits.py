@@ -41,7 +41,7 @@ def limited(mib: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         (4096, (*LARGE_STEPS, "--kv-cache-memory-bytes", "1G"), "Lower --kv-cache-memory-bytes"),
     ],
 )
-@pytest.mark.parametrize("command", ["generate", "serve"])
+@pytest.mark.parametrize("command", [pytest.param("generate", marks=pytest.mark.slow), "serve"])
 def test_too_little_memory_is_one_error_with_a_remedy(
     smollm2_files: ModelFiles, command: str, mib: int, flags: tuple[str, ...], remedy: str
 ) -> None:

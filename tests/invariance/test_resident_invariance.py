@@ -329,6 +329,7 @@ def test_layers_with_windows_have_tables_of_their_own(monkeypatch):
     assert replayed["mixed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 8}, {"async_scheduling": False}][: None if GPU else 1], ids=str)
 def test_what_contexts_have_in_common_is_read_once(settings, monkeypatch):
     """Requests come and go in turn, so that groups grow and shrink; some have nothing in common with others."""
@@ -354,6 +355,7 @@ def test_what_contexts_have_in_common_is_read_once(settings, monkeypatch):
     assert replayed["sharing"]
 
 
+@pytest.mark.slow
 def test_reading_once_can_be_turned_off(monkeypatch):
     head = list(range(4, 72))
     asked = [
@@ -376,7 +378,11 @@ def test_numbers_of_tokens_that_are_recorded_can_be_drawn_for():
     assert token_counts(100) == [16, 32, 64]
 
 
-@pytest.mark.parametrize("worker", [OddWorker(), Following(), Forbidding()], ids=lambda worker: type(worker).__name__)
+@pytest.mark.parametrize(
+    "worker",
+    [OddWorker(), *(pytest.param(one, marks=pytest.mark.slow) for one in (Following(), Forbidding()))],
+    ids=lambda worker: type(worker).__name__,
+)
 def test_a_feature_leaves_the_graphs(worker, monkeypatch):
     """Steps with changed logits replay the forward pass; all others, and those with masks, the sampling too."""
     Following.laid_out = Following.told = 0

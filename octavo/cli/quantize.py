@@ -1,0 +1,77 @@
+"""`octavo quantize`: round a model's weights, and write a checkpoint that other engines read, too."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from octavo.cli.flags import units
+from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.progress import open_display
+from octavo.core.errors import ConfigError
+
+
+def run(argv: list[str]) -> int:
+    from octavo.models.save.rounding import ROUNDINGS
+
+    args = make_parser({name: one.about for name, one in ROUNDINGS.items()}).parse_args(argv)
+    write(args)
+    if not args.no_eval:
+        evaluate(args)
+    return 0
+
+
+def make_parser(schemes: dict[str, str]) -> OctavoParser:
+    parser = OctavoParser(
+        "octavo quantize",
+        words="MODEL",
+        description="Round the weights of a model's linear layers to the nearest values of a scheme, and write the "
+        "model to a folder in the format of compressed-tensors. Embeddings, the head and routers of experts are kept. "
+        "Then compare it with the original on a text, as octavo eval does.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a catalogue name or a Hugging Face id")
+    about = "; ".join(f"{name}: {what}" for name, what in schemes.items())
+    parser.add_argument("--scheme", required=True, choices=sorted(schemes), help=about)
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new folder")
+    parser.add_argument("--group-size", type=int, metavar="INPUTS", help="inputs of a group (128, or what divides all)")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="PATTERN", help="modules to keep, such as '*.down_proj'"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of all else (bfloat16)")
+    parser.add_argument("--no-eval", action="store_true", help="do not compare it with the original")
+    parser.add_argument("--text", metavar="FILE", help="text to compare on (default: that of octavo eval)")
+    return parser
+
+
+def write(args: argparse.Namespace) -> None:
+    import torch
+
+    from octavo.hub.resolve import resolve
+    from octavo.models.save.folder import quantize
+    from octavo.models.save.rounding import ROUNDINGS
+
+    if args.group_size is not None and (args.group_size < 8 or args.group_size % 8):
+        raise ConfigError(f"--group-size {args.group_size}: give a multiple of 8, such as 128.")
+    with open_display() as display:
+        written = quantize(
+            resolve(args.model, progress=display.download),
+            ROUNDINGS[args.scheme],
+            Path(args.output).expanduser(),
+            dtype=getattr(torch, args.dtype),
+            group_size=args.group_size,
+            ignore=args.ignore,
+            progress=display.download,
+        )
+    groups = f" in groups of {written.group_size}" if written.group_size else ""
+    say(
+        f"{args.output}: {written.matrices} matrices in {args.scheme}{groups}; {units.show_bytes(written.after)}, "
+        f"{units.show_bytes(written.before)} in {args.dtype}"
+    )
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    from octavo.cli.eval import run as run_eval
+
+    text = ["--text", args.text] if args.text else []
+    tokenizer = ["--tokenizer", args.model]
+    run_eval([args.output, "--reference", args.model, *tokenizer, *text])

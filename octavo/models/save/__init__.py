@@ -1,0 +1,1 @@
+"""Writing checkpoints: `folder.quantize` rounds a model's matrices and writes them as compressed-tensors."""

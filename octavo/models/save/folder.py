@@ -1,0 +1,175 @@
+"""Write a folder with a quantized checkpoint, from any checkpoint that Octavo reads."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.hub.files import ModelFiles
+from octavo.models.load import open_checkpoint
+from octavo.models.load.quantized.table import method_of
+from octavo.models.registry import is_own, spec_of
+from octavo.models.save.rounding import Rounding
+from octavo.nn.weights import TensorSpec
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with a phase, and the bytes done and in total."""
+
+_KEPT = ("*embed*", "*lm_head", "*wte", "*wpe", "*mlp.gate", "*router*", "*shared_expert_gate")
+"""Modules that are no linear layers, or lose most: embeddings, the head, routers of experts."""
+_GROUPS = (128, 64, 32)
+_SHARD_BYTES = 5 << 30
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_NOT_COPIED = ("config.json", "*.index.json", "hf_quant_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        matrices: number of quantized matrices.
+        before, after: bytes of all weights, in the dtype of the model and as written.
+        group_size: inputs of a group; 0 if the scheme has none.
+    """
+
+    matrices: int
+    before: int
+    after: int
+    group_size: int
+
+
+def quantize(
+    files: ModelFiles,
+    scheme: Rounding,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    group_size: int | None = None,
+    ignore: Sequence[str] = (),
+    progress: OnProgress = lambda phase, done, total: None,
+) -> Written:
+    """Round a model's matrices and write them, one at a time, with its configuration and tokenizer to a new folder.
+
+    Args:
+        dtype: of scales and of all that is not quantized.
+        group_size: inputs of a group; None for the largest of 128, 64 and 32 that divides all matrices.
+        ignore: patterns of names of modules that are not quantized, in addition to embeddings, heads and routers.
+
+    Raises:
+        ConfigError: the model is quantized already, or the groups don't divide a matrix.
+        ModelFileError: the checkpoint can't be read.
+    """
+    if files.format == "safetensors" and method_of(files.config) is not None:
+        raise ConfigError(f"{files.name} is quantized already. Give the model that it was made from.")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} exists and is not empty. Name a new folder.")
+    _check_layout(files)
+    checkpoint = open_checkpoint(files)
+    shapes = {name: checkpoint.shape(name) or () for name in sorted(checkpoint.names())}
+    matrices = {name: shape for name, shape in shapes.items() if _is_linear(name, shape, ignore)}
+    size = _group_size(matrices, group_size) if scheme.grouped else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    total = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    written, done = _Files(folder), 0
+    for name, shape in shapes.items():
+        tensor = checkpoint.tensor(name, TensorSpec(shape, dtype))
+        tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        stored = {"weight": tensor} if name not in matrices else scheme.stored(tensor, size)
+        for suffix, part in stored.items():
+            written.add(name if name not in matrices else name.removesuffix("weight") + suffix, part)
+        done += math.prod(shape) * dtype.itemsize
+        progress("quantize", done, total)
+    written.close()
+    kept = sorted(name.removesuffix(".weight") for name, shape in shapes.items() if _is_kept(name, shape, matrices))
+    stated = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": scheme.settings(size, kept)}
+    config = {**{name: value for name, value in files.config.items() if name != "torch_dtype"}, **stated}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _copy_small_files(files.path, folder)
+    return Written(len(matrices), total, written.total, size)
+
+
+def _check_layout(files: ModelFiles) -> None:
+    """Raise ConfigError for matrices that are stored transposed: other engines would not find them quantized."""
+    if is_own(files.config) and any(module.transposed for module in spec_of(files.config).stored.modules):
+        raise ConfigError(f"{files.name} stores its matrices transposed (Conv1D), which compressed-tensors lacks.")
+
+
+def _is_linear(name: str, shape: tuple[int, ...], ignore: Sequence[str]) -> bool:
+    module = name.removesuffix(".weight")
+    patterns = (*_KEPT, *ignore)
+    return len(shape) == 2 and module != name and not any(fnmatch.fnmatch(module, one) for one in patterns)
+
+
+def _is_kept(name: str, shape: tuple[int, ...], matrices: dict[str, tuple[int, ...]]) -> bool:
+    """Return whether a matrix may belong to a linear layer that is not quantized, for the configuration's list."""
+    return len(shape) == 2 and name not in matrices and name.endswith(".weight") and "embed" not in name
+
+
+def _group_size(matrices: dict[str, tuple[int, ...]], stated: int | None) -> int:
+    for size in _GROUPS if stated is None else (stated,):
+        if all(inputs % size == 0 for _, inputs in matrices.values()):
+            return size
+    name, (_, inputs) = next((name, shape) for name, shape in matrices.items() if shape[1] % (stated or _GROUPS[-1]))
+    raise ConfigError(
+        f"{name} has {inputs} inputs, which groups of {stated or _GROUPS[-1]} don't divide. Set --group-size to a "
+        f"divisor, or leave the module out: --ignore '{name.removesuffix('.weight')}'."
+    )
+
+
+class _Files:
+    """Safetensors files of at most 5 GiB, named as `transformers` does once their number is known."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, Tensor] = {}
+        self._size = self.total = 0
+        self._parts: list[Path] = []
+        self._places: dict[str, int] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, now or with the next ones."""
+        if self._held and self._size + tensor.nbytes > _SHARD_BYTES:
+            self._flush()
+        self._held[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self._places[name] = len(self._parts)
+        self._size += tensor.nbytes
+        self.total += tensor.nbytes
+
+    def close(self) -> None:
+        """Write the rest, and an index if there are several files."""
+        self._flush()
+        count = len(self._parts)
+        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        if count == 1:
+            names = ["model.safetensors"]
+        for part, name in zip(self._parts, names, strict=True):
+            part.rename(self._folder / name)
+        if count > 1:
+            places = {name: names[place] for name, place in self._places.items()}
+            index = {"metadata": {"total_size": self.total}, "weight_map": places}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def _flush(self) -> None:
+        self._parts.append(self._folder / f"part-{len(self._parts)}.safetensors")
+        save_file(self._held, self._parts[-1], metadata={"format": "pt"})
+        self._held, self._size = {}, 0
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    if not source.is_dir():
+        return  # a GGUF file has no others
+    for pattern in _COPIED:
+        for path in source.glob(pattern):
+            if not any(fnmatch.fnmatch(path.name, one) for one in _NOT_COPIED):
+                shutil.copyfile(path, folder / path.name)

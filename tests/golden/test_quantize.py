@@ -1,0 +1,130 @@
+"""`octavo quantize` and `octavo eval`, on a tiny model and against Transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import toy_tokenizers
+from safetensors.torch import load_file
+from tiny import make_checkpoint, model_files
+
+from octavo.cli.main import main
+from octavo.core.errors import ConfigError
+from octavo.models.load import open_checkpoint
+from octavo.models.save import folder as saved
+from octavo.models.save.folder import quantize
+from octavo.models.save.rounding import ROUNDINGS
+from octavo.nn.weights import TensorSpec
+
+TEXT = "The river rose above the lower steps of the quay, and they counted the steps that were left."
+SMALL = ["--kv-cache-memory-bytes", "1M", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    make_checkpoint("quantized", folder, {"vocab_size": 464})
+    toy_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_weights_are_the_nearest_of_their_grid(name: str, source: Path, tmp_path: Path) -> None:
+    scheme, original = ROUNDINGS[name], load_file(source / "model.safetensors")
+    written = quantize(model_files(source), scheme, tmp_path / "out", dtype=torch.float16)
+    assert written.matrices == 14
+    assert written.group_size == (64 if scheme.grouped else 0)
+    read = open_checkpoint(model_files(tmp_path / "out"))
+    assert read.names() == original.keys()
+    for key, weight in original.items():
+        found = read.tensor(key, TensorSpec(tuple(weight.shape), torch.float32)).float()
+        if not key.endswith("_proj.weight"):
+            torch.testing.assert_close(found, weight, rtol=1e-3, atol=1e-3)
+            continue
+        grid, values = (part.view(-1, 64) if scheme.grouped else part for part in (weight, found))
+        largest = grid.abs().amax(1, keepdim=True)
+        # Half a step: of integers, or of E4M3 with its 3 bits after the leading one. Scales are in float16.
+        half_step = grid.abs() / 16 if scheme.floats else largest / ((1 << scheme.bits) - 1)
+        assert bool(((values - grid).abs() <= half_step + largest * 2e-3).all())
+
+
+def test_a_large_model_is_written_in_several_files(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved, "_SHARD_BYTES", 20_000)
+    steps: list[tuple[int, int]] = []
+    out = tmp_path / "out"
+    quantize(
+        model_files(source), ROUNDINGS["fp8"], out, progress=lambda phase, done, total: steps.append((done, total))
+    )
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    for name, file in index["weight_map"].items():
+        assert name in load_file(out / file)
+    assert steps == sorted(steps)
+    assert steps[-1][0] == steps[-1][1]
+
+
+def test_what_can_not_be_quantized(source: Path, tmp_path: Path) -> None:
+    files = model_files(source)
+    with pytest.raises(ConfigError, match=r"which groups of 96 don't divide.*--group-size.*--ignore"):
+        quantize(files, ROUNDINGS["w4a16"], tmp_path / "a", group_size=96)
+    quantize(files, ROUNDINGS["w4a16"], tmp_path / "b", ignore=["*.down_proj"])
+    config = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]
+    with pytest.raises(ConfigError, match="is quantized already"):
+        quantize(model_files(tmp_path / "b"), ROUNDINGS["fp8"], tmp_path / "c")
+    with pytest.raises(ConfigError, match="not empty"):
+        quantize(files, ROUNDINGS["fp8"], tmp_path / "b")
+
+
+def test_perplexity_is_that_of_transformers(source: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    context = 24
+    command = ["eval", str(source), "--text", str(text), "--context", str(context), "--dtype", "float32", *SMALL]
+    assert main([*command, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    theirs = make_checkpoint("quantized", tmp_path / "again", {"vocab_size": 464})
+    ids = toy_tokenizers.byte_level().encode(TEXT).ids
+    loss, count = 0.0, 0
+    for first in range(0, len(ids), context):
+        part = torch.tensor([ids[first : first + context]])
+        with torch.no_grad():
+            logits = theirs(part).logits[0].log_softmax(-1)
+        loss -= float(logits[:-1].gather(1, part[0, 1:, None]).sum())
+        count += part.shape[1] - 1
+    assert figures["tokens"] == count
+    assert figures["perplexity"] == pytest.approx(math.exp(loss / count), rel=1e-4)
+
+
+def test_the_command_compares_with_the_original(
+    source: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    command = ["quantize", str(source), "--scheme", "w8a16", "-o", str(tmp_path / "out"), "--text", str(text)]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "14 matrices in w8a16" in printed.err
+    figures = dict(line.split(": ") for line in printed.out.splitlines())
+    assert "8-bit integers" in figures["weights"]
+    assert float(figures["divergence, nats per token"]) < 1e-3
+    assert float(figures["perplexity"]) == pytest.approx(float(figures["reference perplexity"]), rel=0.02)
+
+
+def test_questions(source: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    lines = [{"prompt": "The steps", "choices": [" of the quay", " zq"], "answer": i} for i in (0, 1, 0)]
+    questions.write_text("\n".join(json.dumps(line) for line in lines))
+    assert main(["eval", str(source), "--choices", str(questions), "--limit", "40", "--json", *SMALL]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["questions"] == 3
+    assert figures["accuracy"] in (0.3333, 0.6667)
+    questions.write_text('{"prompt": "a", "choices": ["b"], "answer": 0}\n')
+    assert main(["eval", str(source), "--choices", str(questions), *SMALL]) == 1
+    assert "line 1: a question has a prompt" in capsys.readouterr().err
