@@ -52,7 +52,7 @@ _LATENT_LONGROPE = {
 }
 
 DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 6, "hidden_size": 96}),
+    "bloom": (transformers.BloomConfig, {"num_attention_heads": 6, "hidden_size": 96}),
     "cohere": (transformers.CohereConfig, {"use_qk_norm": True}),
     "cohere2": (transformers.Cohere2Config, {"sliding_window": 7, "sliding_window_pattern": 3}),
     "ernie": (transformers.Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
@@ -68,7 +68,7 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.FalconConfig,
         {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
     ),
-    "gemma": (transformers.GemmaConfig, {"head_dim": 32}),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 32, "intermediate_size": 101}),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24}),
     "gemma3": (
         transformers.Gemma3TextConfig,

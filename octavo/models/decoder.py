@@ -10,8 +10,8 @@ from octavo.models.mixers.table import make_mixer
 from octavo.models.norms import make_norm
 from octavo.models.score import ScoreHead
 from octavo.models.spec import DecoderSpec
-from octavo.native.bindings import Epilogue
-from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder
+from octavo.native.bindings import Dtype, Function
+from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder, Results
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import TiedHead
@@ -87,12 +87,16 @@ class DecoderLayer(nn.Module):
 
         The last mark "rest" is the place from which on tokens are independent.
         """
-        assert self.mixer is not None
-        assert self.mlp is not None
-        self.mixer.emit(b, self.input_norm, dtype, mixed)
+        mixer, mlp = self.mixer, self.mlp
+        assert mixer is not None
+        assert mlp is not None
+        mixer.emit(b, self.input_norm, dtype, mixed)
         b.mark("rest")
-        self.mixer.out.emit(b, mixed, DTYPES[dtype], RESIDUAL, Epilogue.ADD)
-        self.mlp.emit(b, self.post_norm)
+        if self.parallel:  # first what reads the layer's input, to which the mixer's output must not be added
+            mlp.emit(b, self.post_norm, self.mlp_norm, self.multiplier)
+        mixer.out.emit_into(b, mixed, DTYPES[dtype], self.mixed_norm, self.multiplier)
+        if not self.parallel:
+            mlp.emit(b, self.post_norm, self.mlp_norm, self.multiplier)
 
 
 class CausalLM(nn.Module):
@@ -116,7 +120,7 @@ class CausalLM(nn.Module):
         self.embedding_multiplier = torch.tensor(spec.multipliers.embedding, dtype=b.dtype).item()
         self.embedding = model.embedding("embed_tokens", spec.vocab_size, spec.hidden_size, divided=True)
         self.positions = (
-            model.embedding("embed_positions", spec.learned_positions, spec.hidden_size)
+            model.embedding("embed_positions", spec.learned_positions, spec.hidden_size, plain=True)
             if spec.learned_positions
             else None
         )
@@ -179,16 +183,27 @@ class CausalLM(nn.Module):
                 layer.pack()
         if not isinstance(self.head, TiedHead):
             self.embedding.pack()
+        if self.positions is not None:
+            self.positions.pack()
 
     def emit(self, b: ProgramBuilder) -> None:
-        """Add the model to a native program: the embedding, the layers, from the mark "head" on final norm and head."""
-        (self.head if isinstance(self.head, TiedHead) else self.embedding).emit_lookup(b)
+        """Add the model to a native program: the embedding, from the mark "layers" on `forward`, from the mark "head"
+        on `logits`."""
+        table = self.head if isinstance(self.head, TiedHead) else self.embedding
+        table.emit_lookup(b, self.embedding_multiplier)
+        b.mark("layers")
+        if self.positions is not None:
+            self.positions.emit_positions(b, self.spec.position_offset)
+        if self.embedding_norm is not None:
+            self.embedding_norm.emit(b, RESIDUAL, RESIDUAL, Dtype.FLOAT)
         attended = b.scratch("attended", self.spec.num_heads * self.spec.head_dim * 4)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             layer.emit(b, self.embedding.dtype, attended if i < len(self.layers) - 1 else ATTENDED)
         b.mark("head")
-        self.head.emit_after_norm(b, self.norm, LOGITS)
+        cap, scale = self.spec.logit_cap, self.spec.multipliers.logits
+        capped = Results(scale=scale) if cap is None else Results(function=Function.CAP, scale=scale, limit=cap)
+        self.head.emit_after_norm(b, self.norm, LOGITS, capped)
 
     def final(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to [S, hidden_size]; return the model's dtype."""

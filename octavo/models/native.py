@@ -13,9 +13,8 @@ from torch import Tensor
 
 from octavo.core.spans import Spans
 from octavo.models.decoder import CausalLM
-from octavo.models.feed_forwards.spec import FeedForwardSpec, MlpSpec
 from octavo.models.load.weights import replace_weights, weight_layers
-from octavo.models.spec import PRE, DecoderSpec, Multipliers
+from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Decode, Dtype, StepArgs
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, Pool, Program, ProgramBuilder
 from octavo.nn.attention.layer import PagedAttention
@@ -29,37 +28,15 @@ from octavo.nn.step import StepInput
 
 def reason_against(spec: DecoderSpec) -> str | None:
     """Return the reason why the kernels can't run a model of this spec; None if they can."""
-    if (lacking := _lacking(spec)) is not None:
+    parts = dict.fromkeys((*spec.mlps, *(spec.mixer_of(layer) for layer in range(spec.num_layers))))
+    reasons = [part.lacking for part in parts if part is not None]
+    reasons.append("layers of one part" if None in parts else None)
+    lacking = next((reason for reason in reasons if reason is not None), None)
+    if lacking is not None:
         return f"the kernels lack {lacking}"
-    inner = (("intermediate_size", mlp.size) for mlp in spec.mlps if mlp is not None)
-    for what, size in (("hidden_size", spec.hidden_size), *inner):
-        if size % PANEL:
-            return f"{what} must be a multiple of {PANEL}, not {size}"
+    if spec.hidden_size % PANEL:
+        return f"hidden_size must be a multiple of {PANEL}, not {spec.hidden_size}"
     return None
-
-
-def _lacking(spec: DecoderSpec) -> str | None:
-    """Return what the kernels lack for a model of this spec."""
-    lacking = {
-        "layers of one part": None in spec.mlps or None in spec.mixers,
-        "norms other than RMSNorm": spec.norm.kind != "rms" or spec.embedding_norm is not None,
-        "norms after a layer's parts": spec.norms != PRE,
-        **{f"{_kind(mlp)} feed-forwards": mlp != MlpSpec(mlp.size) for mlp in spec.mlps if mlp is not None},
-        "such norms of queries and keys": not spec.fuses_head_norms,
-        "linear attention biases": bool(spec.alibi),
-        "learned positions": bool(spec.learned_positions),
-        "multipliers": spec.multipliers != Multipliers(),
-        "soft caps of logits": spec.logit_cap is not None,
-        "limits of queries and keys": spec.qkv_clip is not None,
-    }
-    mixers = dict.fromkeys(spec.mixer_of(layer) for layer in range(spec.num_layers))
-    reasons = [mixer.lacking for mixer in mixers if mixer is not None]
-    lacks = [what for what, needed in lacking.items() if needed]
-    return next((reason for reason in (*reasons, *lacks) if reason is not None), None)
-
-
-def _kind(mlp: FeedForwardSpec) -> str:
-    return mlp.activation
 
 
 PLANES = {"int16": 2, "int8": 1, "bfloat16": 0}
@@ -71,12 +48,14 @@ class _CompiledProgram:
     """A program, and the KV caches that its operations point to.
 
     Attributes:
+        layers_from: the first operation after the look-up of embeddings.
         rest_from: the first operation after the last layer's attention, from where tokens are independent.
         head_from, end: the operations of the final norm and the head.
     """
 
     program: Program
     caches: list[Tensor]
+    layers_from: int
     rest_from: int
     head_from: int
     end: int
@@ -146,7 +125,7 @@ class NativeDecoder:
     def embed(self, step: StepInput) -> Tensor:
         """Return the embeddings of `step.input_ids`, [T, hidden_size] float32."""
         x = torch.empty(step.num_tokens, self.spec.hidden_size)
-        self._run(0, 1, step.attn, x)
+        self._run(0, self._program.layers_from, step.attn, x)
         return x
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
@@ -159,9 +138,9 @@ class NativeDecoder:
         if self._attended.shape[0] < hidden.shape[0]:
             self._attended = torch.empty(hidden.shape[0], self._query_width)
         if rows is None:
-            self._run(1, compiled.head_from, step.attn, hidden)
+            self._run(compiled.layers_from, compiled.head_from, step.attn, hidden)
             return hidden
-        self._run(1, compiled.rest_from, step.attn, hidden)
+        self._run(compiled.layers_from, compiled.rest_from, step.attn, hidden)
         hidden = hidden[rows]
         if len(rows):
             self._attended[: len(rows)] = self._attended[rows]
@@ -280,4 +259,4 @@ class NativeDecoder:
         program = Program(self._pool, b.ops, b.widths, b.kept)
         if self._spans is not None:
             program.watch(self._spans)
-        return _CompiledProgram(program, caches, b.marks["rest"], b.marks["head"], len(b.ops))
+        return _CompiledProgram(program, caches, b.marks["layers"], b.marks["rest"], b.marks["head"], len(b.ops))

@@ -33,11 +33,26 @@ class Dtype(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """How a product is written: stored, added to the output, or as silu(gate) * up of paired panels."""
+    """How results are written: stored, added to the output, or as activation(gate) * up of paired panels."""
 
     STORE = 0
     ADD = 1
     GATE = 2
+
+
+class Function(IntEnum):
+    """What a product's results become, once multiplied with a factor: as they are (with GATE, silu of the first half),
+    an activation of `nn/ops/activation.py`, limit * tanh(x / limit), or x within [-limit, limit]."""
+
+    PLAIN = 0
+    IDENTITY = 1
+    SILU = 2
+    GELU = 3
+    GELU_TANH = 4
+    RELU = 5
+    RELU2 = 6
+    CAP = 7
+    CLIP = 8
 
 
 class Op(ctypes.Structure):
@@ -48,9 +63,10 @@ class Op(ctypes.Structure):
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window")),
         *(
             (name, c_int32)
-            for name in ("zero_point", "minima", "output_dtype", "planes", "cache_dtype", "group", "beside")
+            for name in ("zero_point", "minima", "output_dtype", "planes", "function", "centered", "groups", "begin")
         ),
-        *((name, c_float) for name in ("eps", "scale", "soft_cap")),
+        *((name, c_int32) for name in ("own_weights", "by_position", "cache_dtype", "group", "beside")),
+        *((name, c_float) for name in ("eps", "scale", "soft_cap", "limit")),
         *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel", "low_rank")),
     )
 

@@ -15,6 +15,7 @@ from octavo.native.bindings import (
     Decode,
     Dtype,
     Epilogue,
+    Function,
     LowRank,
     Op,
     OpKind,
@@ -38,6 +39,55 @@ def row_bytes(dtype: Dtype, columns: int, planes: int = 1) -> int:
     if dtype is Dtype.INT8:
         return columns * planes + columns // BLOCK * 12
     return columns * (2 if dtype is Dtype.BFLOAT else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class NormArgs:
+    """A norm over `size` values, a multiple of 16.
+
+    Attributes:
+        weight, bias: addresses of float32 [size], or [groups, size] with `own_weights`; 0 for none.
+        centered: it is a LayerNorm. Otherwise an RMSNorm, which has a weight and no bias.
+        own_weights: each group of `ProgramBuilder.norm_groups` has weights of its own.
+    """
+
+    size: int
+    eps: float
+    weight: int
+    bias: int = 0
+    centered: bool = False
+    own_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a product's results become: `function` of `scale` times each, then written by `epilogue`.
+
+    Attributes:
+        dtype: of what is written, FLOAT or BFLOAT. BFLOAT needs the epilogue GATE, or a function.
+        limit: of the functions CAP and CLIP.
+    """
+
+    epilogue: Epilogue = Epilogue.STORE
+    dtype: Dtype = Dtype.FLOAT
+    function: Function = Function.PLAIN
+    scale: float = 1.0
+    limit: float = 0.0
+
+
+STORED = Results()
+
+
+def activated(activation: str, dtype: Dtype, *, gated: bool) -> Results:
+    """Return the results of a feed-forward's first product: activation(gate) * up if gated, else activation(up).
+
+    Args:
+        activation: a name of `nn/ops/activation.py`.
+    """
+    function = Function[activation.upper()]
+    if gated and function is Function.SILU:
+        function = Function.PLAIN  # the register tile computes it
+    return Results(Epilogue.GATE if gated else Epilogue.STORE, dtype, function)
 
 
 class Pool:
@@ -118,8 +168,10 @@ class ProgramBuilder:
         packed: bool,
         zero_point: int = 0,
         minima: bool = False,
+        scale: float = 1.0,
     ) -> None:
-        """Add an operation: look up rows of a table [V, columns], plain or packed in panels, as float32."""
+        """Add an operation: look up rows of a table [V, columns] by token, plain or packed in panels, as float32 times
+        `scale`."""
         self._add(
             OpKind.EMBED,
             dtype,
@@ -130,13 +182,52 @@ class ProgramBuilder:
             packed=int(packed),
             zero_point=zero_point,
             minima=int(minima),
+            scale=scale,
         )
 
+    def add_positions(self, weight: int, dtype: Dtype, columns: int, output: int) -> None:
+        """Add an operation: add rows of a plain table [positions, columns], by position, to float32 rows."""
+        places: dict[str, int | float] = {"epilogue": Epilogue.ADD, "by_position": 1, "scale": 1.0}
+        self._add(OpKind.EMBED, dtype, 0, output, columns=columns, weight=weight, **places)
+
     def norm(
-        self, source: int, output: int, dtype: Dtype, columns: int, weight: int, eps: float, *, zero_point: int = 0
+        self,
+        source: int,
+        output: int,
+        dtype: Dtype,
+        norm: NormArgs,
+        *,
+        zero_point: int = 0,
+        add: float | None = None,
     ) -> None:
-        """Add an operation: RMSNorm of float32 rows, to float32, bfloat16, or integers as `quantize`."""
-        self._add(OpKind.NORM, dtype, source, output, columns=columns, weight=weight, eps=eps, zero_point=zero_point)
+        """Add an operation: the norm of float32 rows, to float32, bfloat16, or integers as `quantize`.
+
+        Args:
+            add: a factor, to add its product with the normalized rows to the output, which is float32; None to store
+                them.
+        """
+        epilogue = Epilogue.STORE if add is None else Epilogue.ADD
+        self._norm(source, output, dtype, norm, zero_point=zero_point, epilogue=epilogue, scale=add or 0.0, groups=1)
+
+    def norm_groups(self, buffer: int, norm: NormArgs, begin: int, groups: int) -> None:
+        """Add an operation: normalize `groups` times `size` adjacent values of float32 rows in place, each group
+        separately, from value `begin` on."""
+        self._norm(buffer, buffer, Dtype.FLOAT, norm, groups=groups, begin=begin)
+
+    def _norm(self, source: int, output: int, dtype: Dtype, norm: NormArgs, **fields: int | float) -> None:
+        self._add(
+            OpKind.NORM,
+            dtype,
+            source,
+            output,
+            columns=norm.size,
+            weight=norm.weight,
+            second=norm.bias,
+            eps=norm.eps,
+            centered=int(norm.centered),
+            own_weights=int(norm.own_weights),
+            **fields,
+        )
 
     def linear(
         self,
@@ -147,21 +238,24 @@ class ProgramBuilder:
         columns: int,
         weight: int,
         *,
-        epilogue: Epilogue = Epilogue.STORE,
+        results: Results = STORED,
         bias: int = 0,
         zero_point: int = 0,
         minima: bool = False,
-        gated: Dtype = Dtype.FLOAT,
         low_rank: LowRank | None = None,
     ) -> None:
         """Add an operation: source [T, columns] times W [rows, columns] transposed.
 
-        The gate epilogue halves the rows and writes dtype `gated`; the others write float32. Integer weights need
-        a source written by `norm` or `quantize` for their zero point; without planes, of bfloat16.
+        The gate epilogue halves the rows. Integer weights need a source written by `norm` or `quantize` for their zero
+        point; without planes, of bfloat16.
 
         Args:
+            results: what the sums of products and biases become.
             low_rank: additions to the product, before bias and gate; `shrink` with the same ones must precede.
         """
+        function = results.function
+        if function is Function.PLAIN and results.scale != 1.0:
+            function = Function.IDENTITY
         self._add(
             OpKind.LINEAR,
             dtype,
@@ -170,27 +264,40 @@ class ProgramBuilder:
             rows=rows,
             columns=columns,
             weight=weight,
-            epilogue=epilogue,
+            epilogue=results.epilogue,
             second=bias,
             zero_point=zero_point,
             minima=int(minima),
-            output_dtype=gated,
+            output_dtype=results.dtype,
+            function=function,
+            scale=results.scale,
+            limit=results.limit,
             low_rank=0 if low_rank is None else ctypes.addressof(low_rank),
         )
 
     def shrink(
-        self, source: int, dtype: Dtype, columns: int, low_rank: LowRank, *, norm: tuple[int, float] | None = None
+        self, source: int, dtype: Dtype, columns: int, low_rank: LowRank, *, norm: NormArgs | None = None
     ) -> None:
         """Add an operation: A x of each row's low-rank addition, for the next `linear` with the same `low_rank`.
 
         Args:
             dtype: of the rows of `source` [T, columns], FLOAT or BFLOAT.
-            norm: weights and epsilon of an RMSNorm of the rows, which must be float32; None for none.
+            norm: of the rows, which must be float32; None for none.
         """
-        weight, eps = norm or (0, 0.0)
+        own = norm or NormArgs(columns, 0.0, 0)
         self.kept.append(low_rank)
-        address = ctypes.addressof(low_rank)
-        self._add(OpKind.SHRINK, dtype, source, 0, columns=columns, weight=weight, eps=eps, low_rank=address)
+        self._add(
+            OpKind.SHRINK,
+            dtype,
+            source,
+            0,
+            columns=columns,
+            weight=own.weight,
+            second=own.bias,
+            eps=own.eps,
+            centered=int(own.centered),
+            low_rank=ctypes.addressof(low_rank),
+        )
 
     def run_beside(self) -> None:
         """Let the operation added last run beside the next one, which must not read its output."""
@@ -248,8 +355,13 @@ class ProgramBuilder:
         group: int = 0,
         window: int = 0,
         soft_cap: float = 0.0,
+        slopes: int = 0,
     ) -> None:
-        """Causal attention of the queries in `source` over each row's context, through the group's block tables."""
+        """Causal attention of the queries in `source` over each row's context, through the group's block tables.
+
+        Args:
+            slopes: address of the heads' linear biases, float32; 0 for none.
+        """
         for kind in (OpKind.ATTEND, OpKind.MERGE):
             self._add(
                 kind,
@@ -260,6 +372,7 @@ class ProgramBuilder:
                 scale=scale,
                 window=window,
                 soft_cap=soft_cap,
+                second=slopes,
                 cache=cache,
                 cache_dtype=dtype if cache_dtype is None else cache_dtype,
                 group=group,
@@ -269,6 +382,11 @@ class ProgramBuilder:
         """Add an operation: convert rows of `dtype` to integers with a scale per 32 values, for weights with this zero
         point; without planes, convert float32 to bfloat16."""
         self._add(OpKind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point)
+
+    def narrow(self, source: int, output: int, columns: int) -> None:
+        """Add an operation: convert float32 rows to bfloat16."""
+        self._add(OpKind.QUANTIZE, Dtype.FLOAT, source, output, columns=columns)
+        self.ops[-1].planes = 0
 
     def _add(self, kind: OpKind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
         self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, planes=self.planes, **fields))

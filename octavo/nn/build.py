@@ -99,10 +99,15 @@ class Build:
         form = {"bias": bias, "scaled": scaled}
         return LayerNorm(self.at(name).path, self.device, self.dtype, size, eps, **form, offset=offset, heads=heads)
 
-    def embedding(self, name: str, rows: int, size: int, *, divided: bool = False) -> Embedding:
-        """Make an embedding; with `divided`, of which each rank keeps a part of the rows, if they can be divided."""
+    def embedding(self, name: str, rows: int, size: int, *, divided: bool = False, plain: bool = False) -> Embedding:
+        """Make a table [rows, size].
+
+        Args:
+            divided: each rank keeps a part of the rows, if they can be divided.
+            plain: dequantize it when it is loaded.
+        """
         path = self.at(name).path
-        takes_blocks = self.schemes.at(path, [Part("", size, rows)]).takes_blocks
+        takes_blocks = not plain and self.schemes.at(path, [Part("", size, rows)]).takes_blocks
         mesh = self.mesh if divided else ALONE
         return Embedding(
             path, self.device, self.dtype, rows, size, takes_blocks=takes_blocks, keep=self.keep, mesh=mesh

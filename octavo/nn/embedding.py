@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.native.program import ProgramBuilder
+from octavo.native.program import RESIDUAL, ProgramBuilder
 from octavo.nn.delta import Addition
 from octavo.nn.linear import Projection
 from octavo.nn.quant.base import Scheme
@@ -98,10 +98,18 @@ class Embedding(WeightLayer):
         assert isinstance(other, Embedding)
         self._matrix = other._matrix
 
-    def emit_lookup(self, b: ProgramBuilder) -> None:
-        """Add the look-up of the table's rows, into the residual stream, to a native program."""
+    def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0) -> None:
+        """Add the look-up of the table's rows, times `scale`, into the residual stream, to a native program."""
         assert self._matrix is not None, "the table is not packed"
-        emit_lookup(b, self._matrix, in_panels=self._matrix.is_integers)
+        emit_lookup(b, self._matrix, in_panels=self._matrix.is_integers, scale=scale)
+
+    def emit_positions(self, b: ProgramBuilder, first: int) -> None:
+        """Add the table's rows, by position from row `first` on, to the residual stream in a native program."""
+        table = self._matrix
+        assert table is not None, "the table is not packed"
+        assert not table.is_integers, "tables of positions are stored plainly"
+        begin = table.weight[first:].data_ptr()
+        b.add_positions(begin, table.dtype, table.columns, RESIDUAL)
 
     @property
     def nbytes(self) -> int:

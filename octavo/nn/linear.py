@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, Epilogue, LowRank
-from octavo.native.program import RESIDUAL, ProgramBuilder, row_bytes
+from octavo.native.program import RESIDUAL, STORED, ProgramBuilder, Results, row_bytes
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import act_mul
@@ -132,8 +132,7 @@ class Projection(WeightLayer):
         source: int,
         given: Dtype,
         output: int,
-        epilogue: Epilogue = Epilogue.STORE,
-        gated: Dtype = Dtype.FLOAT,
+        results: Results = STORED,
     ) -> None:
         """Add the product of a buffer, whose rows have dtype `given`, to a native program; see
         `ProgramBuilder.linear`."""
@@ -145,37 +144,43 @@ class Projection(WeightLayer):
             if delta is not None:
                 b.run_beside()
         low_rank = None if delta is None else delta.emit(b, source, given, matrix.columns)
-        self._emit(b, rounded, output, epilogue, gated, low_rank)
+        self._emit(b, rounded, output, results, low_rank)
 
-    def emit_after_norm(
-        self,
-        b: ProgramBuilder,
-        norm: Norm,
-        output: int,
-        epilogue: Epilogue = Epilogue.STORE,
-        gated: Dtype = Dtype.FLOAT,
-    ) -> None:
+    def emit_after_norm(self, b: ProgramBuilder, norm: Norm, output: int, results: Results = STORED) -> None:
         """Add the product of the normalized residual stream to a native program."""
         matrix = self.matrix
-        normed = b.scratch("normed", norm.size * 4)
-        norm.emit(b, RESIDUAL, normed, b.meets(matrix.dtype), matrix.zero_point)
+        normed = norm.emit(b, RESIDUAL, b.scratch("normed", norm.size * 4), b.meets(matrix.dtype), matrix.zero_point)
         low_rank = None
         if self.delta is not None:
-            b.run_beside()
-            low_rank = self.delta.emit(b, RESIDUAL, Dtype.FLOAT, matrix.columns, norm)
-        self._emit(b, normed, output, epilogue, gated, low_rank)
+            if normed != RESIDUAL:
+                b.run_beside()
+            normalizes = norm.kernel_args() is not None
+            low_rank = self.delta.emit(b, RESIDUAL, Dtype.FLOAT, matrix.columns, norm if normalizes else None)
+        self._emit(b, normed, output, results, low_rank)
 
-    def emit_lookup(self, b: ProgramBuilder) -> None:
+    def emit_into(
+        self, b: ProgramBuilder, source: int, given: Dtype, norm: Norm | None = None, scale: float = 1.0
+    ) -> None:
+        """Add the product of a buffer, whose rows have dtype `given`, normalized if there is a norm and times `scale`,
+        to the residual stream, in a native program."""
+        args = None if norm is None else norm.kernel_args()
+        if args is None:
+            self.emit(b, source, given, RESIDUAL, Results(Epilogue.ADD, scale=scale))
+            return
+        product = b.scratch("product", self.matrix.rows * 4)
+        self.emit(b, source, given, product)
+        b.norm(product, RESIDUAL, Dtype.FLOAT, args, add=scale)
+
+    def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0) -> None:
         """Add a look-up of rows of the weights, into the residual stream, to a native program."""
-        emit_lookup(b, self.matrix, in_panels=True)
+        emit_lookup(b, self.matrix, in_panels=True, scale=scale)
 
     def _emit(
         self,
         b: ProgramBuilder,
         source: int,
         output: int,
-        epilogue: Epilogue,
-        gated: Dtype,
+        results: Results,
         low_rank: LowRank | None,
     ) -> None:
         matrix = self.matrix
@@ -186,11 +191,10 @@ class Projection(WeightLayer):
             matrix.rows,
             matrix.columns,
             matrix.weight.data_ptr(),
-            epilogue=epilogue,
+            results=results,
             bias=0 if matrix.bias is None else matrix.bias.data_ptr(),
             zero_point=matrix.zero_point,
             minima=matrix.minima,
-            gated=gated,
             low_rank=low_rank,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.bindings import Dtype
-from octavo.native.program import ProgramBuilder
+from octavo.native.program import NormArgs, ProgramBuilder
 from octavo.nn.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
 
@@ -49,9 +50,33 @@ class Norm(WeightLayer):
     def pack(self) -> None:
         """Convert the weights for the CPU kernels."""
 
-    def emit(self, b: ProgramBuilder, source: int, output: int, dtype: Dtype, zero_point: int = 0) -> None:
-        """Add the norm of float32 rows to a native program; see `ProgramBuilder.norm`. The layer must be packed."""
-        raise AssertionError(f"the kernels lack {type(self).__name__}")
+    @abstractmethod
+    def kernel_args(self) -> NormArgs | None:
+        """Return the norm for a native program, which the layer must outlive; None for one that changes nothing. The
+        layer must be packed."""
+
+    def emit(self, b: ProgramBuilder, source: int, output: int, dtype: Dtype, zero_point: int = 0) -> int:
+        """Add the norm of float32 rows to a native program; see `ProgramBuilder.norm`.
+
+        Returns:
+            The buffer of the results: `output`, or `source` if that holds them already.
+        """
+        args = self.kernel_args()
+        if args is not None:
+            b.norm(source, output, dtype, args, zero_point=zero_point)
+        elif dtype is Dtype.FLOAT:
+            return source
+        elif dtype is Dtype.BFLOAT:
+            b.narrow(source, output, self.size)
+        else:
+            b.quantize(source, output, Dtype.FLOAT, self.size, zero_point=zero_point)
+        return output
+
+    def emit_in_place(self, b: ProgramBuilder, buffer: int, begin: int, values: int) -> None:
+        """Add the norm of each `size` of the values [begin, begin + values) of float32 rows to a native program."""
+        args = self.kernel_args()
+        if args is not None:
+            b.norm_groups(buffer, args, begin, values // self.size)
 
 
 class RMSNorm(Norm):
@@ -81,8 +106,8 @@ class RMSNorm(Norm):
         self.weight = self.weight.float().contiguous()
         self.dtype = torch.float32
 
-    def emit(self, b: ProgramBuilder, source: int, output: int, dtype: Dtype, zero_point: int = 0) -> None:
-        b.norm(source, output, dtype, self.size, self.weight.data_ptr(), self.eps, zero_point=zero_point)
+    def kernel_args(self) -> NormArgs:
+        return NormArgs(self.size, self.eps, self.weight.data_ptr())
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, self.weight, self.eps, self.dtype)
@@ -139,6 +164,15 @@ class LayerNorm(Norm):
             return F.layer_norm(x, (self.size,), eps=self.eps).mul_(weight).to(self.dtype)
         return F.layer_norm(x, (self.size,), weight, bias, self.eps).to(self.dtype)
 
+    def pack(self) -> None:
+        """Convert the weights to float32, for the CPU kernels; results are float32, too."""
+        self.weight, self.bias = (None if t is None else t.float().contiguous() for t in (self.weight, self.bias))
+        self.dtype = torch.float32
+
+    def kernel_args(self) -> NormArgs:
+        weight, bias = (0 if t is None else t.data_ptr() for t in (self.weight, self.bias))
+        return NormArgs(self.size, self.eps, weight, bias, centered=True, own_weights=bool(self.heads))
+
     def wanted(self) -> list[Wanted]:
         names = (["weight"] if self.scaled else []) + (["bias"] if self.has_bias else [])
         dtype = torch.float32 if self.offset else self.dtype
@@ -167,6 +201,13 @@ class NoNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same."""
         return x.to(self.dtype)
+
+    def pack(self) -> None:
+        """Return float32 from now on."""
+        self.dtype = torch.float32
+
+    def kernel_args(self) -> None:
+        return None
 
     def wanted(self) -> list[Wanted]:
         return []

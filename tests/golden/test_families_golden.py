@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from octavo.models.attention import widest_attention
 from octavo.models.decoder import CausalLM
+from octavo.models.model import compiled
+from octavo.models.native import NativeDecoder
 from octavo.nn.attention.base import BackendRequest
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.select import BACKENDS
@@ -49,15 +52,23 @@ def prompts(pair: tuple[Any, CausalLM]) -> list[list[int]]:
 
 
 def runner_with(model: CausalLM, name: str, seed: int) -> PagedRunner:
-    """The model on an attention backend, or on the torch one if that does not support its layers."""
+    """The model on an attention backend; with the native one as a native program, if it keeps nothing but keys and
+    values."""
+    program = name == "native" and all(isinstance(layer, PagedAttention) for layer in model.cached_layers)
     backend = backend_for(model, name)
+    if program:
+        assert backend.name == "native"
+        model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, PagedAttention | PagedLatents):
             layer.backend = backend
-    return PagedRunner(model, num_blocks=40, block_size=16 if backend.name == "native" else 4, seed=seed)
+    form = compiled(model, backend)
+    assert isinstance(form, NativeDecoder) == program
+    return PagedRunner(form, num_blocks=40, block_size=16 if backend.name == "native" else 4, seed=seed)
 
 
 def backend_for(model: CausalLM, name: str) -> AnyBackend:
+    """The backend, or the torch one if it does not support the model's layers."""
     layer = widest_attention(model.spec)
     if isinstance(layer, LatentSpec):
         return TorchLatents() if name == "torch" else ReferenceLatents()

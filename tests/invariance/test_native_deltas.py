@@ -25,7 +25,7 @@ from octavo.native.bindings import Dtype, LowRank
 from octavo.native.program import ProgramBuilder
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.linear import Linear, Projection
-from octavo.nn.norm import RMSNorm
+from octavo.nn.norm import Norm
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
 from octavo.worker.hooks import Site, WorkerHook
@@ -53,9 +53,9 @@ class ToyDelta(Delta):
     def begin(self, x: Tensor) -> Addition:
         return ToyAddition(self, x)
 
-    def emit(self, b: ProgramBuilder, source: int, given: Dtype, columns: int, norm: RMSNorm | None = None) -> LowRank:
+    def emit(self, b: ProgramBuilder, source: int, given: Dtype, columns: int, norm: Norm | None = None) -> LowRank:
         table = self.additions.table(self.of_tokens, self.of_logits)
-        b.shrink(source, given, columns, table, norm=None if norm is None else (norm.weight.data_ptr(), norm.eps))
+        b.shrink(source, given, columns, table, norm=None if norm is None else norm.kernel_args())
         return table
 
 

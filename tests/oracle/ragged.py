@@ -76,14 +76,17 @@ def make_case(
     rows: list[tuple[int, int]] | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    biased: bool = False,
 ) -> Case:
-    """A case drawn from `seed`, with what is given held fixed. `rows` are (length, queries) pairs."""
+    """A case drawn from `seed`, with what is given held fixed. `rows` are (length, queries) pairs; `biased`: heads have
+    linear biases."""
     rng = random.Random(seed)
     kv_heads, group = heads or rng.choice([(3, 3), (1, 8), (4, 1), (2, 4), (1, 1)])
     head_dim = head_dim or rng.choice([32, 64, 96, 128, 256])
     block_size = block_size or rng.choice([8, 16, 32])
     rows = rows or [_row(rng) for _ in range(rng.randint(1, 7))]
-    spec = AttentionSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, soft_cap)
+    slopes = tuple(rng.choice([0.004, 0.1, 0.5]) for _ in range(kv_heads * group)) if biased else None
+    spec = AttentionSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, soft_cap, slopes)
     sequences = _sequences(rng, rows, spec, dtype, block_size)
     needed = max(max(s.blocks) for s in sequences) + 1
     label = f"seed={seed} {dtype} {spec} block_size={block_size} rows={rows}"

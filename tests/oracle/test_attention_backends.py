@@ -88,11 +88,19 @@ def test_random_batches(backend, dtype, trial):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"window": 1}, {"window": 37}, {"window": 200}, {"soft_cap": 5.0}, {"window": 90, "soft_cap": 20.0}],
+    [
+        {"window": 1},
+        {"window": 37},
+        {"window": 200},
+        {"soft_cap": 5.0},
+        {"window": 90, "soft_cap": 20.0},
+        {"biased": True},
+        {"window": 90, "soft_cap": 20.0, "biased": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("trial", range(3))
-def test_window_and_soft_cap(backend, dtype, options, trial):
+def test_windows_soft_caps_and_linear_biases(backend, dtype, options, trial):
     check(ragged.make_case(fresh_seed(), dtype, block_size=block_size(backend), **options), backend)
 
 
@@ -109,7 +117,7 @@ def test_many_decodes(backend, dtype):
     check(ragged.make_case(fresh_seed(), dtype, rows=rows, head_dim=32, block_size=block_size(backend)), backend)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 4096}, {"soft_cap": 30.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 4096}, {"soft_cap": 30.0}, {"biased": True}], ids=str)
 def test_long_contexts(backend, options):
     rows = [(20_000, 1), (9_001, 1), (7, 7), (5_000, 3)]
     size = block_size(backend)
@@ -125,9 +133,9 @@ def test_int8_random_batches(int8_backend, dtype, trial):
     check(ragged.make_case(fresh_seed(), dtype, block_size=block_size(int8_backend)), int8_backend)
 
 
-@pytest.mark.parametrize("options", [{"window": 37}, {"window": 90, "soft_cap": 20.0}], ids=str)
+@pytest.mark.parametrize("options", [{"window": 37}, {"window": 90, "soft_cap": 20.0}, {"biased": True}], ids=str)
 @pytest.mark.parametrize("head_dim", [32, 80, 256])
-def test_int8_window_and_soft_cap(int8_backend, options, head_dim):
+def test_int8_windows_soft_caps_and_linear_biases(int8_backend, options, head_dim):
     size = block_size(int8_backend)
     check(ragged.make_case(fresh_seed(), torch.float32, block_size=size, head_dim=head_dim, **options), int8_backend)
 

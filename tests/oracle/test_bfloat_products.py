@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.bindings import Dtype, Epilogue, StepArgs
-from octavo.native.program import Pool, Program, ProgramBuilder
+from octavo.native.program import Pool, Program, ProgramBuilder, Results
 from octavo.nn.quant.panels import PANEL, interleave, pack, pad_bias
 
 
@@ -53,7 +53,7 @@ def multiply(
         result[:, : before.shape[1]] = before
     b = ProgramBuilder.make(columns * 2, width * result.element_size())
     address = 0 if padded_bias is None else padded_bias.data_ptr()
-    b.linear(0, 1, Dtype.BFLOAT, outputs, columns, panels.data_ptr(), epilogue=epilogue, bias=address, gated=gated)
+    b.linear(0, 1, Dtype.BFLOAT, outputs, columns, panels.data_ptr(), results=Results(epilogue, gated), bias=address)
     step = StepArgs(tokens=len(x))
     step.external[:2] = (x.data_ptr(), result.data_ptr())
     Program(pool, b.ops, b.widths).run(0, 1, step)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from toy_additions import TORCH, Additions
 
 from octavo.native.bindings import Dtype, Epilogue, StepArgs
-from octavo.native.program import BLOCK, Pool, Program, ProgramBuilder, row_bytes
+from octavo.native.program import BLOCK, NormArgs, Pool, Program, ProgramBuilder, Results, row_bytes
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
 from octavo.nn.weights import QuantizedBlocks
 
@@ -68,7 +68,15 @@ def test_additions_to_products(pool, generator, stored, epilogue, tokens, column
     table = additions.table(of_tokens)
     b.shrink(0, Dtype.FLOAT, columns, table)
     b.linear(
-        0, 1, Dtype.FLOAT, rows, columns, panels.data_ptr(), epilogue=epilogue, bias=padded.data_ptr(), low_rank=table
+        0,
+        1,
+        Dtype.FLOAT,
+        rows,
+        columns,
+        panels.data_ptr(),
+        results=Results(epilogue),
+        bias=padded.data_ptr(),
+        low_rank=table,
     )
     got = run(pool, b, x, before.clone(), tokens)
     y = additions.applied(x, x.double() @ weight.double().T, of_tokens) + bias.double()
@@ -118,9 +126,10 @@ def test_additions_normalize_their_rows_beside_the_norm(pool, generator):
     panels = pack(weight)
     b = ProgramBuilder.make(columns * 4, rows * 4)
     table, normed = additions.table(of_tokens), b.scratch("normed", columns * 4)
-    b.norm(0, normed, Dtype.FLOAT, columns, scale.data_ptr(), 1e-5)
+    norm = NormArgs(columns, 1e-5, scale.data_ptr())
+    b.norm(0, normed, Dtype.FLOAT, norm)
     b.run_beside()
-    b.shrink(0, Dtype.FLOAT, columns, table, norm=(scale.data_ptr(), 1e-5))
+    b.shrink(0, Dtype.FLOAT, columns, table, norm=norm)
     b.linear(normed, 1, Dtype.FLOAT, rows, columns, panels.data_ptr(), low_rank=table)
     got = run(pool, b, x, torch.empty(tokens, rows), tokens)
     exact = F.rms_norm(x.double(), (columns,), scale.double(), 1e-5)

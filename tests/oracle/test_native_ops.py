@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.bindings import Dtype, Epilogue, StepArgs
-from octavo.native.program import BLOCK, Pool, Program, ProgramBuilder, row_bytes
+from octavo.native.program import BLOCK, NormArgs, Pool, Program, ProgramBuilder, Results, row_bytes
 from octavo.nn.ops.rope import apply_rope
 from octavo.nn.quant.blocks import alike, dequantized
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
@@ -98,9 +98,8 @@ def test_linear(pool, generator, dtype, epilogue, tokens, rows, columns):
         rows,
         columns,
         panels.data_ptr(),
-        epilogue=epilogue,
+        results=Results(epilogue, gated),
         bias=padded.data_ptr(),
-        gated=gated,
     )
     got = run(pool, b, x, result)
     expected = reference(x, weight, bias, epilogue, before)
@@ -176,7 +175,7 @@ def test_integer_linear(pool, generator, kind, planes, epilogue, tokens, rows, c
     b = ProgramBuilder.make(x.shape[1], result.shape[1] * 4, planes)
     dtype = Dtype.INT4 if parts[0].bits == 4 else Dtype.INT8
     address = panels.data_ptr()
-    b.linear(0, 1, dtype, rows, columns, address, epilogue=epilogue, zero_point=zero_point, minima=has_minima)
+    b.linear(0, 1, dtype, rows, columns, address, results=Results(epilogue), zero_point=zero_point, minima=has_minima)
     got = run(pool, b, x, result)
     integers, scales, scaled_sums = read(pool, x, columns, planes, zero_point)
     values = (integers.unflatten(1, (-1, 32)) * scales[..., None]).flatten(1)
@@ -237,7 +236,7 @@ def test_norm(pool, generator, dtype, size):
     x, weight = torch.randn(5, size, generator=generator), torch.randn(size, generator=generator)
     result = torch.empty(5, size, dtype=TORCH[dtype])
     b = ProgramBuilder.make(size * 4, size * result.element_size())
-    b.norm(0, 1, dtype, size, weight.data_ptr(), 1e-5)
+    b.norm(0, 1, dtype, NormArgs(size, 1e-5, weight.data_ptr()))
     expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
     limit = 1e-2 if dtype is Dtype.BFLOAT else 3e-6
     torch.testing.assert_close(run(pool, b, x, result).double(), expected, atol=limit, rtol=limit)

@@ -13,7 +13,7 @@ from test_native_ops import FORMATS, generator, pool, random_blocks, reference, 
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, Epilogue
-from octavo.native.program import Pool, ProgramBuilder
+from octavo.native.program import Pool, ProgramBuilder, Results
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
 from octavo.nn.weights import QuantizedBlocks
@@ -53,7 +53,7 @@ def product(
     room[:, :width] = result
     b = ProgramBuilder.make(columns * 2, stride * room.element_size(), planes=0)
     address = 0 if padded is None else padded.data_ptr()
-    b.linear(0, 1, dtype, rows, columns, weight.data_ptr(), epilogue=epilogue, bias=address, gated=gated, **form)
+    b.linear(0, 1, dtype, rows, columns, weight.data_ptr(), results=Results(epilogue, gated), bias=address, **form)
     return run(pool, b, x, room)[:, :width]
 
 

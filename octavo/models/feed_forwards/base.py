@@ -30,5 +30,6 @@ class FeedForward(nn.Module, ABC):
         """Return the argument of `out`, [T, ...], for norm(stream)."""
 
     @abstractmethod
-    def emit(self, b: ProgramBuilder, norm: Norm) -> None:
-        """Add out(forward(stream, norm)) to the stream, in a native program."""
+    def emit(self, b: ProgramBuilder, norm: Norm, after: Norm | None = None, scale: float = 1.0) -> None:
+        """Add scale * after(out(forward(stream, norm))) to the stream, in a native program; without `after`,
+        scale * out(...)."""

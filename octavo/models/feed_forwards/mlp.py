@@ -6,8 +6,8 @@ from torch import Tensor
 
 from octavo.models.feed_forwards.base import FeedForward
 from octavo.models.feed_forwards.spec import MlpSpec
-from octavo.native.bindings import Dtype, Epilogue
-from octavo.native.program import RESIDUAL, ProgramBuilder
+from octavo.native.bindings import Dtype
+from octavo.native.program import ProgramBuilder, activated
 from octavo.nn.build import Build
 from octavo.nn.linear import Linear
 from octavo.nn.norm import Norm
@@ -47,10 +47,9 @@ class Mlp(FeedForward):
             return self.gate_up.after_norm(stream, norm, gated=True)
         return self.activation(self.gate_up.after_norm(stream, norm))
 
-    def emit(self, b: ProgramBuilder, norm: Norm) -> None:
-        """Add the block's output for norm(stream) to the stream, in a native program."""
+    def emit(self, b: ProgramBuilder, norm: Norm, after: Norm | None = None, scale: float = 1.0) -> None:
         down = self.out.matrix
         dtype = Dtype.BFLOAT if b.meets(down.dtype) is Dtype.BFLOAT else Dtype.FLOAT
-        gated = b.scratch("gated", down.columns * 4)
-        self.gate_up.emit_after_norm(b, norm, gated, Epilogue.GATE, dtype)
-        self.out.emit(b, gated, dtype, RESIDUAL, Epilogue.ADD)
+        inner = b.scratch("inner", down.columns * 4)
+        self.gate_up.emit_after_norm(b, norm, inner, activated(self.gate_up.activation, dtype, gated=self.gated))
+        self.out.emit_into(b, inner, dtype, after, scale)

@@ -19,6 +19,11 @@ class MlpSpec:
     gated: bool = True
 
     @property
+    def lacking(self) -> str | None:
+        """What the CPU's native program lacks for this feed-forward; None if its module has an `emit`."""
+        return None
+
+    @property
     def width(self) -> int:
         """Values of a token in front of the last product."""
         return self.size

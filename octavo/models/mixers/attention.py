@@ -11,7 +11,8 @@ from octavo.models.mixers.base import Mixer
 from octavo.models.mixers.spec import SelfAttention
 from octavo.models.norms import make_norm
 from octavo.models.spec import DecoderSpec
-from octavo.native.program import ProgramBuilder
+from octavo.native.bindings import Function
+from octavo.native.program import STORED, ProgramBuilder, Results
 from octavo.nn.attention.base import Norms
 from octavo.nn.build import Build
 from octavo.nn.norm import Norm, RMSNorm
@@ -96,7 +97,13 @@ class Attention(Mixer):
 
     def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:
         heads = b.scratch("heads", sum(self.qkv.sizes) * 4)
-        self.qkv.emit_after_norm(b, norm, heads)
+        limited = STORED if self.clip is None else Results(function=Function.CLIP, limit=self.clip)
+        self.qkv.emit_after_norm(b, norm, heads, limited)
+        if not self._fuses_norms:
+            queries, keys = (count * self.head_dim for count in self.head_counts[:2])
+            for own, begin, values in ((self.q_norm, 0, queries), (self.k_norm, queries, keys)):
+                if own is not None:
+                    own.emit_in_place(b, heads, begin, values)
         self.attn.emit(b, heads, output, dtype, self._norms(), self.rope.cos_sin)
 
     def _normalize(self, heads: Tensor) -> None:

@@ -149,6 +149,10 @@ struct Work {
                 store(s + j, hyperbolic_tangent(load(s + j) * (op.scale / op.soft_cap)));
             scale = op.soft_cap * kLog2E;
         }
+        if (op.second != nullptr) {
+            add_bias(m, begin, high, scale, s);
+            scale = 1.0f;
+        }
         constexpr int kStep = 4 * kPanel;  // keys at once; with fewer, loop overhead would dominate
         const int stop = (high + kStep - 1) / kStep * kStep;
         for (int j = 0; (low > 0 || high < stop) && j < stop; j += W)
@@ -158,6 +162,14 @@ struct Work {
         else
             weigh_columns<D, kTile>(m, scale, s, to);
         for (int j = stop; j < kTile; j += W) store(to + j, Vec{});
+    }
+
+    // Multiplies scores with `scale` and adds the linear bias: the head's slope times the key's distance.
+    void add_bias(int m, int begin, int count, float scale, float* s) const {
+        const float slope = static_cast<const float*>(op.second)[task.kv_head * group + m % group] * kLog2E;
+        Vec distance;
+        for (int i = 0; i < W; i++) distance[i] = (float)(begin + i - (visible_end(m) - 1));
+        for (int j = 0; j < count; j += W, distance += (float)W) store(s + j, load(s + j) * scale + distance * slope);
     }
 
     template <int D, int Columns, class T>

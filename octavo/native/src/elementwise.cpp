@@ -54,33 +54,47 @@ void embed_blocks(const OctavoOp& op, int64_t id, float* to) {
     }
 }
 
-void run_embed(Program& program, const OctavoOp& op, int64_t task, int) {
+void run_embed(Program& program, const OctavoOp& op, int64_t task, int thread) {
+    const int64_t* ids = op.by_position ? program.step().positions : program.step().input_ids;
     for_rows(program, task, [&](int row) {
-        float* to = program.at<float>(op.output, row);
-        const int64_t id = program.step().input_ids[row];
+        float* const to = program.at<float>(op.output, row);
+        float* const found =
+            op.epilogue == kAdd ? static_cast<float*>(program.scratch(thread, op.columns * sizeof(float))) : to;
         if (has_blocks(op))
-            embed_blocks(op, id, to);
+            embed_blocks(op, ids[row], found);
         else if (op.dtype == kBfloat)
-            embed_row<bf16>(op, id, to);
+            embed_row<bf16>(op, ids[row], found);
         else
-            embed_row<float>(op, id, to);
+            embed_row<float>(op, ids[row], found);
+        if (op.scale != 1.0f)
+            for (int c = 0; c < op.columns; c++) found[c] *= op.scale;
+        if (op.epilogue == kAdd)
+            for (int c = 0; c < op.columns; c++) to[c] += found[c];
     });
 }
 
-// --- RMSNorm -------------------------------------------------------------------------------------------------------
+// --- norms ---------------------------------------------------------------------------------------------------------
+
+// Normalizes the groups of a row, or adds `scale` times the normalized row to the output.
+void norm_floats(const OctavoOp& op, const Norm& norm, const float* x, float* to, float* normed) {
+    x += op.begin;
+    if (op.epilogue != kAdd) {
+        for (int g = 0; g < op.groups; g++) norm_row(x + g * norm.size, norm.of_group(g), to + op.begin + g * norm.size);
+        return;
+    }
+    norm_row(x, norm, normed);
+    for (int c = 0; c < norm.size; c += W) store(to + c, load(to + c) + load(normed + c) * op.scale);
+}
 
 void run_norm(Program& program, const OctavoOp& op, int64_t task, int thread) {
-    const float* weight = static_cast<const float*>(op.weight);
+    const Norm norm(op);
+    float* const normed = static_cast<float*>(program.scratch(thread, op.columns * sizeof(float)));
     for_rows(program, task, [&](int row) {
         const float* x = program.at<float>(op.input, row);
-        if (op.dtype == kBfloat)
-            norm_row(x, weight, op.columns, op.eps, program.at<bf16>(op.output, row));
-        else if (op.dtype == kInt8) {
-            float* normed = static_cast<float*>(program.scratch(thread, op.columns * sizeof(float)));
-            norm_row(x, weight, op.columns, op.eps, normed);
-            quantize_row(normed, op.columns, op.planes, op.zero_point, program.at<char>(op.output, row));
-        } else
-            norm_row(x, weight, op.columns, op.eps, program.at<float>(op.output, row));
+        if (op.dtype == kFloat) return norm_floats(op, norm, x, program.at<float>(op.output, row), normed);
+        if (op.dtype == kBfloat) return norm_row(x, norm, program.at<bf16>(op.output, row));
+        norm_row(x, norm, normed);
+        quantize_row(normed, op.columns, op.planes, op.zero_point, program.at<char>(op.output, row));
     });
 }
 
@@ -109,7 +123,7 @@ void run_quantize(Program& program, const OctavoOp& op, int64_t task, int thread
 
 // Rotates a head in place, after its own norm if it has one; channel i is paired with channel i + rotary_dim / 2.
 void turn(float* head, const OctavoOp& op, const float* norm, const float* cos_sin) {
-    if (norm != nullptr) norm_row(head, norm, op.head_dim, op.eps, head);
+    if (norm != nullptr) norm_row(head, Norm(norm, op.head_dim, op.eps), head);
     const int half = op.rotary_dim / 2;
     int c = 0;
     for (; c + W <= half; c += W) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "program.h"
+#include "results.h"
 #include "tile.h"
 
 namespace octavo {
@@ -45,21 +46,18 @@ __attribute__((always_inline)) inline void fetch_results(const Program& program,
             __builtin_prefetch(program.at<float>(op.output, first + m) + (panel + p) * kPanel, 1);
 }
 
-// Adds the rows' low-rank additions to the tile. (On a copy: the address of `tile` must not escape.)
-template <int M, int P>
-inline void add_low_rank(const Program& program, const OctavoOp& op, Tile<M, P>& tile, int panel, int first) {
-    alignas(64) float sums[M * P * kPanel];
-    tile.write(sums, P * kPanel);
-    program.add_low_rank(program, op, panel, P, first, M, sums);
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < P * VP; j++) tile.sums[m][j] = load(sums + m * P * kPanel + j * W);
-}
-
 // Adds low-rank additions and the bias, and stores the tile: plainly, added to the output, or as silu(gate) * up of its
-// pair of panels.
+// pair of panels. What is rare is done in memory. (On a copy: the address of `tile` must not escape.)
 template <int M, int P>
 inline void finish(const Program& program, const OctavoOp& op, Tile<M, P>& tile, int panel, int first) {
-    if (op.low_rank != nullptr) add_low_rank(program, op, tile, panel, first);
+    if (op.low_rank != nullptr || op.function != kPlain) {
+        alignas(64) float sums[M * P * kPanel];
+        tile.write(sums, P * kPanel);
+        if (op.low_rank != nullptr) program.add_low_rank(program, op, panel, P, first, M, sums);
+        if (op.function != kPlain) return program.map_results(program, op, panel, P, first, M, sums);
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < P * VP; j++) tile.sums[m][j] = load(sums + m * P * kPanel + j * W);
+    }
     if (op.second != nullptr) {
         const float* bias = static_cast<const float*>(op.second) + panel * kPanel;
         for (int m = 0; m < M; m++)

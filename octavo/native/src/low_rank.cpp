@@ -143,9 +143,10 @@ struct GroupInputs {
 
     GroupInputs(Program& program, const OctavoOp& op, const RowsByAddition::Group& group, int thread) {
         const int32_t* rows = program.by_addition().rows.data() + group.first;
-        const float* norm = static_cast<const float*>(op.weight);
+        const Norm norm(op);
+        const bool normed = norm.centered || norm.weight != nullptr;
         float* copy = nullptr;
-        if (norm != nullptr || op.dtype == kBfloat)
+        if (normed || op.dtype == kBfloat)
             copy = static_cast<float*>(program.scratch(thread, (size_t)group.count * op.columns * sizeof(float)));
         for (int i = 0; i < group.count; i++, copy += copy ? op.columns : 0) {
             to[i] = program.shrunk(rows[i]);
@@ -153,8 +154,8 @@ struct GroupInputs {
             if (op.dtype == kBfloat) {
                 const bf16* narrow = program.at<const bf16>(op.input, rows[i]);
                 for (int c = 0; c < op.columns; c += W) store(copy + c, load(narrow + c));
-            } else if (norm != nullptr)
-                norm_row(program.at<const float>(op.input, rows[i]), norm, op.columns, op.eps, copy);
+            } else if (normed)
+                norm_row(program.at<const float>(op.input, rows[i]), norm, copy);
         }
     }
 };

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "linear.h"
+#include "results.h"
 #include "simd.h"
 
 namespace octavo {
@@ -21,6 +22,7 @@ const OpCode* codes() {
 
 Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers)
     : add_low_rank(expand),
+      map_results(octavo::map_results),
       pool_(pool),
       ops_(ops, ops + count),
       widths_(widths, widths + buffers),
@@ -182,7 +184,7 @@ int octavo_self_test() {
     for (int i = 0; i < kSize; i++) weight[i] = (float)i - 7.5f;
     for (int i = 0; i < kRows * kSize; i++) rows[i] = (float)(1 << i / kSize);
     OctavoOp op{};
-    op.kind = kNorm, op.input = 0, op.output = 1, op.columns = kSize, op.weight = weight;
+    op.kind = kNorm, op.input = 0, op.output = 1, op.columns = kSize, op.groups = 1, op.weight = weight;
     const int64_t widths[kExternals] = {kSize * 4, kSize * 4};
     OctavoStep step{};
     step.tokens = kRows, step.external[0] = rows, step.external[1] = result;

@@ -26,9 +26,14 @@ struct OctavoOp {
     int32_t rows, columns, epilogue, packed;
     int32_t heads, kv_heads, head_dim, rotary_dim;
     int32_t window, zero_point, minima, output_dtype, planes;
+    int32_t function;            // of a product's results (results.h)
+    int32_t centered;            // the norm subtracts the mean
+    int32_t groups, begin;       // groups of `columns` values that a norm computes separately; the first one's start
+    int32_t own_weights;         // each of these groups has weights (and biases) of its own
+    int32_t by_position;         // rows of a table are looked up by the tokens' positions, not by their ids
     int32_t cache_dtype, group;  // `group`: of the layer's KV cache, whose block tables the operation reads
     int32_t beside;              // the next operation does not read its results, so it begins without a barrier
-    float eps, scale, soft_cap;
+    float eps, scale, soft_cap, limit;
     const void *weight, *second, *third;
     void* cache;
     const void* kernel;  // its function in a separate library (octavo/native/bindings.py), or null
@@ -167,8 +172,9 @@ public:
     // Returns the results of kShrink for one token.
     float* shrunk(int64_t token) const { return static_cast<float*>(shrunk_.get()) + token * by_addition_.width; }
 
-    // `expand` of low_rank.cpp, for kernels in separate libraries.
-    void (*const add_low_rank)(const Program&, const OctavoOp&, int panel, int panels, int first, int count, float*);
+    // `expand` of low_rank.cpp and `map_results` of results.cpp, for kernels in separate libraries.
+    using OfSums = void (*)(const Program&, const OctavoOp&, int panel, int panels, int first, int count, float* sums);
+    const OfSums add_low_rank, map_results;
 
     float* partials(int64_t floats) { return static_cast<float*>(partials_.need(floats * sizeof(float))); }
     float* partials() const { return static_cast<float*>(partials_.get()); }

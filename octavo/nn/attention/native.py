@@ -66,6 +66,7 @@ class NativeAttention:
             cache_dtype=CACHE_DTYPES[cache.dtype],
             window=spec.window or 0,
             soft_cap=spec.soft_cap or 0.0,
+            slopes=_slopes(builder, spec),
         )
         self._run(builder, step, q, out)
         return out
@@ -120,12 +121,21 @@ class NativeAttention:
             group=group,
             window=spec.window or 0,
             soft_cap=spec.soft_cap or 0.0,
+            slopes=_slopes(b, spec),
         )
 
     def _run(self, builder: ProgramBuilder, step: StepInput, source: Tensor, result: Tensor | None) -> None:
         batch: StepArgs = step.attn
         batch.external[:2] = (source.data_ptr(), 0 if result is None else result.data_ptr())
-        Program(self.pool, builder.ops, builder.widths).run(0, len(builder.ops), batch)
+        Program(self.pool, builder.ops, builder.widths, builder.kept).run(0, len(builder.ops), batch)
+
+
+def _slopes(b: ProgramBuilder, spec: AttentionSpec) -> int:
+    """Return the address of the heads' slopes, which the program keeps; 0 for none."""
+    if spec.slopes is None:
+        return 0
+    b.kept.append(slopes := torch.tensor(spec.slopes, dtype=torch.float32))
+    return slopes.data_ptr()
 
 
 def native_step(step: StepInput, block_size: int) -> StepArgs:
@@ -152,8 +162,6 @@ def reason_against(device: torch.device, dtype: torch.dtype, spec: AttentionSpec
     """Return the reason why the kernels can't serve this, apart from a missing compiler; None if they can."""
     if device.type != "cpu":
         return f"runs on cpu, not on {device.type}"
-    if spec.slopes is not None:
-        return "has no linear attention biases (ALiBi)"
     if dtype not in DTYPES:
         return f"computes in {', '.join(map(str, DTYPES))}, not in {dtype}"
     if spec.head_dim % PANEL:

@@ -11,7 +11,7 @@ from octavo.native.bindings import Dtype
 from octavo.native.program import RESIDUAL, ProgramBuilder
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
-from octavo.nn.quant.panels import interleave, pack_, pack_blocks, pad_bias
+from octavo.nn.quant.panels import interleave, pack_, pack_blocks, pad_bias, whole_halves, whole_words
 from octavo.nn.weights import Stored, tensor_bytes
 
 DTYPES = {torch.float32: Dtype.FLOAT, torch.bfloat16: Dtype.BFLOAT}
@@ -58,6 +58,8 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
         paired: alternate the panels of the two halves, for the GATE epilogue.
     """
     assert isinstance(scheme, Unquantized)
+    if paired and scheme.weight is not None:
+        scheme.weight, scheme.bias = whole_halves(scheme.weight), whole_halves(scheme.bias)
     bias = None if scheme.bias is None else pad_bias(scheme.bias)
     if bias is not None and paired:
         bias = interleave(*bias.chunk(2))
@@ -69,6 +71,7 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
     else:
         weight = scheme.weight
         assert weight is not None, "weights are not loaded"
+        weight = whole_words(weight)
         rows, columns = weight.shape
         panels = pack_(weight)
         matrix = Matrix(DTYPES[weight.dtype], rows, columns, panels, bias)
@@ -89,11 +92,18 @@ def table_of(weight: Stored) -> Matrix:
     return Matrix(dtype, rows, columns, panels, zero_point=weight.zero_point, minima=has_minima)
 
 
-def emit_lookup(b: ProgramBuilder, matrix: Matrix, *, in_panels: bool) -> None:
-    """Add a look-up of a matrix's rows, into the residual stream, to a native program."""
-    address, place = matrix.weight.data_ptr(), RESIDUAL
-    zero_point, minima = matrix.zero_point, matrix.minima
-    b.embed(address, matrix.dtype, matrix.columns, place, packed=in_panels, zero_point=zero_point, minima=minima)
+def emit_lookup(b: ProgramBuilder, matrix: Matrix, *, in_panels: bool, scale: float = 1.0) -> None:
+    """Add a look-up of a matrix's rows, times `scale`, into the residual stream, to a native program."""
+    b.embed(
+        matrix.weight.data_ptr(),
+        matrix.dtype,
+        matrix.columns,
+        RESIDUAL,
+        packed=in_panels,
+        zero_point=matrix.zero_point,
+        minima=matrix.minima,
+        scale=scale,
+    )
 
 
 def _integers(bits: int) -> Dtype:

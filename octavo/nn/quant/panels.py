@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -63,6 +64,24 @@ def _columns(halves: Tensor) -> Tensor:
     """Convert [N, K / 32] float16 to [ceil(N / 16), K / 32, 32] bytes."""
     padded = F.pad(halves, (0, 0, 0, -halves.shape[0] % PANEL))
     return padded.view(-1, PANEL, halves.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
+
+
+@overload
+def whole_halves(rows: Tensor) -> Tensor: ...
+@overload
+def whole_halves(rows: None) -> None: ...
+def whole_halves(rows: Tensor | None) -> Tensor | None:
+    """Return the rows (or values of a bias) of two matrices with zeros after each, so that each has whole panels."""
+    if rows is None or rows.shape[0] % (2 * PANEL) == 0:
+        return rows
+    halves = rows.unflatten(0, (2, -1))
+    padding = (0, 0) * (halves.dim() - 2) + (0, -halves.shape[1] % PANEL)
+    return F.pad(halves, padding).flatten(0, 1)
+
+
+def whole_words(weight: Tensor) -> Tensor:
+    """Return the matrix with a column of zeros, if its rows would end within a word."""
+    return weight if weight.element_size() == 4 or weight.shape[1] % 2 == 0 else F.pad(weight, (0, 1))
 
 
 def pad_bias(bias: Tensor) -> Tensor:
