@@ -49,7 +49,9 @@ def test_a_converted_model_gives_the_same_logits(family: str, arch: str, tmp_pat
     [[Kind.Q4_0], [Kind.Q4_1], [Kind.Q8_0], [Kind.Q5_0], [Kind.Q4_1, Kind.Q8_0, Kind.Q5_1]],
     ids=lambda kinds: "+".join(kind.name for kind in kinds),
 )
-@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("smollm", "llama"), ("qwen3-biases", "qwen3")])
+@pytest.mark.parametrize(
+    ("family", "arch"), [("llama", "llama"), ("smollm", "llama"), ("qwen3-biases", "qwen3"), ("phi3", "phi3")]
+)
 @pytest.mark.parametrize(("activations", "limit"), [("int16", 2e-3), ("bfloat16", 1e-1)])
 def test_packed_weights_give_the_logits_of_dequantized_ones(
     kinds: list[Kind], family: str, arch: str, activations: str, limit: float, tmp_path: Path
