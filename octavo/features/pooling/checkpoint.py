@@ -56,21 +56,31 @@ def pooler_of(
     pooling, normalize = _in_gguf(files) or default, True
     if is_sentence_transformer(files):
         pooling, normalize = _from_modules(files.path, stated="pooling_type" in override, default=default)
+    late = is_late_interaction(files)
     chosen = _checked(override)
-    task: Task = chosen.get("task", "classify" if labels else "embed")
+    task: Task = chosen.get("task", "classify" if labels else "token_embed" if late else "embed")
     if task == "classify" and not labels:
         raise ConfigError("--pooler-config: task is classify, and the model has no classification head.")
     dense = dense_layers(files, size)
     size = dense[-1].outputs if dense else size
     return PoolerInfo(
         pooling=chosen.get("pooling", pooling),
-        normalize=chosen.get("normalize", normalize),
+        normalize=chosen.get("normalize", normalize or late),
         size=size,
         matryoshka=chosen.get("matryoshka", _matryoshka(files.config, size)),
         labels=_labels(files.config, labels),
         activation=_head_activation(files, labels),
         task=task,
     )
+
+
+def is_late_interaction(files: ModelFiles) -> bool:
+    """Return whether a checkpoint's vectors are those of its tokens (ColBERT, https://arxiv.org/abs/2004.12832): layers
+    after the model, and no pooling in front of them."""
+    if not is_sentence_transformer(files):
+        return False
+    kinds = {kind for kind, _ in _modules(files.path)}
+    return "Dense" in kinds and "Pooling" not in kinds
 
 
 def _in_gguf(files: ModelFiles) -> Pooling | None:

@@ -1,9 +1,11 @@
-"""Scores of pairs of texts: by a cross-encoder, or by the cosine of their embeddings."""
+"""Scores of pairs of texts: by a cross-encoder, by the cosine of their embeddings, or by those of their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.info import ModelInfo
@@ -74,14 +76,30 @@ def plan_scores(
         params = preparer.params("classify", normalize=activate)
         requests = [prepare(pair, params) for pair in pairs]
         return ScorePlan(requests, [(place,) for place in range(len(pairs))], lambda found: found[0].values()[0])
-    params = preparer.params("embed", normalize=True)
+    late = is_late_interaction(preparer.info)
+    params = preparer.params("token_embed" if late else "embed", normalize=True)
     places: dict[str, int] = {}
     for pair in pairs:
         for text in pair:
             places.setdefault(text, len(places))
     requests = [prepare(text, params) for text in places]
     members = [(places[first], places[second]) for first, second in pairs]
+    if late:
+        return ScorePlan(requests, members, lambda found: max_sim(*found))
     return ScorePlan(requests, members, lambda found: cosine(found[0].values(), found[1].values()))
+
+
+def is_late_interaction(info: ModelInfo) -> bool:
+    """Return whether the model's vectors are those of tokens."""
+    pooler = pooler_info(info)
+    return pooler is not None and pooler.task == "token_embed"
+
+
+def max_sim(query: Pooled, document: Pooled) -> float:
+    """Return the sum, over the query's tokens, of the largest dot product with a token of the document
+    (https://arxiv.org/abs/2004.12832)."""
+    first, second = (np.frombuffer(one.data, "<f4").reshape(one.shape) for one in (query, document))
+    return float((first @ second.T).max(axis=1).sum())
 
 
 def paired(first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> list[Pair]:

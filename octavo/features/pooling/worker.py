@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import Download, download, upload
 from octavo.features import FeatureContext
-from octavo.features.pooling.checkpoint import dense_layers
+from octavo.features.pooling.checkpoint import dense_layers, is_late_interaction
 from octavo.features.pooling.dense import Dense
 from octavo.features.pooling.params import Activation, Pooled, PoolingSpec
 from octavo.features.pooling.payload import NAME, PromptSpan, PromptSpans
@@ -38,9 +38,15 @@ class _PooledPrompt:
 class PoolingWorker(WorkerHook):
     """Rows with equal parameters are pooled together, in a few operations."""
 
-    def __init__(self, name: str, dense: Sequence[Dense] = ()) -> None:
+    def __init__(self, name: str, dense: Sequence[Dense] = (), *, on_tokens: bool = False) -> None:
+        """
+        Args:
+            dense: layers after the pooling.
+            on_tokens: they are applied to tokens' vectors, too.
+        """
         self.name = name
         self._dense = dense
+        self._projected = ("embed", "token_embed") if on_tokens else ("embed",)
         self._prompts: dict[int, _PooledPrompt] = {}
         self._decode = msgspec.msgpack.Decoder(PoolingSpec).decode
 
@@ -129,7 +135,7 @@ class PoolingWorker(WorkerHook):
             model = self._model
             assert hasattr(model, "classify"), "the engine half offers this task only for models with such a head"
             vectors = model.classify(vectors).float()
-        if params.task == "embed":
+        if params.task in self._projected:
             for layer in self._dense:
                 vectors = layer(vectors)
         if params.dimensions is not None:
@@ -187,4 +193,6 @@ def build_worker(context: FeatureContext) -> PoolingWorker:
     """Return the worker half with the dense layers loaded. No other cost until the first pooled request."""
     layers = dense_layers(context.files, context.hidden_size) if context.files else ()
     dense = [Dense(layer, torch.device(context.device)) for layer in layers]
-    return SegmentedPoolingWorker(NAME, dense) if context.whole_prompts else PoolingWorker(NAME, dense)
+    late = context.files is not None and is_late_interaction(context.files)
+    kind = SegmentedPoolingWorker if context.whole_prompts else PoolingWorker
+    return kind(NAME, dense, on_tokens=late)
