@@ -63,15 +63,16 @@ def latent_write_kernel(
         x = tl.load(source + c, mask=c_valid, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)
         x = x * inverse * tl.load(norm + c, mask=c_valid, other=0.0).to(tl.float32)
-        low = tl.load(source + RANK + i, mask=i_valid, other=0.0).to(tl.float32)
-        high = tl.load(source + RANK + HALF + i, mask=i_valid, other=0.0).to(tl.float32)
-        first = low * cos - high * sin
-        second = high * cos + low * sin
+        # Other names than above: the compiler wants one type of a variable.
+        even = tl.load(source + RANK + i, mask=i_valid, other=0.0).to(tl.float32)
+        odd = tl.load(source + RANK + HALF + i, mask=i_valid, other=0.0).to(tl.float32)
+        first = even * cos - odd * sin
+        second = odd * cos + even * sin
         if KEPT:
-            kind = latents.dtype.element_ty
-            tl.store(source + c, x.to(kind), mask=c_valid)
-            tl.store(source + RANK + i, first.to(kind), mask=i_valid)
-            tl.store(source + RANK + HALF + i, second.to(kind), mask=i_valid)
+            kept = latents.dtype.element_ty
+            tl.store(source + c, x.to(kept), mask=c_valid)
+            tl.store(source + RANK + i, first.to(kept), mask=i_valid)
+            tl.store(source + RANK + HALF + i, second.to(kept), mask=i_valid)
         slot = tl.load(slot_mapping + token)
         if slot >= 0:
             stored = cache.dtype.element_ty
