@@ -29,9 +29,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 64, 1024
 """Tokens that a request decodes without drafts before they are tried again; each failed trial doubles it."""
 _TRIAL, _TRIAL_ROWS = 2, 2
 """Drafts of each row of a trial, and its most rows."""
-_PATIENCE, _LONGEST_SKIP = 4, 8
-"""After so many searches in a row that found nothing one more token is skipped, up to the second number: a step that
-may be followed by drafts is planned anew, which takes longer than to repeat the one before."""
+_PATIENCE, _LONGEST_PERIOD = 2, 8
+"""Each time that this many searches in a row found nothing, the next ones are twice as many steps apart, up to the
+second number: a step that may be followed by drafts is planned anew, which takes longer than to repeat the last one."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Drafted:
         tried: rows of the present trial.
         asked: the last step was to be followed by drafts.
         misses: how often in a row there were none.
-        ask_from: length of the output from which drafts are wanted again.
+        ask_from: number of the step from which drafts are wanted again.
     """
 
     enabled: bool
@@ -74,6 +74,7 @@ class SpeculationEngine(EngineHook):
         self._drafted: dict[Request, _Drafted] = {}
         self._counters = DraftCounters(self.max_drafts)
         self._overall = Acceptance()
+        self._steps = 0
         self._last: tuple[float, int, int] | None = None
         """When the last step was planned, its rows and its drafts; None if it did not only decode."""
         self._prices: tuple[float, float, float] | None = None
@@ -82,6 +83,7 @@ class SpeculationEngine(EngineHook):
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
         """Measure the step before: in a busy engine, one step is planned in the time that one takes."""
         now, last = self._clock(), self._last
+        self._steps += 1
         if last is not None:
             began, count, drafts = last
             self._costs.add(count, drafts, now - began)
@@ -103,7 +105,8 @@ class SpeculationEngine(EngineHook):
                 one.misses = 0
             elif one.asked:
                 one.misses += 1
-                one.ask_from = request.num_output + request.pending + min(one.misses // _PATIENCE, _LONGEST_SKIP)
+                period = min(1 << min(one.misses // _PATIENCE, 8), _LONGEST_PERIOD)
+                one.ask_from = (self._steps // period + 1) * period  # so that requests ask in the same steps
             one.asked = row in draft.proposals
 
     def drafts(self, request: Request) -> int | None:
@@ -113,7 +116,9 @@ class SpeculationEngine(EngineHook):
         if not self._adaptive:
             return None
         length = request.num_output + request.pending
-        if length < one.ask_from or length < one.resume:
+        if self._steps < one.ask_from or length < one.resume:
+            return 0
+        if one.asked and one.misses >= _PATIENCE:  # the search before has probably found nothing, too
             return 0
         if one.resume:
             return _TRIAL

@@ -129,3 +129,20 @@ def test_acceptance_forgets() -> None:
         one.add(4, 0)
     assert one.share < 0.2
     assert Acceptance(one).share == pytest.approx(0.3)
+
+
+def test_searches_that_find_nothing_become_rare_together() -> None:
+    """Two requests, one of which has searched for longer: soon they search in the same eighth of the steps."""
+    world = World(2, 1.0, 0.001)
+    hook, (first, second) = world.hook, world.requests
+    asked: list[list[int]] = []
+    for step in range(200):
+        rows = [first] if step < 5 else [first, second]
+        wishes = [row for row, request in enumerate(rows) if hook.drafts(request)]
+        count = len(rows)
+        plan = PlanDraft(num_tokens=[1] * count, num_drafts=[0] * count, samples=[True] * count)
+        plan.proposals = dict.fromkeys(wishes, 3)
+        hook.on_plan(plan, rows)
+        asked.append(wishes)
+    assert all(wishes in ([], [0, 1]) for wishes in asked[-100:])
+    assert sum(map(bool, asked[-96:])) == 12
