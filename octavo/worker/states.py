@@ -14,7 +14,6 @@ from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.cached import CachedLayer
 from octavo.nn.latent.base import LatentSpec
 from octavo.nn.state import StateCache
-from octavo.parallel.mesh import Mesh
 
 _BLOCK = 16
 """Tokens of a KV block by default."""
@@ -43,7 +42,7 @@ def cells(state_bytes: int, block_size: int) -> int:
     return -(-state_bytes // (4 * block_size)) * 4 * block_size
 
 
-def check(layers: Sequence[CachedLayer], block_size: int, block_bytes: int, device: Device, mesh: Mesh) -> None:
+def check(layers: Sequence[CachedLayer], block_size: int, block_bytes: int, device: Device) -> None:
     """Raise ConfigError if the states of recurrent layers can't be kept here.
 
     Args:
@@ -52,11 +51,6 @@ def check(layers: Sequence[CachedLayer], block_size: int, block_bytes: int, devi
     for layer in layers:
         if not isinstance(layer, StateCache):
             continue
-        if mesh.size > 1:
-            raise ConfigError(
-                f"{layer.path} is a recurrent layer, which Octavo can't divide over devices. Leave out "
-                "--tensor-parallel-size."
-            )
         if device.resident:
             raise ConfigError(
                 f"{layer.path} is a recurrent layer; Octavo computes those on CPUs only. Use --device cpu."

@@ -224,7 +224,7 @@ class Worker:
         self.cache_groups = groups_of([layer.keeps(self.block_size) for layer in model.cached_layers])
         if not model.attention_layers:
             self._state_bytes = states.largest(model.cached_layers)
-        states.check(model.cached_layers, self.block_size, self._block_bytes, self.device, self.mesh)
+        states.check(model.cached_layers, self.block_size, self._block_bytes, self.device)
         self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)
         self._compile_ahead(model)
 

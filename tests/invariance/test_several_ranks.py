@@ -8,8 +8,9 @@ import pytest
 from rank_kit import ranks_in_threads
 from test_invariance import requests
 from test_rank import CROWDED, life
+from test_recurrent_families import FAMILIES
 from toy_engine import drive, tiny_config, tokens_of
-from toy_models import LLAMA, QWEN3, model_files
+from toy_models import LATENT, LLAMA, QWEN3, model_files
 
 from octavo.build import build_core
 from octavo.core.errors import ConfigError
@@ -19,21 +20,23 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 
 EVEN = {"vocab_size": 132}
+QWEN3_NEXT = "Qwen3NextForCausalLM"
 MODELS: dict[str, dict[str, Any]] = {
     "an odd vocabulary": LLAMA,
     "a divided vocabulary": LLAMA | EVEN,
     "a divided table for both ends": LLAMA | EVEN | {"tie_word_embeddings": True},
     "norms of heads": QWEN3 | EVEN,
+    "latent attention": LATENT | EVEN,
     "windows": LLAMA
     | EVEN
     | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16, "head_dim": 16},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "in step": {},
     "overlap, chunks and preemption": CROWDED,
     "no prefix cache": {"enable_prefix_caching": False},
     "int8 cache": {"kv_cache_dtype": "int8"},
 }
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in list(SETTINGS)[1:]]
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +55,19 @@ def run(config: dict[str, Any] = LLAMA, **settings: Any) -> dict[tuple[str, int]
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("size", [2, 4])
+CASES = [(model, size) for size in (2, 4) for model in MODELS]
+QUICK = [
+    ("an odd vocabulary", 2),
+    ("latent attention", 2),
+    ("a divided table for both ends", 2),
+    ("windows", 4),
+    ("norms of heads", 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "size"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
+)
 def test_tokens_of_each_model(model: str, size: int) -> None:
     config = MODELS[model]
     if size > config["num_attention_heads"]:
@@ -63,9 +77,19 @@ def test_tokens_of_each_model(model: str, size: int) -> None:
         assert run(config, tensor_parallel_size=size) == run(config)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", [next(iter(SETTINGS)), *SLOW])
 def test_tokens_under_each_setting(settings: str) -> None:
     assert run(tensor_parallel_size=2, **SETTINGS[settings]) == run(**SETTINGS[settings])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["BambaForCausalLM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Lfm2ForCausalLM", QWEN3_NEXT))],
+)
+def test_recurrent_layers_are_whole_on_each_rank(name: str) -> None:
+    config = FAMILIES[name] | {"architectures": [name], "model_type": "any", "initializer_range": 0.3}
+    few = {"max_model_len": 128, "max_num_seqs": 4}
+    assert run(config, tensor_parallel_size=2, **few) == run(config, **few)
 
 
 def scored(**settings: Any) -> list[TokenDelta]:

@@ -56,7 +56,7 @@ def test_all_compute_and_rank_0_answers(make: Make) -> None:
 
 
 @pytest.mark.parametrize("time", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 20))])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(
     ("how", "said"), [("SIGKILL", "was killed by SIGKILL"), ("SIGSTOP", r"was stopped by a signal \(SIGSTOP\)")]
 )
