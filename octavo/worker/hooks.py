@@ -39,7 +39,8 @@ class Site:
 
     Attributes:
         build: how the model's layers are made: dtype, device, scheme, attention backend.
-        checkpoint: opens the model's files.
+        checkpoint: opens the files that the model's weights are from. Raises UnsupportedError if they were received as
+            tensors.
         device: for transfers, streams and events.
         blocks: the KV cache, where a feature's own pages are (`schedule/pages.py`). Its memory is freed before `attach`
             is called again.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig
 from octavo.core.cache_groups import CacheGroup, groups_of
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, UnsupportedError
 from octavo.core.worker_info import RankPlace
 from octavo.device.base import Device
 from octavo.device.select import select_device
@@ -393,7 +393,12 @@ class Worker:
         device = self.device.torch_device
         schemes = everywhere(self._scheme(), self.dtype, device)
         build = Build(self.dtype, device, self.attention, schemes, mesh=self.mesh)
-        return Site(build, self._open, self.device, blocks)
+        return Site(build, self._reopen, self.device, blocks)
+
+    def _reopen(self) -> Checkpoint:
+        if self.weight_version != self.files_version:
+            raise UnsupportedError("The model's weights were received as tensors, so no file has them.")
+        return self._open()
 
     def _open(self) -> Checkpoint:
         return open_checkpoint(self.files, self.load_format, self.config.seed, self.device.torch_device.type)

@@ -67,7 +67,9 @@ class LoraEngine(EngineHook):
         self._residency = Residency(
             pages, settings.max_loras, settings.max_cpu_loras or settings.max_loras, self._clock
         )
-        self._names = Names(settings, model.targets, geometry, pages.num_blocks, self._retire)
+        self._names = Names(
+            settings, model.targets, geometry, pages.num_blocks, self._retire, replaceable=model.replaceable
+        )
         for module in settings.modules():
             self._names.add(module)
         info = LoraInfo(
@@ -272,6 +274,7 @@ class LoraEngine(EngineHook):
 
     def on_weights(self) -> None:
         """Gains were computed with the former weights."""
+        self._residency.weights_replaced()
         for one in self._residency.everything:
             if one.gains:
                 self._residency.outdate(one)

@@ -24,22 +24,26 @@ class BaseNorms:
 
     Weights that a layer keeps in a form of its own, and those that other ranks have parts of, are read from the
     checkpoint again.
-
-    Attributes:
-        replaced: the weights are not those of the checkpoint any more.
     """
 
     def __init__(self, targets: Targets, checkpoint: Callable[[], Checkpoint]) -> None:
-        self.replaced = False
+        """
+        Args:
+            checkpoint: opens the checkpoint that the model's weights are from, in the model's names.
+        """
         self._targets = targets
         self._open = checkpoint
         self._checkpoint: Checkpoint | None = None
+
+    def weights_replaced(self) -> None:
+        """The checkpoint that was opened is not the model's any more."""
+        self._checkpoint = None
 
     def gains(self, piece: Piece, a: Tensor, b: Tensor, magnitudes: Tensor) -> Tensor:
         """Return the gains of this rank's outputs; see `Gains` in `reader.py`.
 
         Raises:
-            UnsupportedError: the weights were replaced, and the layer's can't be read.
+            UnsupportedError: the layer's weights were received as tensors and can't be read.
         """
         outputs = self._targets.cuts[piece.target][piece.part].outputs
         kept = slice(None) if outputs is None else slice(outputs.start, outputs.stop)
@@ -57,14 +61,15 @@ class BaseNorms:
         if own is not None:
             return own
         target = self._targets.targets[piece.target]
-        if self.replaced:
-            raise UnsupportedError(
-                f"The norms of {target.name(piece.part)}, which adapters with magnitudes (use_dora) need, can't be "
-                "read after the model's weights were replaced. Restart the engine, or load an adapter without use_dora."
-            )
         part = target.parts[piece.part]
         if self._checkpoint is None:
-            self._checkpoint = self._open()
+            try:
+                self._checkpoint = self._open()
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"The norms of {target.name(piece.part)}, which adapters with magnitudes (use_dora) need, are not "
+                    f"known: {error} Load the weights from files, or an adapter without use_dora."
+                ) from None
         spec = TensorSpec((part.outputs, part.inputs), torch.float32, out_dim=0, in_dim=1)
         return self._checkpoint.tensor(f"{target.name(piece.part)}.weight", spec)[kept]
 

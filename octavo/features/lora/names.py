@@ -79,6 +79,7 @@ class Names:
     """
     Args:
         num_blocks: blocks of the KV cache.
+        replaceable: see `payload.Targets`.
         retire: called with weights that no name leads to any more.
 
     Attributes:
@@ -92,6 +93,8 @@ class Names:
         geometry: Geometry,
         num_blocks: int,
         retire: Callable[[AdapterWeights], None],
+        *,
+        replaceable: bool = True,
     ) -> None:
         self.changes = 0
         self._settings = settings
@@ -99,6 +102,7 @@ class Names:
         self._geometry = geometry
         self._num_blocks = num_blocks
         self._retire = retire
+        self._replaceable = replaceable
         self._known: dict[str, Known] = {}
         self._sums: dict[tuple[tuple[int, float], ...], AdapterWeights] = {}
         self._uids = itertools.count(1)
@@ -191,6 +195,8 @@ class Names:
         if not path.exists():
             raise ModelNotFoundError(f"There is no adapter at {path} on the engine's machine.")
         file = read_adapter(path, self._targets, self._settings.max_lora_rank)
+        if not self._replaceable:
+            self._require_additions(path, file.manifest)
         placed = layout(self._targets, file.manifest, self._geometry)
         if placed.num_blocks > self._num_blocks:
             raise ModelFileError(
@@ -198,6 +204,16 @@ class Names:
                 "engine with a larger --kv-cache-memory-bytes."
             )
         return _Found(path, file.manifest, file.base, placed.num_blocks)
+
+    def _require_additions(self, path: Path, manifest: Manifest) -> None:
+        """Raise ModelFileError unless the adapter changes linear layers only, by additions and gains."""
+        for piece in manifest.pieces:
+            target = self._targets[piece.target]
+            if piece.whole or target.embedding:
+                raise ModelFileError(
+                    f"{path} {'replaces' if piece.whole else 'changes'} {target.name(piece.part)}, which the CPU's "
+                    "kernels can't do. Start the engine with --attention-backend torch."
+                )
 
     def _search(self, name: str) -> _Found | None:
         folder = self._settings.lora_dir

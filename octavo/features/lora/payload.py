@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `targets` | | `Targets`: what adapters can change in this model |
 | `read` | `Reading` | `{}`, once the adapter is in the host's memory as pages; `load` finds them by `page_names` |
+| `replaced` | | `{}`; the model has other weights now |
 | `drop` | `uid` | `{}`; the copy in the host's memory is freed |
 
 A uid stands for the content of an adapter, or of a weighted sum of several, and is never used again by an engine.
@@ -30,10 +31,12 @@ class Targets(msgspec.Struct, frozen=True):
 
     Attributes:
         element_size: bytes of an element of the model's dtype.
+        replaceable: saved modules can take the place of layers, and embeddings can be changed.
     """
 
     targets: tuple[Target, ...]
     element_size: int
+    replaceable: bool = True
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

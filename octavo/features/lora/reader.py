@@ -88,15 +88,17 @@ class Reader:
         """Write a piece's rows, its low-rank ones from row `first` of the span on."""
         target = self.targets.targets[piece.target]
         cut = self.targets.cuts[piece.target][piece.part]
+        order = self.targets.orders[piece.target][piece.part]
         if piece.whole:
-            values = _cut(tensors(roles[WHOLE]), cut.outputs, cut.inputs)
+            values = _cut(_in_order(tensors(roles[WHOLE]), order), cut.outputs, cut.inputs)
             _store(values, self._rows(room, span.whole, len(values), values.shape[1], self.dtype))
             return
         a, b = tensors(roles[A]), tensors(roles[B])
         if file.pairs:
             a, b = self._as_stored_by_peft(piece, a, b)
+        b = _in_order(b, order)
         if piece.gain:
-            made = self.gains(piece, a, b, tensors(roles[MAGNITUDE]).flatten())
+            made = self.gains(piece, a, b, _in_order(tensors(roles[MAGNITUDE]).flatten(), order))
             self._rows(room, span.gain, 1, len(made), torch.float32).copy_(made)
         a, b = _cut(a, None, cut.inputs), _cut(b, cut.outputs, None)
         part = target.parts[piece.part]
@@ -154,6 +156,14 @@ def _small(matrix: Tensor) -> Iterator[Tensor]:
     rows = max(1, _ALONE // matrix.shape[1])
     for part in matrix.split(rows):
         yield from part.split(_ALONE, dim=1)
+
+
+def _in_order(outputs: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Return the rows of each head in the model's order; see `Targets.orders`."""
+    if order is None:
+        return outputs
+    heads: Tensor = outputs.unflatten(0, (-1, len(order)))
+    return heads[:, list(order)].flatten(0, 1)
 
 
 def _cut(matrix: Tensor, outputs: range | None, inputs: range | None) -> Tensor:

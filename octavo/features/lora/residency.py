@@ -152,6 +152,10 @@ class Residency:
         for one in self.resident:
             self._leave(one)
 
+    def weights_replaced(self) -> None:
+        """Have the worker half compute later gains with the new weights."""
+        self._pages.call("replaced", {})
+
     def outdate(self, weights: AdapterWeights) -> None:
         """Read an adapter anew, as soon as no step reads it: it was made for other weights of the model."""
         if weights.state is State.DEVICE and not weights.read_by_steps:

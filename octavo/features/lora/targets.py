@@ -8,6 +8,8 @@ from torch import nn
 
 from octavo.features.lora.layout import Target, TargetPart
 from octavo.models.decoder import DecoderLayer
+from octavo.models.load.arranged import rotated_order
+from octavo.models.spec import DecoderSpec
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear, Projection
 from octavo.nn.shard import Cut
@@ -21,11 +23,14 @@ class Targets:
 
     Attributes:
         cuts: of each target, the features of its parts on this rank.
+        orders: of each target and part, the order in which the model has each head's outputs; None if it is the
+            checkpoint's.
     """
 
     targets: tuple[Target, ...]
     layers: tuple[Layer, ...]
     cuts: tuple[tuple[Cut, ...], ...]
+    orders: tuple[tuple[tuple[int, ...] | None, ...], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Targets:
@@ -37,7 +42,8 @@ class Targets:
             if isinstance(layer, Linear | TiedHead | Embedding)
         ]
         targets, layers = zip(*found, strict=True) if found else ((), ())
-        return cls(targets, layers, tuple(_cuts(layer) for layer in layers))
+        orders = tuple(_orders(target, getattr(model, "spec", None)) for target in targets)
+        return cls(targets, layers, tuple(_cuts(layer) for layer in layers), orders)
 
 
 def _after_mixer(model: nn.Module) -> set[nn.Module]:
@@ -69,3 +75,9 @@ def _target(layer: Layer, *, head: bool, late: bool) -> Target:
 
 def _cuts(layer: Layer) -> tuple[Cut, ...]:
     return tuple(layer.cuts) if isinstance(layer, Linear) else (Cut(),)
+
+
+def _orders(target: Target, spec: object) -> tuple[tuple[int, ...] | None, ...]:
+    if not isinstance(spec, DecoderSpec):
+        return (None,) * len(target.parts)
+    return tuple(rotated_order(f"{target.name(part)}.weight", spec)[0] for part in range(len(target.parts)))

@@ -2,7 +2,7 @@
 
 Steps have three variants: None (no row has an adapter, and the layers are as without this feature), "lora" (low-rank
 additions to linear layers, by kernels where there are some), and "general" (also gains, saved modules and embeddings;
-in torch, never recorded).
+in torch, never recorded). A native program computes "lora" only, gains included.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -26,13 +27,18 @@ from octavo.features.lora import payload as messages
 from octavo.features.lora.delta import TorchDelta, TorchEmbedding, Weights, by_rows
 from octavo.features.lora.gains import BaseNorms
 from octavo.features.lora.layout import Geometry, Layout, Target, largest
+from octavo.features.lora.native import NativeDelta, native_dtype
 from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
 from octavo.features.lora.reader import Reader
 from octavo.features.lora.settings import LoraSettings
 from octavo.features.lora.tables import Batch, Tables
 from octavo.features.lora.targets import Targets
+from octavo.models.load.arranged import arranged
+from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.model import EncoderModel, Model
+from octavo.models.native import NativeDecoder
 from octavo.models.spec import DecoderSpec
+from octavo.native.bindings import Dtype
 from octavo.nn.delta import Delta
 from octavo.nn.embedding import Embedding
 from octavo.nn.linear import Projection
@@ -68,6 +74,7 @@ class LoraWorker(WorkerHook):
         self._embeddings: list[TorchEmbedding] = []
         self._attached: weakref.ref[Model] | None = None
         self._selected: Hashable | None = None
+        self._native: Dtype | None = None
 
     # The model
 
@@ -75,22 +82,21 @@ class LoraWorker(WorkerHook):
         if not hasattr(model, "logits"):
             raise ConfigError("Encoders take no adapters. Leave out --enable-lora, --lora-modules and --lora-dir.")
         model = cast("Model", model)
-        if not isinstance(model, nn.Module):
-            raise ConfigError("Adapters need a model that runs in torch here: set --attention-backend torch.")
-        spec = model.spec
-        if isinstance(spec, DecoderSpec) and any(spec.rope_of(i).order for i in range(spec.num_layers)):
+        native = isinstance(model, NativeDecoder)
+        layers = model.source if isinstance(model, NativeDecoder) else model
+        if not isinstance(layers, nn.Module):
             raise ConfigError(
-                "Adapters can't be used with this model yet: its query and key channels are reordered when they are "
-                "loaded, and those of adapters are not. Leave out --enable-lora, --lora-modules and --lora-dir."
+                "This model's layers are not Octavo's own, so adapters can't change them. Leave out --enable-lora."
             )
         self._site = site
-        self._targets = Targets.of(model)
+        self._targets = Targets.of(layers)
         memory = site.blocks.memory
         self._geometry = Geometry(memory.shape[0], memory.shape[2], site.build.dtype.itemsize)
-        norms = BaseNorms(self._targets, site.checkpoint)
+        self._native = native_dtype(site.build.dtype, self._geometry, self._targets.targets) if native else None
+        norms = BaseNorms(self._targets, partial(_arranged, site, model.spec))
         self._reader = Reader(self._targets, self._geometry, site.build.dtype, norms.gains)
         self._norms = norms
-        if self._attached is None or self._attached() is not model:
+        if not native and (self._attached is None or self._attached() is not model):
             self._attached = weakref.ref(model)
             self._wrap(model)
 
@@ -129,6 +135,11 @@ class LoraWorker(WorkerHook):
             if isinstance(layer, Embedding):
                 self._embeddings.append(TorchEmbedding(i, target, weights, self._batch))
                 continue
+            if self._native is not None:
+                memory = self._site.blocks.memory
+                native = NativeDelta(memory, self._tables, target, i, self._batch, self._native)
+                self._deltas[LOW_RANK].append((layer, native))
+                continue
             plain = TorchDelta(i, target, layer, weights, self._batch)
             self._deltas[GENERAL].append((layer, plain))
             self._deltas[LOW_RANK].append((layer, self._on_gpu(i, target) if self._site.device.resident else plain))
@@ -154,10 +165,10 @@ class LoraWorker(WorkerHook):
     def variant(self, payload: LoraStep | None) -> Hashable | None:
         if payload is None:
             return None
-        return GENERAL if payload.general else LOW_RANK
+        return GENERAL if payload.general and self._native is None else LOW_RANK
 
     def variants(self) -> Sequence[Hashable]:
-        return [LOW_RANK] if self._site.device.resident else []
+        return [LOW_RANK] if self._site.device.resident or self._native is not None else []
 
     def select(self, variant: Hashable | None) -> None:
         if variant == self._selected:
@@ -197,11 +208,16 @@ class LoraWorker(WorkerHook):
     def call(self, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
         """See `payload.py`."""
         if method == "targets":
-            return msgspec.to_builtins(messages.Targets(self._targets.targets, self._geometry.element_size))
+            return msgspec.to_builtins(
+                messages.Targets(self._targets.targets, self._geometry.element_size, self._native is None)
+            )
         if method == "read":
             reading = msgspec.convert(args, Reading)
             self._check(reading)
             return self._threads.submit(self._read, reading)
+        if method == "replaced":
+            self._norms.weights_replaced()
+            return {}
         if method == "drop":
             self._pages.pop(args["uid"], None)
             return {}
@@ -239,6 +255,11 @@ class LoraWorker(WorkerHook):
             for into, number in zip(pages, numbers, strict=True):
                 into.copy_(kept[number])
         return ()
+
+
+def _arranged(site: Site, spec: object) -> Checkpoint:
+    checkpoint = site.checkpoint()
+    return arranged(checkpoint, spec) if isinstance(spec, DecoderSpec) else checkpoint
 
 
 def build_worker(context: FeatureContext) -> LoraWorker | None:

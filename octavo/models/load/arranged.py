@@ -133,11 +133,15 @@ def _selections(names: Set[str], spec: DecoderSpec, stored: StoredNames) -> Iter
             begin = sum(rule.sizes[:i])
             end = begin + rule.sizes[i] if rule.sizes else 0
             shift = rule.shift if suffix == "weight" else 0.0
-            yield full, _Selection(name, rule.transposed, begin, end, sum(rule.sizes), *_order(full, spec), shift)
+            yield (
+                full,
+                _Selection(name, rule.transposed, begin, end, sum(rule.sizes), *rotated_order(full, spec), shift),
+            )
 
 
-def _order(name: str, spec: DecoderSpec) -> tuple[tuple[int, ...] | None, bool]:
-    """Return the order of each head's rows, or elements, of a tensor of queries or keys; None keeps it."""
+def rotated_order(name: str, spec: DecoderSpec) -> tuple[tuple[int, ...] | None, bool]:
+    """Return the order of each head's channels in a tensor or module of this name, in the decoder's names; None if it
+    is as stored. The second value: the tensor has elements of channels, not rows."""
     match = _ROTATED.match(name)
     order = None if match is None else spec.rope_of(int(match[1])).order
     if match is None or order is None:

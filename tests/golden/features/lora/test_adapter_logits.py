@@ -162,3 +162,18 @@ def test_prompts_logits_are_those_of_their_rows_adapter(pair: tuple[Any, Path], 
         adapted.worker.select(None)
     for found, changed in zip(ends, (None, adapter), strict=True):
         torch.testing.assert_close(found, with_merged(theirs, folder, changed, prompt)[-1], **TOLERANCE)
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["additions", "magnitudes"])
+@pytest.mark.parametrize("family", ["cohere", "ernie"])
+def test_channels_that_are_reordered_at_load(family: str, use_dora: bool, tmp_path: Path) -> None:
+    """Such models rotate neighbouring channels of queries and keys; Octavo's kernels rotate halves."""
+    theirs = make_checkpoint(family, tmp_path)
+    adapted = load(model_files(tmp_path), ReferenceAttention())
+    assert adapted.model.spec.rope_of(0).order is not None
+    adapter = save_adapter(tmp_path / "adapter", theirs.config.to_dict(), seed=1, use_dora=use_dora)
+    payload = adapted.enter(adapter)
+    prompt = prompts_of(3)[2]
+    row = adapted.runner.row(prompt, len(prompt))
+    found = adapted.step([row], [len(prompt)], LoraStep(payload.entries, [0], payload.general))
+    torch.testing.assert_close(found[0], with_merged(theirs, tmp_path, adapter, prompt)[-1], **TOLERANCE)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from rank_kit import TWO_RANKS, ranks_in_threads
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, model_files
@@ -97,6 +98,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overlap and chunks": {"async_scheduling": True, "max_num_batched_tokens": 8, "max_num_seqs": 6},
     "one adapter at a time": {"async_scheduling": True, "max_loras": 1, "max_cpu_loras": 1},
     "little memory": {"async_scheduling": True, "num_blocks": 44, "max_model_len": 96},
+    "native": {
+        "attention_backend": "native",
+        "async_scheduling": True,
+        "max_num_batched_tokens": 8,
+        "num_blocks": 44,
+        "max_model_len": 96,
+    },
     "another process": {"distributed_executor_backend": "mp", "async_scheduling": True},
     "two ranks": TWO_RANKS,
 }
@@ -136,6 +144,54 @@ def test_a_sleep_and_new_weights_bring_adapters_back(model: Path, adapters: dict
     assert tokens_of(drive(loop, asked)) == before
     assert {one.name: one.values for one in loop.stats().features}["lora_loads"][""] > loads
     loop.close()
+
+
+def test_the_native_program_computes_decodes_with_adapters(model: Path, adapters: dict[str, Path]) -> None:
+    loop = engine(model, adapters, attention_backend="native")
+    drive_all = list(drive(loop, [asking("x", 1, ("a", 1.0)), asking("y", 2), asking("z", 0, (MAGNITUDES, 1.0))]))
+    assert drive_all
+    assert loop._executor.replay.count >= 11  # type: ignore[attr-defined]
+    loop.close()
+
+
+def test_gains_are_those_of_the_new_weights(
+    model: Path, adapters: dict[str, Path], expected: Any, tmp_path: Path
+) -> None:
+    """Packed weights can't be read back: the norms are computed from the files, or refused if there are none."""
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    made = torch.Generator().manual_seed(1)
+    weights = load_file(model / "model.safetensors")
+    weights = {name: one + 0.05 * torch.randn(one.shape, generator=made) for name, one in weights.items()}
+    save_file(weights, changed / "model.safetensors")
+    (changed / "config.json").write_bytes((model / "config.json").read_bytes())
+    asked = [asking("gains", 1, (MAGNITUDES, 1.0)), asking("plain", 1, ("a", 1.0))]
+    fresh = engine(changed, adapters, attention_backend="native")
+    wanted = tokens_of(drive(fresh, asked))
+    fresh.close()
+    loop = engine(model, adapters, attention_backend="native")
+    assert tokens_of(drive(loop, asked))["gains", 0] == expected(1, (MAGNITUDES, 1.0)) != wanted["gains", 0]
+    loop.pause(PauseMode.KEEP)
+    loop.update_weights(loop.check_weights().stage_weights(str(changed), None))
+    loop.resume()
+    assert tokens_of(drive(loop, asked)) == wanted
+    loop.pause(PauseMode.KEEP)
+    loop.check_weights().begin_weights()
+    loop.check_weights().take_weights(weights.items())
+    loop.update_weights(loop.check_weights().stage_received())
+    loop.resume()
+    ends = {delta.id: delta for delta in drive(loop, asked) if delta.finish is not None}
+    assert ends["gains"].finish is FinishReason.ERROR
+    assert "received as tensors" in (ends["gains"].error or "")
+    assert ends["plain"].finish is FinishReason.LENGTH
+    loop.close()
+
+
+def test_the_native_program_refuses_saved_modules(model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    config = msgspec.json.decode((model / "config.json").read_bytes())
+    saved = save_adapter(tmp_path / "saved", config, seed=1, modules_to_save=["lm_head"])
+    with pytest.raises(ModelFileError, match="replaces lm_head, which the CPU's kernels can't do"):
+        engine(model, {"saved": saved}, attention_backend="native")
 
 
 def test_names_are_loaded_replaced_and_unloaded(
