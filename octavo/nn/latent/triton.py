@@ -138,7 +138,9 @@ def _attend_absorbed(
     mixed = torch.empty(count, spec.num_heads, spec.rank, dtype=q.dtype, device=q.device)
     if launches.few is not None:
         few = launches.few
-        splits = num_splits(few.count * _head_tiles(q.dtype, spec, few.queries), step.max_seq_len, q.device)
+        # A quarter of the parts of other attention, since each part of an output is as wide as a latent.
+        programs = 4 * few.count * _head_tiles(q.dtype, spec, few.queries)
+        splits = num_splits(programs, step.max_seq_len, q.device)
         _absorb(low, q, cache, step, spec, few.rows, few.count, few.queries, splits, mixed, tiles=False)
     if launches.many is not None:
         many, queries = launches.many, tile_queries(spec.num_heads)

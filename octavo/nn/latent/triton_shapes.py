@@ -33,7 +33,7 @@ def absorbed_shape(dtype: torch.dtype, heads: int, queries: int) -> AbsorbedShap
     rows = max(16, group * queries)
     if dtype.itemsize == 4:
         return AbsorbedShape(group, rows, 16, 4, 1)
-    return AbsorbedShape(group, rows, 32, 8 if rows > 32 else 4, 2)
+    return AbsorbedShape(group, rows, 64, 8, 2) if rows > 32 else AbsorbedShape(group, rows, 32, 4, 2)
 
 
 def tile_queries(heads: int) -> int:
