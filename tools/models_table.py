@@ -42,7 +42,7 @@ def rows() -> Iterator[str]:
         spec = spec_of(tested[name])
         reason = reason_against(spec)
         program = "yes" if reason is None else f"no: {reason.removeprefix('the kernels lack ')}"
-        gpu = "no" if spec.alibi or spec.is_recurrent else "yes"
+        gpu = "no" if spec.alibi else "yes"
         yield f"| `{name}` | {about} | {program} | yes | {gpu} | {gguf} |"
 
 

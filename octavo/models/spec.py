@@ -186,11 +186,6 @@ class DecoderSpec:
         """The layers with attention."""
         return [i for i in range(self.num_layers) if isinstance(self.mixer_of(i), SelfAttention)]
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether some layers keep a state."""
-        return any(mixer.state_bytes > 0 for mixer in self.mixers if mixer is not None)
-
     def rope_of(self, layer: int) -> RopeSpec:
         """Return a layer's rotary embedding."""
         return self.ropes[layer] if self.ropes else self.rope

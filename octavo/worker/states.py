@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from octavo.core.errors import ConfigError
-from octavo.device.base import Device
 from octavo.models.model import ModelSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionSpec
@@ -42,7 +41,7 @@ def cells(state_bytes: int, block_size: int) -> int:
     return -(-state_bytes // (4 * block_size)) * 4 * block_size
 
 
-def check(layers: Sequence[CachedLayer], block_size: int, block_bytes: int, device: Device) -> None:
+def check(layers: Sequence[CachedLayer], block_size: int, block_bytes: int) -> None:
     """Raise ConfigError if the states of recurrent layers can't be kept here.
 
     Args:
@@ -51,10 +50,6 @@ def check(layers: Sequence[CachedLayer], block_size: int, block_bytes: int, devi
     for layer in layers:
         if not isinstance(layer, StateCache):
             continue
-        if device.resident:
-            raise ConfigError(
-                f"{layer.path} is a recurrent layer; Octavo computes those on CPUs only. Use --device cpu."
-            )
         if layer.nbytes > block_bytes:
             needed = -(-layer.nbytes * block_size // (block_bytes * _BLOCK)) * _BLOCK
             raise ConfigError(

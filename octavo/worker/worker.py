@@ -224,7 +224,7 @@ class Worker:
         self.cache_groups = groups_of([layer.keeps(self.block_size) for layer in model.cached_layers])
         if not model.attention_layers:
             self._state_bytes = states.largest(model.cached_layers)
-        states.check(model.cached_layers, self.block_size, self._block_bytes, self.device)
+        states.check(model.cached_layers, self.block_size, self._block_bytes)
         self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)
         self._compile_ahead(model)
 
@@ -407,7 +407,9 @@ class Worker:
         """Start to compile the kernels of steps while the weights are loaded."""
         device = self.device.torch_device
         alone = self.mesh.size == 1  # shapes of a rank's layers are not those of the spec
-        if self.device.resident and device.type == "cuda" and alone and isinstance(self.spec, DecoderSpec):
+        attends = isinstance(self.spec, DecoderSpec) and bool(self.spec.attention_layers)
+        if self.device.resident and device.type == "cuda" and alone and attends:
+            assert isinstance(self.spec, DecoderSpec)
             from octavo.worker.resident.ahead import compile_ahead
 
             self._ahead = compile_ahead(

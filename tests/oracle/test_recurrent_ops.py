@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.recurrent.conv import causal_conv
-from octavo.nn.recurrent.delta_rule import gated_delta_rule, normalized
+from octavo.nn.recurrent.delta_rule import Gates, gated_delta_rule
 from octavo.nn.recurrent.selective import selective_scan
 from octavo.nn.recurrent.ssd import Rates, ssd
 from octavo.nn.step import StepInput
@@ -55,9 +55,10 @@ def mamba(x: Tensor, states: Tensor, step: StepInput) -> Tensor:
 
 
 def delta(x: Tensor, states: Tensor, step: StepInput) -> Tensor:
-    q, k = (normalized(part.unflatten(1, (GROUPS, STATE))) for part in (x[:, 128:160], x[:, 160:192]))
+    q, k = (part.unflatten(1, (GROUPS, STATE)) for part in (x[:, 128:160], x[:, 160:192]))
     values = x[:, :128].unflatten(1, (HEADS, CHANNELS))
-    return gated_delta_rule(q, k, values, -x[:, 192:208].exp(), x[:, 208:224].sigmoid(), states, step).flatten(1)
+    gates = Gates(-torch.linspace(0.1, 2, HEADS), torch.ones(HEADS))
+    return gated_delta_rule(q, k, values, x[:, 192:208], x[:, 208:224], gates, states, step).flatten(1)
 
 
 CASES = {

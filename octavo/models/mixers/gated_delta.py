@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo.models.mixers.base import Mixer
 from octavo.models.mixers.spec import GatedDeltaSpec
@@ -12,7 +11,7 @@ from octavo.nn.build import Build
 from octavo.nn.norm import Norm
 from octavo.nn.recurrent.coefficients import Coefficients, DecayRates
 from octavo.nn.recurrent.conv import CausalConv
-from octavo.nn.recurrent.delta_rule import gated_delta_rule, normalized
+from octavo.nn.recurrent.delta_rule import Gates, gated_delta_rule
 from octavo.nn.recurrent.gated_norm import GatedNorm
 from octavo.nn.rope import Rope
 from octavo.nn.shard import NONE
@@ -42,7 +41,7 @@ class GatedDelta(Mixer):
         self.decay = DecayRates(b.at("A_log").path, b.device, (own.heads,))
         self.dt_bias = Coefficients(b.at("dt_bias").path, b.device, (own.heads,))
         self.norm = GatedNorm(
-            b.at("norm").path, b.device, b.dtype, own.head_dim, spec.norm.eps, groups=1, gate_first=False
+            b.at("norm").path, b.device, b.dtype, own.head_dim, spec.norm.eps, groups=own.heads, gate_first=False
         )
         self.out = b.linear("out_proj", inputs=values, outputs=spec.hidden_size, shard=NONE)
         self.states = StateCache([self.conv.state_shape, (own.heads, own.key_dim, own.head_dim)], b.path)
@@ -55,8 +54,8 @@ class GatedDelta(Mixer):
         )
         q, k, v = self.conv(mixed, kept, step).split(self.sizes, -1)
         keys, values = (own.key_heads, own.key_dim), (own.heads, own.head_dim)
-        q, k = (normalized(part.unflatten(1, keys)) for part in (q, k))
-        log_decay = self.decay.value * F.softplus(raw.float() + self.dt_bias.value)
-        q = q * own.key_dim**-0.5
-        y = gated_delta_rule(q, k, v.unflatten(1, values), log_decay, rate.float().sigmoid(), states, step)
-        return self.norm.gated(y, gate.unflatten(1, values)).flatten(1)
+        gates = Gates(self.decay.value, self.dt_bias.value)
+        y = gated_delta_rule(
+            q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, values), raw, rate, gates, states, step
+        )
+        return self.norm.gated(y.flatten(1), gate)

@@ -70,6 +70,10 @@ def causal_conv(
         weight: [channels, taps] float32.
         bias: [channels] float32.
     """
+    if x.is_cuda or step.table_rows is not None:
+        from octavo.nn.recurrent import triton_conv  # needs triton, which machines without a GPU may lack
+
+        return triton_conv.causal_conv(x, weight, bias, states, step, activates=activates)
     rows, x = HostRows.of(step), x.float()
     out = torch.empty_like(x)
     if rows.single:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.nn.recurrent.rows import HostRows, before
 from octavo.nn.step import StepInput
@@ -18,20 +21,41 @@ def normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """Learned numbers of each head, [heads] float32.
+
+    Attributes:
+        decay: negative rates of decay.
+        bias: added to the inputs of the decay before the softplus.
+    """
+
+    decay: Tensor
+    bias: Tensor
+
+
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, step: StepInput
+    q: Tensor, k: Tensor, v: Tensor, raw: Tensor, rate: Tensor, gates: Gates, states: Tensor, step: StepInput
 ) -> Tensor:
     """Return each token's output, [T, heads, value channels] float32.
 
-    For each head: S' = exp(log_decay_t) S_(t-1), S_t = S' + rate_t k_t (v_t - S'^T k_t)^T, y_t = S_t^T q_t.
+    For each head, with a = exp(decay * softplus(raw + bias)) and r = sigmoid(rate): S' = a_t S_(t-1),
+    S_t = S' + r_t k_t (v_t - S'^T k_t)^T, y_t = S_t^T q_t. Queries and keys have length 1; queries are then divided by
+    the root of their channels.
 
     Args:
-        q, k: [T, key heads, key channels] float32, scaled; each serves as many consecutive heads.
+        q, k: [T, key heads, key channels] float32, of any length; each serves as many consecutive heads.
         v: [T, heads, value channels] float32.
-        log_decay, rate: [T, heads] float32.
+        raw, rate: [T, heads].
         states: [blocks, heads, key channels, value channels] float32, overwritten.
         step: that of the layer's cache group.
     """
+    if q.is_cuda or step.table_rows is not None:
+        from octavo.nn.recurrent import triton_delta  # needs triton, which machines without a GPU may lack
+
+        return triton_delta.gated_delta_rule(q, k, v, raw, rate, gates, states, step)
+    log_decay, rate = gates.decay * F.softplus(raw.float() + gates.bias), rate.float().sigmoid()
+    q, k = normalized(q) * q.shape[-1] ** -0.5, normalized(k)
     rows = HostRows.of(step)
     q, k = (part.repeat_interleave(v.shape[1] // part.shape[1], 1) for part in (q, k))
     out = torch.empty_like(v)

@@ -28,17 +28,24 @@ class GatedNorm(RMSNorm):
     ) -> None:
         """
         Args:
-            groups: parts of the channels that are normalized separately, each with its part of the weight.
+            size: of the weight: all channels, or those of a group that all groups share.
+            groups: parts of the channels that are normalized separately.
             gate_first: norm(x * silu(gate)) instead of norm(x) * silu(gate).
         """
         super().__init__(path, device, dtype, size, eps)
         self.groups, self.gate_first = groups, gate_first
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return the gated norm of x [..., size] float32, by a gate of the same shape."""
+        """Return the gated norm of x [T, channels] float32, by a gate of the same shape."""
+        if x.is_cuda:
+            from octavo.nn.recurrent import triton_gated_norm  # needs triton, which machines without a GPU may lack
+
+            form = {"gate_first": self.gate_first}
+            return triton_gated_norm.gated_norm(x, gate, self.weight, self.eps, self.dtype, self.groups, **form)
         gate = F.silu(gate.float())
         if self.gate_first:
             x = x * gate
         parts = x.unflatten(-1, (self.groups, -1))
-        normed = F.rms_norm(parts, (parts.shape[-1],), eps=self.eps).flatten(-2) * self.weight.float()
+        weight = self.weight.float().view(-1, parts.shape[-1])
+        normed = (F.rms_norm(parts, (parts.shape[-1],), eps=self.eps) * weight).flatten(-2)
         return (normed if self.gate_first else normed * gate).to(self.dtype)

@@ -14,6 +14,7 @@ from octavo.nn.step import StepInput
 class HostRows:
     """Rows of one token, which are computed together, and rows of several, each computed alone.
 
+    Rows whose tables are found by slots (`StepInput.table_rows`) are those of a device, which has kernels of its own.
     So the shape of every operation that a row takes part in, but for the number of rows, depends on that row only.
 
     Attributes:
@@ -42,7 +43,6 @@ def before(states: Tensor, step: StepInput, rows: list[int]) -> tuple[Tensor, Te
         states: [blocks, ...], see `StateCache.views`.
         step: that of the layer's cache group.
     """
-    tables = rows if step.table_rows is None else step.table_rows[rows]
-    blocks = step.block_tables[tables, 0].long()
+    blocks = step.block_tables[rows, 0].long()
     begins = (step.seq_lens == step.query_start.diff())[rows]
     return states[blocks].masked_fill_(begins.view(-1, *[1] * (states.dim() - 1)), 0), blocks

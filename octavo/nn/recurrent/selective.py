@@ -24,6 +24,10 @@ def selective_scan(
         states: [blocks, channels, N] float32, overwritten.
         step: that of the layer's cache group.
     """
+    if x.is_cuda or step.table_rows is not None:
+        from octavo.nn.recurrent import triton_scan  # needs triton, which machines without a GPU may lack
+
+        return triton_scan.selective_scan(x, dt, b, c, decay, skip, states, step)
     rows = HostRows.of(step)
     out = torch.empty_like(x)
     if rows.single:

@@ -49,6 +49,10 @@ def ssd(x: Tensor, raw: Tensor, b: Tensor, c: Tensor, rates: Rates, states: Tens
         states: [blocks, heads, channels, N] float32, overwritten.
         step: that of the layer's cache group.
     """
+    if x.is_cuda or step.table_rows is not None:
+        from octavo.nn.recurrent import triton_ssd  # needs triton, which machines without a GPU may lack
+
+        return triton_ssd.ssd(x, raw, b, c, rates, states, step)
     rows, dt = HostRows.of(step), rates.step_sizes(raw)
     share = x.shape[1] // b.shape[1]
     out = torch.empty_like(x)
