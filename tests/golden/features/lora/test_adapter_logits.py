@@ -37,10 +37,10 @@ def with_merged(theirs: Any, folder: Path, adapter: Path | None, tokens: list[in
     return found
 
 
-def prompts_of(count: int) -> list[list[int]]:
+def prompts_of(count: int, vocab_size: int = 200) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 30, (count,), generator=generator).tolist()
-    return [torch.randint(1, 199, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(1, vocab_size - 1, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,7 +52,7 @@ def test_twelve_adapters_in_one_batch(family: str, tmp_path: Path) -> None:
     adapters = [save_adapter(tmp_path / f"adapter{i}", config, seed=i, rank=RANKS[i % len(RANKS)]) for i in range(12)]
     entries = [adapted.enter(adapter).entries[0] for adapter in adapters]
     chosen: list[Path | None] = [*adapters, None, adapters[3], None]
-    prompts = prompts_of(len(chosen))
+    prompts = prompts_of(len(chosen), config["vocab_size"])
     assigned = [BASE if one is None else adapted.indices[one] for one in chosen]
     rows = [adapted.runner.row(prompt, len(prompt)) for prompt in prompts]
     strides = [(1, 6, 13)[i % 3] for i in range(len(rows))]
