@@ -50,7 +50,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max
 
 Make = Callable[..., Any]
 
-_QUANTIZED = {"intermediate_size": 128, "vocab_size": 160, "num_hidden_layers": 2, "tie_word_embeddings": False}
+_QUANTIZED = {"intermediate_size": 128, "num_hidden_layers": 2, "tie_word_embeddings": False}
 """Sizes that groups of 64 inputs divide."""
 
 FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {

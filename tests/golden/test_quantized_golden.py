@@ -66,7 +66,7 @@ def test_packed_weights_take_the_memory_of_their_integers(tmp_path: Path) -> Non
     for scheme in (Unquantized, BlockQuantized):
         attention = NativeAttention(Pool(1))
         model = load_model(model_files(tmp_path), attention, torch.bfloat16, scheme=scheme)
-        sizes[scheme] = sum(layer.attention.qkv.nbytes + layer.mlp.out.nbytes for layer in model.layers)
+        sizes[scheme] = sum(layer.mixer.qkv.nbytes + layer.mlp.out.nbytes for layer in model.layers)
     # 4 bits and a scale of 16 for each 32 inputs, in place of 16 bits.
     assert sizes[BlockQuantized] == sizes[Unquantized] * (4 + 16 / 32) / 16
 
