@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_families import DENSE, HYBRID
+from tiny_families import DENSE, HYBRID, MOE
 
 from octavo.hub.files import ModelFiles
 from octavo.models.attention import widest_attention
@@ -81,7 +81,7 @@ FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
 
 def config_of(family: str, changes: Mapping[str, Any] | None = None) -> Any:
     """The family's tiny configuration, with some fields changed."""
-    make, settings = {**FAMILIES, **DENSE, **HYBRID}[family]
+    make, settings = {**FAMILIES, **DENSE, **HYBRID, **MOE}[family]
     return make(**{**_COMMON, **settings, **(changes or {})})
 
 
@@ -107,6 +107,9 @@ def _saved(kind: Any, config: Any, folder: Path, seed: int, **save: Any) -> Any:
             if parameter.dim() == 1:
                 # Norms start at one and biases at zero, where a forgotten one would not show.
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, tensor in model.state_dict().items():
+            if name.endswith("e_score_correction_bias"):
+                tensor.normal_().mul_(0.3)
     model.save_pretrained(folder, **save)
     return model
 

@@ -191,3 +191,58 @@ HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 """Families with recurrent layers."""
+
+_EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2}
+_MOE = {"num_hidden_layers": 2, "moe_intermediate_size": 24}
+_SIGMOID = {
+    **_MOE,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+MOE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dots1": (transformers.Dots1Config, {**_SIGMOID, "n_group": 2, "topk_group": 1, "num_hidden_layers": 2}),
+    "ernie-moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {**_MOE, "moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "use_bias": False},
+    ),
+    "glm4-moe": (transformers.Glm4MoeConfig, {**_SIGMOID, "use_qk_norm": True, "attention_bias": True}),
+    "granite-moe": (
+        transformers.GraniteMoeConfig,
+        {**_EXPERTS, "num_hidden_layers": 2, "intermediate_size": 24, "attention_multiplier": 0.2},
+    ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {**_EXPERTS, "num_hidden_layers": 2, "intermediate_size": 24, "sliding_window": 7},
+    ),
+    "olmoe": (transformers.OlmoeConfig, {**_EXPERTS, "num_hidden_layers": 2, "intermediate_size": 24}),
+    "phi-moe": (
+        transformers.PhimoeConfig,
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 2,
+            "intermediate_size": 24,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.3,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "long_factor": [1.0 + i / 4 for i in range(8)],
+                "short_factor": [1.0 + i / 4 for i in range(8)],
+                "short_mscale": 1.2,
+                "long_mscale": 1.2,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "qwen2-moe": (
+        transformers.Qwen2MoeConfig,
+        {**_MOE, **_EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    ),
+    "qwen3-moe": (transformers.Qwen3MoeConfig, {**_MOE, **_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+}
+"""Mixtures of experts, each with dense layers where the family has them."""

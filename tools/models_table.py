@@ -12,11 +12,13 @@ from typing import Any
 
 import transformers
 from tiny import FAMILIES, config_of
-from tiny_families import DENSE, HYBRID
+from tiny_families import DENSE, HYBRID, MOE
 
 from octavo.hub.gguf_families import FAMILIES as GGUF
+from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.native import reason_against
 from octavo.models.registry import ARCHITECTURES, spec_of
+from octavo.models.spec import DecoderSpec
 
 BEGIN = "<!-- table: python tools/models_table.py -->"
 END = "<!-- end of table -->"
@@ -36,14 +38,20 @@ def rows() -> Iterator[str]:
     for name, family in sorted(ARCHITECTURES.items(), key=lambda pair: pair[0].lower()):
         about = " ".join((family.__doc__ or "").partition("\n\n")[0].split()).rstrip(".").replace("|", "\\|")
         gguf = "yes" if name in in_gguf else ""
-        if name not in tested:
+        alike = (other for other in tested if ARCHITECTURES[other] is family)
+        same = name if name in tested else next(alike, name)
+        if same not in tested:
             yield f"| `{name}` | {about} | as {NOT_IN_TRANSFORMERS[name]} | yes | yes | {gguf} |"
             continue
-        spec = spec_of(tested[name])
+        spec = spec_of(tested[same])
         reason = reason_against(spec)
         program = "yes" if reason is None else f"no: {reason.removeprefix('the kernels lack ')}"
-        gpu = "no" if spec.alibi else "yes"
+        gpu = "no" if spec.alibi else "not recorded" if _has_experts(spec) else "yes"
         yield f"| `{name}` | {about} | {program} | yes | {gpu} | {gguf} |"
+
+
+def _has_experts(spec: DecoderSpec) -> bool:
+    return any(isinstance(mlp, ExpertsSpec) for mlp in spec.mlps)
 
 
 def table() -> str:
@@ -56,7 +64,7 @@ def table() -> str:
 
 def _configurations() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the architecture and configuration of every tiny checkpoint that the tests compare with Transformers."""
-    for name in (*DENSE, *HYBRID, *FAMILIES)[::-1]:
+    for name in (*DENSE, *HYBRID, *MOE, *FAMILIES)[::-1]:
         config = config_of(name)
         architecture = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
         yield architecture, {**config.to_dict(), "architectures": [architecture]}

@@ -105,11 +105,10 @@ class CausalLM(nn.Module):
     Attributes:
         spec: its architecture.
         attention_layers: in layer order.
+        recordable: whether steps can be recorded in graphs: no layer passes data between host and device.
         cached_layers: these, those with latent attention and the recurrent layers' states, in layer order; the worker
             binds each one's `cache`.
     """
-
-    recordable = True
 
     def __init__(self, b: Build, spec: DecoderSpec) -> None:
         super().__init__()
@@ -146,6 +145,7 @@ class CausalLM(nn.Module):
             )
         )
         self.score = ScoreHead(b.device, spec.hidden_size, spec.num_labels) if spec.num_labels else None
+        self.recordable = all(getattr(m, "recordable", True) for m in self.modules())
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
         self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | PagedLatents | StateCache)]
 

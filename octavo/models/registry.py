@@ -23,6 +23,17 @@ from octavo.models.families.lfm2 import lfm2
 from octavo.models.families.llama import ernie, internlm2, internlm3, llama, seed_oss, smollm3
 from octavo.models.families.mamba import bamba, falcon_mamba, jamba, mamba, mamba2, nemotron_h
 from octavo.models.families.mistral import mistral
+from octavo.models.families.moe import (
+    dots1,
+    ernie_moe,
+    glm4_moe,
+    granite_moe,
+    mixtral,
+    olmoe,
+    phi_moe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from octavo.models.families.olmo import olmo, olmo2, olmo3
 from octavo.models.families.phi import phi, phi3
 from octavo.models.families.qwen2 import qwen2
@@ -43,7 +54,9 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "BloomForCausalLM": bloom,
     "Cohere2ForCausalLM": cohere2,
     "CohereForCausalLM": cohere,
+    "Dots1ForCausalLM": dots1,
     "Ernie4_5ForCausalLM": ernie,
+    "Ernie4_5_MoeForCausalLM": ernie_moe,
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": exaone3,
     "FalconForCausalLM": falcon,
@@ -55,8 +68,10 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "Gemma3ForCausalLM": gemma3,
     "GemmaForCausalLM": gemma,
     "Glm4ForCausalLM": glm4,
+    "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
     "GraniteForCausalLM": granite,
+    "GraniteMoeForCausalLM": granite_moe,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
@@ -68,16 +83,22 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "MiniCPM3ForCausalLM": minicpm3,
     "MiniCPMForCausalLM": minicpm,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
     "NemotronForCausalLM": nemotron,
     "NemotronHForCausalLM": nemotron_h,
     "OPTForCausalLM": opt,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "OlmoForCausalLM": olmo,
+    "OlmoeForCausalLM": olmoe,
     "Phi3ForCausalLM": phi3,
     "PhiForCausalLM": phi,
+    "PhiMoEForCausalLM": phi_moe,
+    "PhimoeForCausalLM": phi_moe,
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,

@@ -87,8 +87,8 @@ class StoredModule:
     The rows of its weight (and the elements of its bias) are, over and over, a run for each of `names`.
 
     Attributes:
-        name: below the checkpoint's base model; "{}" is a layer's number.
-        names: below "model."; those that begin with "lm_head" or "rope_freqs" are not.
+        name: below the checkpoint's base model; "{}" is a number: the layer's, and the expert's if there is a second.
+        names: below "model.", with the same numbers; those that begin with "lm_head" or "rope_freqs" are not.
         sizes: rows of each name's run; empty if there is only one name.
         transposed: the weight is stored as [inputs, outputs].
         shift: added to the stored weight, but not to the bias.
@@ -99,6 +99,24 @@ class StoredModule:
     sizes: tuple[int, ...] = ()
     transposed: bool = False
     shift: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStack:
+    """A tensor of the checkpoint that has, in its first dimension, one of the same kind for each expert.
+
+    Attributes:
+        name: of the tensor, below the checkpoint's base model; "{}" is a layer's number.
+        names: tensors of an expert that it holds, below "model."; "{}" are the numbers of layer and expert. Each has an
+            equal number of rows.
+        transposed: each expert's matrix is stored as [inputs, outputs].
+        alternating: the rows of `names` alternate, instead of one name's following those of another.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    transposed: bool = False
+    alternating: bool = False
 
 
 def renamed(names: Mapping[str, str]) -> tuple[StoredModule, ...]:
@@ -115,11 +133,13 @@ class StoredNames:
             first part.
         modules: those with other names or arrangements; all others keep their names.
         ignored: ends of names of tensors that are not weights.
+        stacks: tensors that hold those of all experts of a layer.
     """
 
     root: str = "model"
     modules: tuple[StoredModule, ...] = ()
     ignored: tuple[str, ...] = ()
+    stacks: tuple[StoredStack, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,8 @@ import torch
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.embedding import Embedding, TiedHead
+from octavo.nn.experts import GATE_UP, ExpertLayer
+from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.latent.base import LatentBackend, LatentSpec
 from octavo.nn.latent.layer import PagedLatents
 from octavo.nn.linear import Linear
@@ -17,7 +19,7 @@ from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.quant.base import Part, Schemes
 from octavo.nn.rope import Rope
 from octavo.nn.rope_spec import RopeSpec
-from octavo.nn.shard import Heads, Shard
+from octavo.nn.shard import COL, Heads, Shard, cut
 from octavo.nn.weights import Keep, fused
 from octavo.parallel.mesh import ALONE, Mesh
 
@@ -81,6 +83,21 @@ class Build:
         scheme = self.schemes.at(self.path, parts)
         form = {"gates": gates, "gather": gather}
         return Linear(self.path, self.device, parts, shard, scheme, self.mesh, **form, activation=activation)
+
+    def experts(self, form: ExpertsForm) -> ExpertLayer:
+        """Make the feed-forwards of a layer's experts.
+
+        Args:
+            form: of all ranks together.
+
+        Raises:
+            ConfigError: the experts can't be divided over the ranks.
+        """
+        part = Part(GATE_UP[0], form.hidden_size, form.size, form.bias)
+        own = cut(COL, 0, form.size, form.hidden_size, self.mesh).outputs
+        mine = form if own is None else replace(form, size=len(own))
+        scheme = self.schemes.at(self.path, [part]).experts(mine)
+        return ExpertLayer(self.path, self.device, mine, form.size, scheme, self.mesh)
 
     def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps, offset=offset)

@@ -129,6 +129,10 @@ class WeightLayer(nn.Module, ABC):
         They may be views into a mapped file, so a layer must keep copies only.
         """
 
+    def fill(self, fetch: Callable[[Wanted], Stored | None]) -> None:
+        """Fetch all wanted tensors and place them. A layer of many tensors overrides it to hold few at a time."""
+        self.place([fetch(want) for want in self.wanted()])
+
     @property
     @abstractmethod
     def nbytes(self) -> int:

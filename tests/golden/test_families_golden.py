@@ -10,7 +10,7 @@ import pytest
 import torch
 from paged import PagedRunner
 from tiny import load_model, make_checkpoint, model_files, reference_of
-from tiny_families import DENSE, HYBRID
+from tiny_families import DENSE, HYBRID, MOE
 from torch import Tensor
 
 from octavo.models.attention import widest_attention
@@ -21,6 +21,7 @@ from octavo.nn.attention.base import BackendRequest
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.select import BACKENDS
 from octavo.nn.build import AnyBackend
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.latent.base import LatentSpec
 from octavo.nn.latent.cpu import TorchLatents
 from octavo.nn.latent.layer import PagedLatents
@@ -35,7 +36,7 @@ STRIDES = (1, 13, 1)
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 
 
-@pytest.fixture(scope="module", params=[*DENSE, *HYBRID])
+@pytest.fixture(scope="module", params=[*DENSE, *HYBRID, *MOE])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, CausalLM]:
     """A Transformers model and Octavo's, from the same checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -53,9 +54,10 @@ def prompts(pair: tuple[Any, CausalLM]) -> list[list[int]]:
 
 def runner_with(model: CausalLM, name: str, seed: int) -> PagedRunner:
     """The model on an attention backend; with the native one as a native program, if it keeps nothing but keys and
-    values."""
-    program = name == "native" and all(isinstance(layer, PagedAttention) for layer in model.cached_layers)
+    values, and has no experts."""
+    plain = all(isinstance(layer, PagedAttention) for layer in model.cached_layers)
     backend = backend_for(model, name)
+    program = name == "native" and plain and not any(isinstance(layer, ExpertLayer) for layer in model.modules())
     if program:
         assert backend.name == "native"
         model = copy.deepcopy(model)

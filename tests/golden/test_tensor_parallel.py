@@ -23,9 +23,9 @@ from octavo.nn.weights import TensorSpec
 from octavo.parallel.collectives import TorchCollectives
 from octavo.parallel.mesh import Mesh
 
-FAMILIES = ("llama", "llama-biases", "qwen2", "qwen3-biases", "mistral", "youtu", "youtu-direct")
+FAMILIES = ("llama", "llama-biases", "qwen2", "qwen3-biases", "mistral", "youtu", "youtu-direct", "qwen2-moe")
 """An untied head, biases on both sides of a sum, a tied head, one kv head for two ranks, a window, the same latents on
-both ranks, with queries of low rank and without."""
+both ranks, with queries of low rank and without, experts that are divided."""
 PROMPTS = [[5, 9, 33, 7, 120], [64, 2]]
 
 

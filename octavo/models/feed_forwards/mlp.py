@@ -47,6 +47,10 @@ class Mlp(FeedForward):
             return self.gate_up.after_norm(stream, norm, gated=True)
         return self.activation(self.gate_up.after_norm(stream, norm))
 
+    def of(self, x: Tensor) -> Tensor:
+        """Return the feed-forward of a normalized x: [T, hidden_size] for [T, hidden_size]."""
+        return self.out(self.gate_up.gated(x) if self.gated else self.activation(self.gate_up(x)))
+
     def emit(self, b: ProgramBuilder, norm: Norm, after: Norm | None = None, scale: float = 1.0) -> None:
         down = self.out.matrix
         dtype = Dtype.BFLOAT if b.meets(down.dtype) is Dtype.BFLOAT else Dtype.FLOAT

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.nn.experts_spec import ClampedGate, RoutingSpec
+
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
@@ -29,5 +31,50 @@ class MlpSpec:
         return self.size
 
 
-FeedForwardSpec = MlpSpec
+@dataclass(frozen=True, slots=True)
+class SharedSpec:
+    """A dense feed-forward that all tokens use beside their experts.
+
+    Attributes:
+        name: below the mixture's place in the checkpoint.
+        gate: name of a projection to one value, whose sigmoid multiplies the output; None for none.
+    """
+
+    size: int
+    name: str = "shared_experts"
+    gate: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: a router chooses some for each token, and their outputs are weighted and summed.
+
+    Attributes:
+        size: outputs of one expert's `up`.
+        activation: of the gates; a name of `nn/ops/activation.py`.
+        clamped: replaces the activation; None for none.
+        bias: the experts' products have biases.
+        shared: None for none.
+    """
+
+    num_experts: int
+    size: int
+    routing: RoutingSpec
+    activation: str = "silu"
+    clamped: ClampedGate | None = None
+    bias: bool = False
+    shared: SharedSpec | None = None
+
+    @property
+    def width(self) -> int:
+        """Values of a token in front of the last products."""
+        return self.routing.top_k * self.size + (self.shared.size if self.shared else 0)
+
+    @property
+    def lacking(self) -> str | None:
+        """What the CPU's native program lacks for this feed-forward."""
+        return "mixtures of experts"
+
+
+FeedForwardSpec = MlpSpec | ExpertsSpec
 """Parameters of a layer's feed-forward; `feed_forwards/table.py` has the module of each kind."""

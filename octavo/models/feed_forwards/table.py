@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from octavo.models.feed_forwards.base import FeedForward
+from octavo.models.feed_forwards.experts import Experts
 from octavo.models.feed_forwards.mlp import Mlp
-from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.build import Build
 
-_MODULES = {MlpSpec: Mlp}
+_MODULES: Mapping[type, Callable[..., FeedForward]] = {MlpSpec: Mlp, ExpertsSpec: Experts}
 
 
 def make_feed_forward(b: Build, spec: DecoderSpec, layer: int) -> FeedForward | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,13 +14,13 @@ from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.gguf_layout import gguf_names
 from octavo.models.load.renamed import with_root
 from octavo.models.mixers.spec import LatentSelfAttention
-from octavo.models.spec import DecoderSpec, StoredModule, StoredNames
+from octavo.models.spec import DecoderSpec, StoredModule, StoredNames, StoredStack
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 ROOT = "model"
 """The prefix of the decoder's tensors, but for `_OUTSIDE`."""
 _OUTSIDE = ("lm_head", "rope_freqs")
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _ROTATED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.")
 
 
@@ -34,6 +34,7 @@ class _Selection:
         order: order of each head's rows; None keeps it.
         elementwise: `order` is that of each head's elements, not rows.
         shift: added to all elements.
+        entry: the part of the first dimension that holds the decoder's tensor; None for all. It comes before all else.
     """
 
     name: str
@@ -44,10 +45,20 @@ class _Selection:
     order: tuple[int, ...] | None = None
     elementwise: bool = False
     shift: float = 0.0
+    entry: int | None = None
 
     @property
     def is_plain(self) -> bool:
-        return not (self.transposed or self.run or self.order or self.shift)
+        return not (self.transposed or self.run or self.order or self.shift or self.entry is not None)
+
+    def read(self, source: Checkpoint, spec: TensorSpec) -> Tensor:
+        """Return the stored tensor, or its entry."""
+        if self.entry is None:
+            return source.tensor(self.name, spec)
+        shape = source.shape(self.name)
+        assert shape is not None, "a checkpoint of stacks has shapes"
+        index = (slice(self.entry, self.entry + 1), *(slice(0, size) for size in shape[1:]))
+        return source.tensor(self.name, spec, index)[0]
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the decoder's tensor."""
@@ -67,7 +78,7 @@ class ArrangedCheckpoint:
     def __init__(self, source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> None:
         self.origin = source.origin
         self._source = source
-        self._selections = dict(_selections(source.names(), spec, stored))
+        self._selections = dict(_selections(source, spec, stored))
 
     def names(self) -> Set[str]:
         return self._selections.keys()
@@ -80,11 +91,13 @@ class ArrangedCheckpoint:
         stored = self._source.shape(selection.name)
         if stored is None or selection.is_plain:
             return stored
-        return self._of(name, torch.empty(stored, device="meta")).shape
+        of_entry = stored if selection.entry is None else stored[1:]
+        return self._of(name, torch.empty(of_entry, device="meta")).shape
 
     def blocks(self, name: str) -> QuantizedBlocks | None:
         selection = self._selections[name]
-        blocks = None if selection.transposed else self._source.blocks(selection.name)
+        whole = not selection.transposed and selection.entry is None
+        blocks = self._source.blocks(selection.name) if whole else None
         if blocks is None or selection.is_plain:
             return blocks
         rows = self._of(name, torch.arange(len(blocks.values)))
@@ -95,7 +108,7 @@ class ArrangedCheckpoint:
         selection = self._selections[name]
         if selection.is_plain:
             return self._source.tensor(selection.name, spec, index)
-        tensor = self._of(name, self._source.tensor(selection.name, spec))
+        tensor = self._of(name, selection.read(self._source, spec))
         return tensor if index is None else tensor[index]
 
     def _of(self, name: str, tensor: Tensor) -> Tensor:
@@ -114,20 +127,25 @@ def arranged(checkpoint: Checkpoint, spec: DecoderSpec) -> Checkpoint:
     return ArrangedCheckpoint(checkpoint, spec, spec.stored)
 
 
-def _selections(names: Set[str], spec: DecoderSpec, stored: StoredNames) -> Iterator[tuple[str, _Selection]]:
+def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> Iterator[tuple[str, _Selection]]:
+    names = source.names()
     modules = {module.name: module for module in stored.modules}
+    stacks = {stack.name: stack for stack in stored.stacks}
     roots = (f"{stored.root}.", f"{stored.root.rpartition('.')[2]}.")
     root = next((root for root in roots if any(name.startswith(root) for name in names)), "")
     for name in names:
         if name.endswith(stored.ignored or ("\n",)):
             continue
-        module, _, suffix = name.removeprefix(root).rpartition(".")
-        number = _LAYER.search(module)
-        pattern = module if number is None else f"{module[: number.start()]}{{}}{module[number.end() :]}"
-        rule = modules.get(pattern, StoredModule(pattern, (pattern,)))
+        below = name.removeprefix(root)
+        numbers, pattern = _NUMBER.findall(f".{below}"), _NUMBER.sub("{}", f".{below}")[1:]
+        if pattern in stacks:
+            yield from _entries(name, numbers[0], stacks[pattern], source.shape(name) or ())
+            continue
+        module, _, suffix = pattern.rpartition(".")
+        rule = modules.get(module, StoredModule(module, (module,)))
         inside = name.startswith(root)
         for i, target in enumerate(rule.names):
-            path = target.format(number[0] if number else "")
+            path = target.format(*numbers)
             own = inside and not path.startswith(_OUTSIDE)
             full = f"{ROOT}.{path}.{suffix}" if own else f"{path}.{suffix}"
             begin = sum(rule.sizes[:i])
@@ -137,6 +155,18 @@ def _selections(names: Set[str], spec: DecoderSpec, stored: StoredNames) -> Iter
                 full,
                 _Selection(name, rule.transposed, begin, end, sum(rule.sizes), *rotated_order(full, spec), shift),
             )
+
+
+def _entries(name: str, layer: str, stack: StoredStack, shape: Sequence[int]) -> Iterator[tuple[str, _Selection]]:
+    """Yield the tensors of each expert of a stack of this shape."""
+    parts = len(stack.names)
+    rows = shape[-1] if stack.transposed or len(shape) == 2 else shape[1]
+    each = 1 if stack.alternating else rows // parts
+    for expert in range(shape[0]):
+        for i, target in enumerate(stack.names):
+            run = each * parts if parts > 1 else 0
+            own = _Selection(name, stack.transposed, i * each, (i + 1) * each, run, entry=expert)
+            yield f"{ROOT}.{target.format(layer, expert)}", own
 
 
 def rotated_order(name: str, spec: DecoderSpec) -> tuple[tuple[int, ...] | None, bool]:

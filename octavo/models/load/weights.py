@@ -99,7 +99,7 @@ def _fill(layers: Sequence[WeightLayer], checkpoint: Checkpoint) -> None:
 
 
 def _fill_one(layer: WeightLayer, sharer: WeightLayer | None, checkpoint: Checkpoint) -> None:
-    layer.place([_pull(want, layer, checkpoint) for want in layer.wanted()])
+    layer.fill(lambda want: _pull(want, layer, checkpoint))
     if sharer is not None:
         sharer.place([])
 

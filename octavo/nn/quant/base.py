@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo.nn.delta import Delta
+from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.quant.experts import ExpertsScheme
 from octavo.nn.weights import Stored, TensorSpec
 
 P = ParamSpec("P")
@@ -46,6 +48,10 @@ class Scheme(Protocol):
 
     def wide(self, x: Tensor) -> Tensor:
         """Like `apply`, unrounded (float32) if that costs little."""
+        ...
+
+    def experts(self, form: ExpertsForm) -> ExpertsScheme:
+        """Return storage of this kind for a layer's experts; `self` stays empty and is not used."""
         ...
 
     @property

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.quant.base import Part
+from octavo.nn.quant.experts import ExpertsScheme, SeparateExperts
 from octavo.nn.weights import Keep, Stored, TensorSpec, fused, plain, tensor_bytes
 
 
@@ -52,6 +55,9 @@ class Unquantized:
     def wide(self, x: Tensor) -> Tensor:
         """Like `apply`, unrounded (float32) if that costs little."""
         return self.apply(x)
+
+    def experts(self, form: ExpertsForm) -> ExpertsScheme:
+        return SeparateExperts(form, partial(type(self), self.dtype, self.device))
 
     @property
     def nbytes(self) -> int:

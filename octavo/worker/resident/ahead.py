@@ -100,8 +100,9 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
         _few(empty, width, heads, residual)
     if rms:
         _norms(empty, norm, width, residual)
-    for mlp in dict.fromkeys(mlp for mlp in spec.mlps if mlp is not None):
-        _mlp(mlp, empty, stream, norm if rms else None)
+    for mlp in dict.fromkeys(spec.mlps):
+        if isinstance(mlp, MlpSpec):
+            _mlp(mlp, empty, stream, norm if rms else None)
 
 
 def _mlp(spec: MlpSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> None:

@@ -11,9 +11,9 @@ from octavo.models.load.arranged import arranged
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.models.registry import spec_of
-from octavo.models.spec import DecoderSpec, StoredModule, StoredNames
+from octavo.models.spec import DecoderSpec, StoredModule, StoredNames, StoredStack
 from octavo.nn.rope_spec import RopeSpec
-from octavo.nn.weights import QuantizedBlocks, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -109,3 +109,38 @@ def test_quantized_rows_are_reordered_with_their_scales() -> None:
     blocks = arranged(source, spec(rope=RopeSpec(16, 16, interleaved=True))).blocks(name)
     assert blocks is not None
     assert blocks.values[:3, 0].tolist() == blocks.scales[:3, 0].tolist() == [0, 2, 4]
+
+
+def test_tensors_of_all_experts_are_read_one_expert_at_a_time() -> None:
+    reads: list[object] = []
+
+    class Watched(TensorCheckpoint):
+        def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> torch.Tensor:
+            reads.append(index)
+            return super().tensor(name, spec, index)
+
+    each = "layers.{}.mlp.experts.{}."
+    stacks = (
+        StoredStack("layers.{}.moe.in", (f"{each}gate.weight", f"{each}up.weight")),
+        StoredStack("layers.{}.moe.both", (f"{each}a.weight", f"{each}b.weight"), transposed=True, alternating=True),
+        StoredStack("layers.{}.moe.bias", (f"{each}a.bias", f"{each}b.bias"), alternating=True),
+    )
+    source = Watched({
+        "model.layers.1.moe.in": torch.arange(24.0).view(2, 4, 3),
+        "model.layers.1.moe.both": torch.arange(16.0).view(2, 2, 4),
+        "model.layers.1.moe.bias": torch.arange(8.0).view(2, 4),
+    })  # fmt: skip
+    checkpoint = arranged(source, spec(stored=StoredNames(stacks=stacks)))
+    assert len(checkpoint.names()) == 12
+    assert values(checkpoint, "model.layers.1.mlp.experts.1.up.weight").tolist() == [[18, 19, 20], [21, 22, 23]]
+    assert reads == [(slice(1, 2), slice(0, 4), slice(0, 3))]
+    assert values(checkpoint, "model.layers.1.mlp.experts.0.b.weight").tolist() == [[1, 5], [3, 7]]
+    assert values(checkpoint, "model.layers.1.mlp.experts.1.a.bias").tolist() == [4, 6]
+    assert checkpoint.shape("model.layers.1.mlp.experts.0.b.weight") == (2, 2)
+
+
+def test_a_name_may_have_the_numbers_of_layer_and_expert() -> None:
+    module = StoredModule("layers.{}.moe.experts.{}.w1", ("layers.{}.mlp.experts.{}.gate_proj",))
+    source = TensorCheckpoint({"model.layers.3.moe.experts.12.w1.weight": torch.ones(2)})
+    names = arranged(source, spec(stored=StoredNames(modules=(module,)))).names()
+    assert names == {"model.layers.3.mlp.experts.12.gate_proj.weight"}

@@ -1,0 +1,114 @@
+"""`ExpertLayer`: the feed-forwards of a layer's experts, of which each token uses a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.ops.routing import Routing
+from octavo.nn.quant.base import Part
+from octavo.nn.quant.experts import ExpertsScheme
+from octavo.nn.shard import COL, ROW, cut
+from octavo.nn.weights import Stored, Wanted, WeightLayer
+from octavo.parallel.mesh import ALONE, Mesh
+
+GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+
+
+class ExpertLayer(WeightLayer):
+    """down(act(gate(x)) * up(x)) of each token's experts, weighted and summed.
+
+    A checkpoint stores each product as `path.expert.name.suffix`. Over several ranks every expert is divided, as a
+    dense feed-forward is, so that all ranks have equal work however tokens choose.
+
+    Attributes:
+        scheme: stores the weights and multiplies with them.
+    """
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, routing: Routing, /) -> Tensor: ...
+
+    def __init__(
+        self, path: str, device: torch.device, form: ExpertsForm, size: int, scheme: ExpertsScheme, mesh: Mesh = ALONE
+    ) -> None:
+        """
+        Args:
+            form: the products of this rank.
+            size: outputs of `gate` and `up` over all ranks.
+        """
+        super().__init__(path, device)
+        self.form, self.scheme, self.mesh = form, scheme, mesh
+        hidden = form.hidden_size
+        # Only rank 0 has the biases that are added after the sum over ranks.
+        self._gate_up = [Part(name, hidden, size, form.bias) for name in GATE_UP]
+        self._down = [Part(name, size, hidden, form.bias and mesh.rank == 0) for name in DOWN]
+        self.superseded = tuple(
+            f"{path}.{expert}.down_proj.bias" for expert in range(form.num_experts) if form.bias and mesh.rank
+        )
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """Return the sum of the experts' outputs: [T, hidden_size] for x [T, hidden_size], as a new tensor."""
+        y = self.scheme.mix(x, routing)
+        return y if self.mesh.size == 1 else self.mesh.all_reduce(y)
+
+    def wanted(self) -> list[Wanted]:
+        return [want for expert in range(self.form.num_experts) for want in self._wanted(expert)]
+
+    def place(self, tensors: Sequence[Stored | None]) -> None:
+        given = iter(tensors)
+        self.fill(lambda _: next(given))
+
+    def fill(self, fetch: Callable[[Wanted], Stored | None]) -> None:
+        """Fetch and take one expert after another, so that one expert's tensors are in memory twice, not all."""
+        for expert in range(self.form.num_experts):
+            tensors = {want.name: fetch(want) for want in self._wanted(expert)}
+            self.scheme.prepare(
+                expert,
+                [self._tensors(expert, part, tensors) for part in self._gate_up],
+                [self._tensors(expert, part, tensors) for part in self._down],
+            )
+
+    def _wanted(self, expert: int) -> list[Wanted]:
+        shards = [(part, COL) for part in self._gate_up] + [(part, ROW) for part in self._down]
+        return [
+            Wanted(
+                f"{self.path}.{expert}.{part.name}.{suffix}",
+                spec,
+                blocks=self.scheme.takes_blocks,
+                index=cut(shard, 0, part.out_features, part.in_features, self.mesh).index(
+                    spec, part.out_features, part.in_features
+                ),
+            )
+            for part, shard in shards
+            for suffix, spec in self.scheme.stored(part).items()
+        ]
+
+    def _tensors(self, expert: int, part: Part, tensors: Mapping[str, Stored | None]) -> dict[str, Stored]:
+        found = {}
+        for suffix in self.scheme.stored(part):
+            tensor = tensors[f"{self.path}.{expert}.{part.name}.{suffix}"]
+            assert tensor is not None, "experts' tensors are not optional"
+            found[suffix] = tensor
+        return found
+
+    @property
+    def recordable(self) -> bool:
+        """Whether steps can be recorded in graphs, since no data passes between host and device."""
+        return self.scheme.recordable
+
+    @property
+    def holders(self) -> tuple[object, ...]:
+        return (self, *self.scheme.holders)
+
+    @property
+    def nbytes(self) -> int:
+        return self.scheme.nbytes
+
+    def extra_repr(self) -> str:
+        form = self.form
+        return f"{form.num_experts} experts: {form.hidden_size} -> {form.size} -> {form.hidden_size}"

@@ -1,0 +1,101 @@
+"""Weights of a layer's experts: the interface of their storage, and experts with a scheme each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.ops.experts import mix
+from octavo.nn.ops.routing import Routing
+from octavo.nn.weights import Stored, TensorSpec
+
+if TYPE_CHECKING:
+    from octavo.nn.quant.base import Part, Scheme
+
+
+class ExpertsScheme(Protocol):
+    """Weights of a layer's experts: the checkpoint's tensors of each, and multiplication with those that were chosen.
+
+    Checkpoints that store the tensors of all experts in one are read as if each had its own
+    (`models/load/arranged.py`), so that no more than one expert's tensors are in memory twice.
+    """
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether quantized weights may be delivered as `QuantizedBlocks`."""
+        ...
+
+    @property
+    def recordable(self) -> bool:
+        """Whether `mix` can be recorded in graphs, since no data passes between host and device."""
+        ...
+
+    def stored(self, part: Part) -> dict[str, TensorSpec]:
+        """Return checkpoint suffix -> tensor, of one expert's gate, up or down projection."""
+        ...
+
+    def prepare(
+        self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
+    ) -> None:
+        """Take one expert's tensors, once after loading. They may be views into a mapped file."""
+        ...
+
+    def mix(self, x: Tensor, routing: Routing) -> Tensor:
+        """Return each token's sum of its experts' outputs: [T, hidden_size] for x [T, hidden_size], as a new tensor."""
+        ...
+
+    @property
+    def holders(self) -> tuple[object, ...]:
+        """The objects among whose attributes are the weights."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class SeparateExperts:
+    """An `ExpertsScheme` of ordinary schemes, two for each expert, so any form of storage will do.
+
+    Attributes:
+        gate_ups, downs: each expert's scheme of the products before and after the gate.
+    """
+
+    recordable = False
+
+    def __init__(self, form: ExpertsForm, make: Callable[[], Scheme]) -> None:
+        self.form = form
+        self.gate_ups: list[Scheme] = [make() for _ in range(form.num_experts)]
+        self.downs: list[Scheme] = [make() for _ in range(form.num_experts)]
+
+    def stored(self, part: Part) -> dict[str, TensorSpec]:
+        return self.gate_ups[0].stored(part)
+
+    @property
+    def takes_blocks(self) -> bool:
+        return self.gate_ups[0].takes_blocks
+
+    def prepare(
+        self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
+    ) -> None:
+        self.gate_ups[expert].prepare(gate_up)
+        self.downs[expert].prepare(down)
+
+    def mix(self, x: Tensor, routing: Routing) -> Tensor:
+        return mix(x, routing, self._gate_up, self._down, self.form)
+
+    def _gate_up(self, expert: int, x: Tensor) -> Tensor:
+        return self.gate_ups[expert].apply(x)
+
+    def _down(self, expert: int, x: Tensor) -> Tensor:
+        return self.downs[expert].apply(x)
+
+    @property
+    def holders(self) -> tuple[object, ...]:
+        return (*self.gate_ups, *self.downs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(scheme.nbytes for scheme in (*self.gate_ups, *self.downs))
