@@ -203,7 +203,29 @@ _SIGMOID = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+_DEEPSEEK = {
+    **_LATENT,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+
 MOE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "deepseek-v2": (
+        transformers.DeepseekV2Config,
+        {**_DEEPSEEK, "topk_method": "group_limited_greedy", "rope_parameters": _MSCALE},
+    ),
+    "deepseek-v2-lite": (transformers.DeepseekV2Config, {**_DEEPSEEK, "q_lora_rank": None}),
+    "deepseek-v3": (transformers.DeepseekV3Config, {**_DEEPSEEK, "rope_parameters": _MSCALE}),
+    "moonlight": (
+        transformers.DeepseekV3Config,
+        {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    ),
     "dots1": (transformers.Dots1Config, {**_SIGMOID, "n_group": 2, "topk_group": 1, "num_hidden_layers": 2}),
     "ernie-moe": (
         transformers.Ernie4_5_MoeConfig,

@@ -12,7 +12,7 @@ from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.decoder import CausalLM
 from octavo.models.encoders.registry import ENCODERS
 from octavo.models.families.cohere import cohere, cohere2
-from octavo.models.families.deepseek import minicpm3, youtu
+from octavo.models.families.deepseek import deepseek_v2, deepseek_v3, minicpm3, youtu
 from octavo.models.families.exaone import exaone3, exaone4
 from octavo.models.families.falcon import bloom, falcon
 from octavo.models.families.gemma import gemma, gemma2, gemma3
@@ -54,6 +54,8 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "BloomForCausalLM": bloom,
     "Cohere2ForCausalLM": cohere2,
     "CohereForCausalLM": cohere,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
     "Dots1ForCausalLM": dots1,
     "Ernie4_5ForCausalLM": ernie,
     "Ernie4_5_MoeForCausalLM": ernie_moe,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from octavo.core.errors import ModelFileError
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.families.moe import PER_EXPERT, after_dense, corrected_sigmoid
 from octavo.models.hf_config import Config, only, value_or, whole
 from octavo.models.hf_decoder import decoder_spec, rms_norm
 from octavo.models.hf_rope import rope_spec, temperature
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec, Multipliers
+from octavo.nn.experts_spec import RoutingSpec
 
 
 def latent_decoder(config: Config, *, interleaved: bool, **parts: Any) -> DecoderSpec:
@@ -49,6 +51,32 @@ def _scale(config: Config, channels: int) -> float:
     if kind == "default" or not weight:
         return float(channels**-0.5)
     return float(channels**-0.5) * temperature(float(params["factor"]), weight) ** 2
+
+
+def deepseek_v2(config: Config) -> DecoderSpec:
+    """DeepSeek V2 and V2 Lite (https://arxiv.org/abs/2405.04434): experts, of which some groups are chosen from."""
+    method = value_or(config, "topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(
+            f"The model's config asks for topk_method={method!r}; Octavo supports greedy and group_limited_greedy."
+        )
+    limited = method == "group_limited_greedy"
+    only(config, "norm_topk_prob", False)
+    routing = RoutingSpec(
+        top_k=whole(config, "num_experts_per_tok"),
+        groups=whole(config, "n_group") if limited else 1,
+        top_groups=whole(config, "topk_group") if limited else 1,
+        scaling=float(value_or(config, "routed_scaling_factor", 1.0)),
+    )
+    mlps = after_dense(config, routing, 0)
+    return latent_decoder(config, interleaved=True, mlps=mlps, stored=PER_EXPERT)
+
+
+def deepseek_v3(config: Config) -> DecoderSpec:
+    """DeepSeek V3 and R1, Kimi K2, Moonlight (https://arxiv.org/abs/2412.19437)."""
+    mlps = after_dense(config, corrected_sigmoid(config, 8, normalized=True), 3)
+    interleaved = bool(value_or(config, "rope_interleave", True))
+    return latent_decoder(config, interleaved=interleaved, mlps=mlps, stored=PER_EXPERT)
 
 
 def minicpm3(config: Config) -> DecoderSpec:

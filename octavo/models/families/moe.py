@@ -41,7 +41,7 @@ _GRANITE = StoredNames(
         StoredStack("layers.{}.block_sparse_moe.output_linear.weight", (f"{_EXPERT}down_proj.weight",)),
     ),
 )
-_PER_EXPERT = StoredNames(stacks=FUSED)
+PER_EXPERT = StoredNames(stacks=FUSED)
 
 
 def mixtral(config: Config) -> DecoderSpec:
@@ -63,7 +63,7 @@ def qwen2_moe(config: Config) -> DecoderSpec:
         windows=layer_windows(config),
         mlps=_every(config, experts),
         biases=bias_set(config, qkv="qkv_bias", o="", mlp="", default=True),
-        stored=_PER_EXPERT,
+        stored=PER_EXPERT,
     )
 
 
@@ -72,7 +72,7 @@ def qwen3_moe(config: Config) -> DecoderSpec:
     experts = _experts(config, _softmax(config, 8), "num_experts", "moe_intermediate_size", 128)
     # Unlike in the dense sizes, a window holds in all layers.
     windowed = {**config, "max_window_layers": 0}
-    return replace(qwen3(windowed), mlps=_every(config, experts), stored=_PER_EXPERT)
+    return replace(qwen3(windowed), mlps=_every(config, experts), stored=PER_EXPERT)
 
 
 def olmoe(config: Config) -> DecoderSpec:
@@ -86,7 +86,7 @@ def olmoe(config: Config) -> DecoderSpec:
         head_norms=HeadNorms(norm, over="all"),
         biases=bias_set(config, mlp=""),
         qkv_clip=None if config.get("clip_qkv") is None else float(config["clip_qkv"]),
-        stored=_PER_EXPERT,
+        stored=PER_EXPERT,
     )
 
 
@@ -143,9 +143,9 @@ def glm4_moe(config: Config) -> DecoderSpec:
         norm=norm,
         rope=rope_spec(config, head_dim, rotated=0.5),
         head_norms=HeadNorms(norm) if config.get("use_qk_norm") else None,
-        mlps=_after_dense(config, corrected_sigmoid(config, 8, normalized=True), 1),
+        mlps=after_dense(config, corrected_sigmoid(config, 8, normalized=True), 1),
         biases=bias_set(config, o="", mlp=""),
-        stored=_PER_EXPERT,
+        stored=PER_EXPERT,
     )
 
 
@@ -158,9 +158,9 @@ def dots1(config: Config) -> DecoderSpec:
         norm=norm,
         windows=layer_windows({**windowed, "max_window_layers": value_or(config, "max_window_layers", layers)}),
         head_norms=HeadNorms(norm),
-        mlps=_after_dense(config, corrected_sigmoid(config, None, normalized=False), 0),
+        mlps=after_dense(config, corrected_sigmoid(config, None, normalized=False), 0),
         biases=bias_set(config, mlp=""),
-        stored=_PER_EXPERT,
+        stored=PER_EXPERT,
     )
 
 
@@ -242,7 +242,7 @@ def _every(config: Config, experts: ExpertsSpec) -> tuple[FeedForwardSpec, ...]:
     return tuple(plain if i in dense or (i + 1) % step else experts for i in layers)
 
 
-def _after_dense(config: Config, routing: RoutingSpec, dense: int) -> tuple[FeedForwardSpec, ...]:
+def after_dense(config: Config, routing: RoutingSpec, dense: int) -> tuple[FeedForwardSpec, ...]:
     """Return DeepSeek's feed-forwards: some dense layers, then experts and a shared one."""
     size, shared = whole(config, "moe_intermediate_size"), int(value_or(config, "n_shared_experts", 0))
     experts = _experts(
