@@ -186,7 +186,7 @@ MODELS: list[tuple[Callable[[Path, Path], Path], list[str]]] = [
     (other_gguf, ["other.gguf", "'mamba'", "llama, mistral, qwen2, qwen3"]),
     (no_gguf, ["page.gguf", "is not a GGUF file"]),
     (cut_safetensors, ["model.safetensors", "the file has 2000", "Download the file again"]),
-    (lacking_safetensors, ["model.layers.0.input_layernorm.weight", "model.safetensors lacks"]),
+    (lacking_safetensors, ["needs tensor model.layers.0.", "model.safetensors lacks"]),
     (
         other_architecture,
         ["Llama9ForCausalLM", "neither Octavo nor transformers", "the nearest known one is Llama"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
@@ -153,7 +152,7 @@ def causal_conv(
 ) -> Tensor:
     """See `conv.causal_conv`; x may have any distance between tokens."""
     tokens, channels = x.shape
-    out = torch.empty(tokens, channels, dtype=torch.float32, device=x.device)
+    out = states.new_empty(tokens, channels)
     rows, common = step.num_rows, row_arguments(step) | {"CHANNELS": channels, "TAPS": weight.shape[1]}
     strides = {"x_stride": x.stride(0), "block_stride": states.stride(0)}
     form = {"HAS_BIAS": bias is not None, "ACTIVATES": activates}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
@@ -88,7 +87,7 @@ def gated_delta_rule(
     """See `delta_rule.gated_delta_rule`; tokens may have any distance in each argument."""
     tokens, heads, values = v.shape
     keys = k.shape[2]
-    out = torch.empty(tokens, heads, values, dtype=torch.float32, device=v.device)
+    out = states.new_empty(tokens, heads, values)
     block = min(_BLOCK, triton.next_power_of_2(values))
     _delta_kernel[(step.num_rows, heads, triton.cdiv(values, block))](
         q,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -55,7 +55,7 @@ def gated_norm(
     """
     tokens, channels = x.shape
     size = channels // parts
-    out = torch.empty(tokens, channels, dtype=dtype, device=x.device)
+    out = x.new_empty(tokens, channels, dtype=dtype)
     if tokens:
         _gated_norm_kernel[(tokens, parts)](
             x,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
@@ -72,7 +71,7 @@ def selective_scan(
 ) -> Tensor:
     """See `selective.selective_scan`; x and dt must be contiguous."""
     channels, size = decay.shape
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     _scan_kernel[(step.num_rows, triton.cdiv(channels, _BLOCK))](
         x,
         dt,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
@@ -129,7 +128,7 @@ def ssd(x: Tensor, raw: Tensor, b: Tensor, c: Tensor, rates: Rates, states: Tens
     """See `ssd.ssd`; tokens may have any distance in each argument."""
     tokens, heads, channels = x.shape
     size = b.shape[2]
-    out = torch.empty(tokens, heads, channels, dtype=torch.float32, device=x.device)
+    out = states.new_empty(tokens, heads, channels)
     block = max(16, min(64, triton.next_power_of_2(channels)))
     _ssd_kernel[(step.num_rows, heads, triton.cdiv(channels, block))](
         x,
@@ -154,7 +153,7 @@ def ssd(x: Tensor, raw: Tensor, b: Tensor, c: Tensor, rates: Rates, states: Tens
         CHANNELS=channels,
         STATE=size,
         SINGLE=step.max_query_len == 1,
-        PRECISION="tf32x3" if raw.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if raw.element_size() == 4 else "tf32",
         CHUNK=_CHUNK,
         BLOCK_P=block,
         BLOCK_N=max(16, triton.next_power_of_2(size)),

@@ -79,7 +79,7 @@ def test_a_rank_that_hangs_while_nothing_runs_is_missed(make: Make) -> None:
 
 
 def test_a_step_that_no_rank_finishes_in_time_ends_all(make: Make) -> None:
-    group = make(1, {0: (1, "SIGTSTP")}, timeout_s=0.2)  # stopped, but for less time than the watch allows
+    group = make(1, {0: (1, "SIGSTOP")}, timeout_s=0.2)  # stopped, but for less time than the watch allows
     computed(group, 0)
     with pytest.raises(DeviceLostError, match=r"step 1 was not finished within 0.2 s \(--rank-timeout\)"):
         computed(group, 1)
