@@ -31,7 +31,7 @@ class Example:
 
 
 def words(integers: Tensor, bits: int) -> Tensor:
-    """Rows of integers as a stream of bits in words of 32, least significant first; the last word may be part empty."""
+    """Rows of integers as a stream of bits in words of 32, least significant first; zeros fill the last word."""
     rows = []
     for row in integers.tolist():
         stream = sum(value << (i * bits) for i, value in enumerate(row))

@@ -138,14 +138,21 @@ def receive_payload() -> tuple[socket.socket, Any]:
 
     Also makes the child ignore SIGINT and SIGTERM, and end with its parent.
     """
+    listener, payload = receive_start()
+    return socket.socket(fileno=listener), payload
+
+
+def receive_start() -> Any:
+    """Call in a child: return what its parent pickled to standard input. Ignore SIGINT and SIGTERM, and end with the
+    parent."""
     for number in (signal.SIGINT, signal.SIGTERM):  # service managers signal all processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(_STACKS)
     die_with_parent()
-    listener, payload = pickle.load(sys.stdin.buffer)
+    received = pickle.load(sys.stdin.buffer)
     sys.stdin.close()
     sys.stdin = open(os.devnull)  # noqa: SIM115
-    return socket.socket(fileno=listener), payload
+    return received
 
 
 def die_with_parent() -> None:

@@ -19,7 +19,7 @@ from typing import IO, Any
 from octavo.core.errors import DeviceLostError
 from octavo.engine import rank_wire as wire
 from octavo.engine.frames import Frames
-from octavo.engine.process import die_with_parent
+from octavo.engine.process import receive_start
 from octavo.engine.ring import RingHandles, RingReader
 
 log = logging.getLogger(__name__)
@@ -163,10 +163,5 @@ def receive_rank() -> tuple[socket.socket, RingReader, Any]:
 
     Also makes the child ignore SIGINT and SIGTERM, and end with its parent.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # service managers signal all processes; the engine decides
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
-    descriptor, ring, payload = pickle.load(sys.stdin.buffer)
-    sys.stdin.close()
-    sys.stdin = open(os.devnull)  # noqa: SIM115
+    descriptor, ring, payload = receive_start()
     return socket.socket(fileno=descriptor), RingReader(ring), payload

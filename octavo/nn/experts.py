@@ -1,4 +1,4 @@
-"""`ExpertLayer`: the feed-forwards of a layer's experts, of which each token uses a few."""
+"""`ExpertLayer`: the feed-forwards of a layer's experts; each token uses a few of them."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ from tiny import make_checkpoint, model_files
 from octavo.cli.main import main
 from octavo.core.errors import ConfigError
 from octavo.models.load import open_checkpoint
+from octavo.models.load.quantized.integers import unpack
 from octavo.models.save import folder as saved
 from octavo.models.save.folder import quantize
-from octavo.models.save.rounding import ROUNDINGS
+from octavo.models.save.rounding import ROUNDINGS, pack
 from octavo.nn.weights import TensorSpec
 
 TEXT = "The river rose above the lower steps of the quay, and they counted the steps that were left."
@@ -52,6 +53,11 @@ def test_weights_are_the_nearest_of_their_grid(name: str, source: Path, tmp_path
         assert bool(((values - grid).abs() <= half_step + largest * 2e-3).all())
 
 
+def test_words_are_completed_where_inputs_do_not_fill_them() -> None:
+    integers = torch.randint(0, 256, (3, 7), dtype=torch.int32)
+    assert torch.equal(unpack(pack(integers, 8), 8, 7).int(), integers)
+
+
 def test_a_large_model_is_written_in_several_files(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +79,11 @@ def test_what_can_not_be_quantized(source: Path, tmp_path: Path) -> None:
     files = model_files(source)
     with pytest.raises(ConfigError, match=r"which groups of 96 don't divide.*--group-size.*--ignore"):
         quantize(files, ROUNDINGS["w4a16"], tmp_path / "a", group_size=96)
+    with pytest.raises(ConfigError, match=r"--group-size 64: this scheme has a scale for each output"):
+        quantize(files, ROUNDINGS["fp8"], tmp_path / "a", group_size=64)
+    with pytest.raises(ConfigError, match=r"no matrices of linear layers, or --ignore"):
+        quantize(files, ROUNDINGS["fp8"], tmp_path / "a", ignore=["*"])
+    assert not (tmp_path / "a").exists()
     quantize(files, ROUNDINGS["w4a16"], tmp_path / "b", ignore=["*.down_proj"])
     config = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]

@@ -14,7 +14,7 @@ def matched(
 
     Args:
         text: [D, L] integers; only the first `size` [D] of a row count, and the last of these can't end an occurrence.
-        known: [D, N] integers, of which `length` [D] count.
+        known: [D, N] integers; the first `length` [D] of each row count.
         place: [D] integers.
         most: most tokens to compare.
 

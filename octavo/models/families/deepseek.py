@@ -54,7 +54,7 @@ def _scale(config: Config, channels: int) -> float:
 
 
 def deepseek_v2(config: Config) -> DecoderSpec:
-    """DeepSeek V2 and V2 Lite (https://arxiv.org/abs/2405.04434): experts, of which some groups are chosen from."""
+    """DeepSeek V2 and V2 Lite (https://arxiv.org/abs/2405.04434): a token uses experts of its best groups."""
     method = value_or(config, "topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(

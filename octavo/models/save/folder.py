@@ -67,7 +67,7 @@ def quantize(
         ignore: patterns of names of modules that are not quantized, in addition to embeddings, heads and routers.
 
     Raises:
-        ConfigError: the model is quantized already, or the groups don't divide a matrix.
+        ConfigError: the model is quantized already or has no linear layers, or the groups don't fit it.
         ModelFileError: the checkpoint can't be read.
     """
     if files.format == "safetensors" and method_of(files.config) is not None:
@@ -78,6 +78,12 @@ def quantize(
     checkpoint = open_checkpoint(files)
     shapes = {name: checkpoint.shape(name) or () for name in sorted(checkpoint.names())}
     matrices = {name: shape for name, shape in shapes.items() if _is_linear(name, shape, ignore)}
+    if not matrices:
+        raise ConfigError(f"{files.name} has no matrices of linear layers, or --ignore names all of them.")
+    if group_size is not None and not scheme.grouped:
+        raise ConfigError(
+            f"--group-size {group_size}: this scheme has a scale for each output, no groups. Leave it out."
+        )
     size = _group_size(matrices, group_size) if scheme.grouped else 0
     folder.mkdir(parents=True, exist_ok=True)
     total = sum(map(math.prod, shapes.values())) * dtype.itemsize

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 E4M3 = torch.float8_e4m3fn
 
@@ -89,9 +90,10 @@ ROUNDINGS: Mapping[str, Rounding] = {
 
 
 def pack(integers: Tensor, bits: int) -> Tensor:
-    """Pack integers [N, K] below 2 ** bits to words [N, K * bits / 32] of 32 bits, the first in the lowest bits."""
+    """Pack integers [N, K] below 2 ** bits to words [N, ceil(K * bits / 32)], the first in the lowest bits."""
     per_word = 32 // bits
-    words = integers.view(len(integers), -1, per_word).long() << torch.arange(0, 32, bits)
+    whole = functional.pad(integers, (0, -integers.shape[1] % per_word))
+    words = whole.view(len(whole), -1, per_word).long() << torch.arange(0, 32, bits)
     return words.sum(-1).to(torch.int32)
 
 

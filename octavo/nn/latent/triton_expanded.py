@@ -1,7 +1,7 @@
 """Expanded latent attention of many queries per row, on a GPU (Dao 2023, https://arxiv.org/abs/2307.08691).
 
 Keys and values are made from latents by one matrix product before the launch. Contexts that are too long to expand at
-once take several launches, each of which continues with the sums of the one before.
+once take several launches; each continues with the sums of the previous one.
 """
 
 from __future__ import annotations

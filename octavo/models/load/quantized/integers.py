@@ -70,7 +70,7 @@ def _fits(scales: Tensor) -> bool:
 
 
 def unpack(words: Tensor, bits: int, count: int | None = None) -> Tensor:
-    """Return the integers in words [R, C] of 32 bits, as [R, count] uint8; without a count all that are complete.
+    """Return the integers in words [R, C] of 32 bits, as [R, count] uint8. The default count is all complete integers.
 
     The words of a row are one stream of bits, least significant first. So 3-bit integers may begin in one word and end
     in the next.

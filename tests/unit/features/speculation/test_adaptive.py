@@ -132,7 +132,7 @@ def test_acceptance_forgets() -> None:
 
 
 def test_searches_that_find_nothing_become_rare_together() -> None:
-    """Two requests, one of which has searched for longer: soon they search in the same eighth of the steps."""
+    """Two requests that began to search at different times soon search in the same eighth of the steps."""
     world = World(2, 1.0, 0.001)
     hook, (first, second) = world.hook, world.requests
     asked: list[list[int]] = []
