@@ -27,7 +27,13 @@ _SSM = {"num_heads": 2, "head_dim": 16, "state_size": 4, "n_groups": 1, "num_hid
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"vocab_size": VOCAB, "hidden_size": 16, "eos_token_id": 3, **_SSM},
     "Qwen3NextForCausalLM": _SMALL
-    | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "head_dim": 16}
+    # Two kv heads: a state then fits into blocks of 16 tokens, and a block of the common prefix is kept.
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 0,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+    }
     | {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "Lfm2ForCausalLM": _SMALL | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "JambaForCausalLM": _SMALL | {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
