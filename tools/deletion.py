@@ -33,7 +33,8 @@ QUICK = ("unit", "property")
 OF_THE_WHOLE = "unit/tools"
 """Tests of the documents and the tree, which name all features."""
 SHORT = (
-    "unit/text",
+    "unit/text/test_frontend.py",
+    "unit/text/prompts",
     "unit/test_engine_config.py",
     "unit/test_sampling_params.py",
     "unit/cli/test_args.py",
