@@ -28,6 +28,8 @@ def attention_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> Attenti
         head_dim=spec.head_dim,
         scale=spec.attention_scale,
         window=spec.windows[layer],
+        chunked=spec.chunked and spec.windows[layer] is not None,
+        sinks=spec.sinks,
         soft_cap=spec.attention_cap,
         slopes=tuple(spec.alibi * slope for slope in alibi_slopes(spec.num_heads)) if spec.alibi else None,
     )

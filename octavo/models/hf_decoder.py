@@ -79,9 +79,9 @@ def mlp_spec(config: Config, activation: str, *, gated: bool = True) -> MlpSpec:
     return MlpSpec(whole(config, "intermediate_size"), activation, gated)
 
 
-def rms_norm(config: Config, *, default: float = 1e-6, offset: float = 0.0) -> NormSpec:
+def rms_norm(config: Config, *, default: float = 1e-6, offset: float = 0.0, scaled: bool = True) -> NormSpec:
     """Return an RMSNorm with the configuration's epsilon."""
-    return NormSpec(float(value_or(config, "rms_norm_eps", default)), offset=offset)
+    return NormSpec(float(value_or(config, "rms_norm_eps", default)), offset=offset, scaled=scaled)
 
 
 def layer_norm(config: Config, name: str = "layer_norm_eps", *, bias: bool = True) -> NormSpec:

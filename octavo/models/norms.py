@@ -12,5 +12,5 @@ def make_norm(b: Build, name: str | None, size: int, spec: NormSpec) -> Norm:
     if name is None:
         return NoNorm(b.path, b.device, b.dtype, size)
     if spec.kind == "rms":
-        return b.norm(name, size, spec.eps, offset=spec.offset)
+        return b.norm(name, size, spec.eps, offset=spec.offset, scaled=spec.scaled)
     return b.layer_norm(name, size, spec.eps, bias=spec.bias, scaled=spec.scaled, offset=spec.offset)

@@ -18,9 +18,11 @@ from octavo.models.families.falcon import bloom, falcon
 from octavo.models.families.gemma import gemma, gemma2, gemma3
 from octavo.models.families.glm import glm, glm4
 from octavo.models.families.gpt import gpt2, gpt_neox, gptj, opt
+from octavo.models.families.gpt_oss import gpt_oss
 from octavo.models.families.granite import granite, granite_hybrid, minicpm
 from octavo.models.families.lfm2 import lfm2
 from octavo.models.families.llama import ernie, internlm2, internlm3, llama, seed_oss, smollm3
+from octavo.models.families.llama4 import llama4, llama4_with_images
 from octavo.models.families.mamba import bamba, falcon_mamba, jamba, mamba, mamba2, nemotron_h
 from octavo.models.families.mistral import mistral
 from octavo.models.families.moe import (
@@ -72,6 +74,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
+    "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
@@ -79,6 +82,8 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "InternLM3ForCausalLM": internlm3,
     "JambaForCausalLM": jamba,
     "Lfm2ForCausalLM": lfm2,
+    "Llama4ForCausalLM": llama4,
+    "Llama4ForConditionalGeneration": llama4_with_images,
     "LlamaForCausalLM": llama,
     "Mamba2ForCausalLM": mamba2,
     "MambaForCausalLM": mamba,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from octavo.models.feed_forwards.spec import FeedForwardSpec
 from octavo.models.mixers.spec import ATTENTION, MixerSpec, SelfAttention
-from octavo.nn.rope_spec import LongRopeScaling, RopeSpec
+from octavo.nn.rope_spec import RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class NormSpec:
     Attributes:
         kind: "rms" for RMSNorm, "layer" for LayerNorm.
         offset: added to the stored weight; 1 for Gemma, whose weights are differences from one.
-        scaled, bias: whether there is a weight, and a bias; an RMSNorm has a weight and no bias.
+        scaled, bias: whether there is a weight, and a bias; an RMSNorm has no bias.
     """
 
     eps: float
@@ -134,12 +134,14 @@ class StoredNames:
         modules: those with other names or arrangements; all others keep their names.
         ignored: ends of names of tensors that are not weights.
         stacks: tensors that hold those of all experts of a layer.
+        foreign: beginnings of names of tensors that the decoder does not use, such as an image encoder's.
     """
 
     root: str = "model"
     modules: tuple[StoredModule, ...] = ()
     ignored: tuple[str, ...] = ()
     stacks: tuple[StoredStack, ...] = ()
+    foreign: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,8 @@ class DecoderSpec:
         rope: rotary embedding of all layers without an entry in `ropes`.
         ropes: that of each layer, if they differ; empty if not.
         windows: each layer's sliding window in tokens; None for full attention.
+        chunked: windows begin at multiples of their size, instead of sliding.
+        sinks: attention has a score per head of a key without a value (gpt-oss).
         biases: those of "qkv", "o", "mlp" and "head" that have biases.
         norm: of the layers, and the final one.
         head_norms: of queries and keys; None for none.
@@ -179,6 +183,8 @@ class DecoderSpec:
     norm: NormSpec
     rope: RopeSpec
     windows: tuple[int | None, ...]
+    chunked: bool = False
+    sinks: bool = False
     mixers: tuple[MixerSpec | None, ...] = ()
     ropes: tuple[RopeSpec, ...] = ()
     biases: frozenset[str] = field(default=frozenset())
@@ -221,13 +227,14 @@ class DecoderSpec:
         """Return the spec for sequences of at most this many tokens; None for the model's own limit.
 
         LongRoPE has factors for long contexts, and others for contexts as long as in training. A model without
-        attention has no limit.
+        attention has no limit. Tables of rotations are no longer than the sequences.
         """
-        if max_length is not None and not self.attention_layers:
-            return replace(self, rope=replace(self.rope, max_position=max_length))
-        if max_length is None or not isinstance(self.rope.scaling, LongRopeScaling):
+        if max_length is None:
             return self
-        return replace(self, rope=self.rope.within(max_length))
+        if not self.attention_layers:
+            return replace(self, rope=replace(self.rope, max_position=max_length))
+        limited = self._with_limit(max_length, windows=self.windows)
+        return replace(limited, rope=limited.rope.within(max_length))
 
     @property
     def intermediate_size(self) -> int:

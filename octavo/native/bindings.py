@@ -65,7 +65,7 @@ class Op(ctypes.Structure):
             (name, c_int32)
             for name in ("zero_point", "minima", "output_dtype", "planes", "function", "centered", "groups", "begin")
         ),
-        *((name, c_int32) for name in ("own_weights", "by_position", "cache_dtype", "group", "beside")),
+        *((name, c_int32) for name in ("own_weights", "by_position", "cache_dtype", "group", "beside", "chunked")),
         *((name, c_float) for name in ("eps", "scale", "soft_cap", "limit")),
         *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel", "low_rank")),
     )

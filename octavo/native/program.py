@@ -354,13 +354,16 @@ class ProgramBuilder:
         cache_dtype: Dtype | None = None,
         group: int = 0,
         window: int = 0,
+        chunked: bool = False,
         soft_cap: float = 0.0,
         slopes: int = 0,
+        sinks: int = 0,
     ) -> None:
         """Causal attention of the queries in `source` over each row's context, through the group's block tables.
 
         Args:
-            slopes: address of the heads' linear biases, float32; 0 for none.
+            chunked: windows begin at multiples of their size.
+            slopes, sinks: addresses of the heads' linear biases and of their sinks, float32; 0 for none.
         """
         for kind in (OpKind.ATTEND, OpKind.MERGE):
             self._add(
@@ -371,8 +374,10 @@ class ProgramBuilder:
                 **_heads(heads),
                 scale=scale,
                 window=window,
+                chunked=chunked,
                 soft_cap=soft_cap,
                 second=slopes,
+                third=sinks,
                 cache=cache,
                 cache_dtype=dtype if cache_dtype is None else cache_dtype,
                 group=group,

@@ -9,6 +9,7 @@ import torch
 
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.attention.sinks import HeadSinks
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.experts import GATE_UP, ExpertLayer
 from octavo.nn.experts_spec import ExpertsForm
@@ -99,8 +100,8 @@ class Build:
         scheme = self.schemes.at(self.path, [part]).experts(mine)
         return ExpertLayer(self.path, self.device, mine, form.size, scheme, self.mesh)
 
-    def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
-        return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps, offset=offset)
+    def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0, scaled: bool = True) -> RMSNorm:
+        return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps, offset=offset, scaled=scaled)
 
     def layer_norm(
         self,
@@ -140,7 +141,8 @@ class Build:
     def attention(self, spec: AttentionSpec) -> PagedAttention:
         backend = self._backend()
         assert not isinstance(backend, LatentBackend), "this model's backend is for latent attention"
-        return PagedAttention(spec, backend, self.path)
+        sinks = HeadSinks(self.at("sinks").path, self.device, spec.num_heads, self.mesh) if spec.sinks else None
+        return PagedAttention(spec, backend, self.path, sinks)
 
     def latent_attention(self, spec: LatentSpec) -> PagedLatents:
         backend = self._backend()

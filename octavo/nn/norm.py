@@ -83,14 +83,23 @@ class RMSNorm(Norm):
     """Root-mean-square normalization over the last dimension (Zhang & Sennrich 2019)."""
 
     def __init__(
-        self, path: str, device: torch.device, dtype: torch.dtype, size: int, eps: float, *, offset: float = 0.0
+        self,
+        path: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        size: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        scaled: bool = True,
     ) -> None:
         """
         Args:
             offset: added to the stored weight, which is then kept in float32.
+            scaled: a weight is stored; else all weights are one.
         """
         super().__init__(path, device)
-        self.dtype, self.size, self.eps, self.offset = dtype, size, eps, offset
+        self.dtype, self.size, self.eps, self.offset, self.scaled = dtype, size, eps, offset, scaled
         self.weight = torch.empty(0)
 
     @property
@@ -117,9 +126,12 @@ class RMSNorm(Norm):
 
     def wanted(self) -> list[Wanted]:
         dtype = torch.float32 if self.offset else self.dtype
-        return [Wanted(f"{self.path}.weight", TensorSpec((self.size,), dtype))]
+        return [Wanted(f"{self.path}.weight", TensorSpec((self.size,), dtype))] if self.scaled else []
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
+        if not self.scaled:
+            self.weight = torch.ones(self.size, dtype=self.dtype, device=self.device)
+            return
         (weight,) = tensors
         self.weight = owned(plain(weight))
         if self.offset:

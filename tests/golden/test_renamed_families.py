@@ -96,6 +96,23 @@ def test_the_same_logits_under_other_names(
     if family == "granite":  # MiniCPM has no factor of its own for scores
         for layer in theirs.model.layers:
             layer.self_attn.scaling = 0.25
+    assert_like(logits, theirs)
+
+
+def test_the_text_half_of_a_model_with_images(tmp_path: Path) -> None:
+    theirs = make_checkpoint("llama4", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(path).items()}
+    images = {"vision_model.class_embedding": torch.ones(3), "multi_modal_projector.linear_1.weight": torch.ones(3, 3)}
+    save_file(tensors | images, path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    config = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runner = PagedRunner(load_model(model_files(tmp_path), ReferenceAttention()), num_blocks=4, block_size=4)
+    assert_like(runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True), theirs)
+
+
+def assert_like(logits: Tensor, theirs: Any) -> None:
     with torch.no_grad():
         expected = theirs(torch.tensor([PROMPT]), use_cache=False).logits[0]
     torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)

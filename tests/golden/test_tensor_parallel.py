@@ -23,9 +23,20 @@ from octavo.nn.weights import TensorSpec
 from octavo.parallel.collectives import TorchCollectives
 from octavo.parallel.mesh import Mesh
 
-FAMILIES = ("llama", "llama-biases", "qwen2", "qwen3-biases", "mistral", "youtu", "youtu-direct", "qwen2-moe")
+FAMILIES = (
+    "llama",
+    "llama-biases",
+    "qwen2",
+    "qwen3-biases",
+    "mistral",
+    "youtu",
+    "youtu-direct",
+    "qwen2-moe",
+    "gpt-oss",
+    "llama4",
+)
 """An untied head, biases on both sides of a sum, a tied head, one kv head for two ranks, a window, the same latents on
-both ranks, with queries of low rank and without, experts that are divided."""
+both ranks, with queries of low rank and without, experts that are divided, sinks, biases of experts."""
 PROMPTS = [[5, 9, 33, 7, 120], [64, 2]]
 
 

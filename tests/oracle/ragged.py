@@ -51,6 +51,7 @@ class Case:
     num_blocks: int
     sequences: list[Sequence]
     label: str
+    sinks: Tensor | None = None
 
     def q(self, seed: int) -> Tensor:
         count = sum(s.queries for s in self.sequences)
@@ -61,7 +62,7 @@ class Case:
         outs, start = [], 0
         for s in self.sequences:
             k, v = (unpack(pack(x), torch.float64) if int8 else x for x in (s.k, s.v))
-            outs.append(attend_dense(q[start : start + s.queries], k, v, self.spec))
+            outs.append(attend_dense(q[start : start + s.queries], k, v, self.spec, self.sinks))
             start += s.queries
         return torch.cat(outs)
 
@@ -77,20 +78,23 @@ def make_case(
     window: int | None = None,
     soft_cap: float | None = None,
     biased: bool = False,
+    chunked: bool = False,
+    sinks: bool = False,
 ) -> Case:
     """A case drawn from `seed`, with what is given held fixed. `rows` are (length, queries) pairs; `biased`: heads have
-    linear biases."""
+    linear biases; `chunked`, `sinks`: as in `AttentionSpec`."""
     rng = random.Random(seed)
     kv_heads, group = heads or rng.choice([(3, 3), (1, 8), (4, 1), (2, 4), (1, 1)])
     head_dim = head_dim or rng.choice([32, 64, 96, 128, 256])
     block_size = block_size or rng.choice([8, 16, 32])
     rows = rows or [_row(rng) for _ in range(rng.randint(1, 7))]
     slopes = tuple(rng.choice([0.004, 0.1, 0.5]) for _ in range(kv_heads * group)) if biased else None
-    spec = AttentionSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, soft_cap, slopes)
+    spec = AttentionSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, soft_cap, slopes, chunked, sinks)
     sequences = _sequences(rng, rows, spec, dtype, block_size)
     needed = max(max(s.blocks) for s in sequences) + 1
     label = f"seed={seed} {dtype} {spec} block_size={block_size} rows={rows}"
-    return Case(spec, dtype, block_size, needed + rng.randint(0, 3), sequences, label)
+    scores = torch.tensor([rng.choice([-200.0, -3.0, 0.0, 4.0, 30.0, 200.0]) for _ in range(spec.num_heads)])
+    return Case(spec, dtype, block_size, needed + rng.randint(0, 3), sequences, label, scores if sinks else None)
 
 
 def _row(rng: random.Random) -> tuple[int, int]:
@@ -164,7 +168,8 @@ def run(
 ) -> Tensor:
     """One step as a model's layer does it: write the new keys and values, then attend."""
     step, cache, q = prepared(case, backend, q, cache, device)
-    return backend.attend(q, cache, step, case.spec)
+    sinks = None if case.sinks is None else case.sinks.to(device)
+    return backend.attend(q, cache, step, case.spec, sinks)
 
 
 def prepared(

@@ -96,11 +96,15 @@ def test_random_batches(backend, dtype, trial):
         {"window": 90, "soft_cap": 20.0},
         {"biased": True},
         {"window": 90, "soft_cap": 20.0, "biased": True},
+        {"window": 37, "chunked": True},
+        {"sinks": True},
+        {"window": 128, "sinks": True},
+        {"window": 90, "chunked": True, "soft_cap": 20.0, "biased": True, "sinks": True},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("trial", range(3))
-def test_windows_soft_caps_and_linear_biases(backend, dtype, options, trial):
+def test_windows_soft_caps_biases_and_sinks(backend, dtype, options, trial):
     check(ragged.make_case(fresh_seed(), dtype, block_size=block_size(backend), **options), backend)
 
 
@@ -117,7 +121,9 @@ def test_many_decodes(backend, dtype):
     check(ragged.make_case(fresh_seed(), dtype, rows=rows, head_dim=32, block_size=block_size(backend)), backend)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 4096}, {"soft_cap": 30.0}, {"biased": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 4096}, {"soft_cap": 30.0}, {"biased": True}, {"sinks": True}], ids=str
+)
 def test_long_contexts(backend, options):
     rows = [(20_000, 1), (9_001, 1), (7, 7), (5_000, 3)]
     size = block_size(backend)

@@ -59,10 +59,21 @@ def test_shapes(head_dim, heads, rows):
 @pytest.mark.parametrize("rows", [FEW, MANY, DRAFTS], ids=["few", "many", "drafts"])
 @pytest.mark.parametrize(
     "options",
-    [{"window": 1}, {"window": 37}, {"window": 130}, {"soft_cap": 5.0}, {"window": 90, "soft_cap": 20.0}],
+    [
+        {"window": 1},
+        {"window": 37},
+        {"window": 130},
+        {"soft_cap": 5.0},
+        {"window": 90, "soft_cap": 20.0},
+        {"window": 37, "chunked": True, "biased": True, "sinks": True},
+        {"chunked": True, "window": 90},
+        {"biased": True},
+        {"sinks": True, "soft_cap": 20.0},
+        {"window": 37, "sinks": True},
+    ][: None if GPU else 6],
     ids=str,
 )
-def test_window_and_soft_cap(options, rows):
+def test_windows_soft_caps_biases_and_sinks(options, rows):
     check(ragged.make_case(fresh_seed(), torch.float32, heads=(1, 2), head_dim=32, block_size=16, **rows, **options))
 
 
@@ -78,9 +89,12 @@ def test_random_batches(trial):
 @pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"head_dim": 96, "window": 37, "soft_cap": 20.0}, {"head_dim": 64}, {"head_dim": 128}, {"head_dim": 256}][
-        : None if GPU else 1
-    ],
+    [
+        {"head_dim": 96, "window": 37, "soft_cap": 20.0, "sinks": True},
+        {"head_dim": 64, "biased": True},
+        {"head_dim": 128},
+        {"head_dim": 256, "window": 64, "chunked": True},
+    ][: None if GPU else 1],
     ids=str,
 )
 def test_from_the_projection(options, kind, rows):
@@ -115,7 +129,8 @@ def check_fused(case: ragged.Case, kind: torch.dtype | None, shared: SharedConte
     if shared is not None:
         step.shared = shared
         step.attn = backend.prepare(step, case.block_size)
-    got = backend.rotate_and_attend(qkv, None, still, cache, there, step, spec)
+    sinks = None if case.sinks is None else case.sinks.to(DEVICE)
+    got = backend.rotate_and_attend(qkv, None, still, cache, there, step, spec, sinks)
     assert got.dtype == q.dtype
     expected = case.expected(q)
     wrong = (got.cpu().double() - expected).abs() / (1 + expected.abs())
@@ -159,7 +174,7 @@ def test_padding_rows_are_finite():
 @pytest.mark.parametrize(
     "options",
     [
-        {"heads": (2, 3), "head_dim": 96, "soft_cap": 20.0},
+        {"heads": (2, 3), "head_dim": 96, "soft_cap": 20.0, "sinks": True},
         {"heads": (1, 4), "head_dim": 128},
         {"heads": (2, 1), "head_dim": 64},
         {"heads": (1, 2), "head_dim": 256},

@@ -185,7 +185,7 @@ def ernie_moe(config: Config) -> DecoderSpec:
         "layers.{}.mlp.moe_statics.e_score_correction_bias", ("layers.{}.mlp.gate.e_score_correction_bias",)
     )
     spec = ernie({"head_dim": whole(config, "hidden_size") // whole(config, "num_attention_heads"), **config})
-    stored = StoredNames(stacks=(*FUSED, correction), ignored=(".mtp_block.",))
+    stored = StoredNames(stacks=(*FUSED, correction), foreign=("model.mtp_",))
     return replace(spec, mlps=tuple(experts if has else dense for has in sparse), stored=stored)
 
 

@@ -134,7 +134,7 @@ def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> I
     roots = (f"{stored.root}.", f"{stored.root.rpartition('.')[2]}.")
     root = next((root for root in roots if any(name.startswith(root) for name in names)), "")
     for name in names:
-        if name.endswith(stored.ignored or ("\n",)):
+        if name.endswith(stored.ignored or ("\n",)) or name.startswith(stored.foreign or ("\n",)):
             continue
         below = name.removeprefix(root)
         numbers, pattern = _NUMBER.findall(f".{below}"), _NUMBER.sub("{}", f".{below}")[1:]

@@ -8,7 +8,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.models.attention import attention_spec
 from octavo.models.mixers.base import Mixer
-from octavo.models.mixers.spec import SelfAttention
+from octavo.models.mixers.spec import SelfAttention, Temperature
 from octavo.models.norms import make_norm
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Function
@@ -39,6 +39,12 @@ def make_head_norm(b: Build, name: str, heads: int, spec: DecoderSpec) -> Norm |
     return make_norm(b, name, spec.head_dim * (heads if norms.over == "all" else 1), norms.norm)
 
 
+def _factors(positions: Tensor, temperature: Temperature) -> Tensor:
+    """Return the factors of queries at these positions, float32."""
+    steps = torch.floor((positions.float() + 1.0) / temperature.interval)
+    return torch.log1p(steps) * temperature.scale + 1.0
+
+
 class Attention(Mixer):
     """Grouped-query self-attention with rotary positions; with a gate if the layer's `SelfAttention` has one."""
 
@@ -63,13 +69,13 @@ class Attention(Mixer):
             "o_proj", inputs=heads.outputs[0], outputs=spec.hidden_size, shard=ROW, bias="o" in spec.biases
         )
         kind = spec.mixer_of(layer)
+        assert isinstance(kind, SelfAttention)
+        self.temperature = kind.temperature
         self.gate = (
-            b.linear("gate_proj", inputs=spec.hidden_size, outputs=heads.outputs[0], shard=COL)
-            if isinstance(kind, SelfAttention) and kind.gated
-            else None
+            b.linear("gate_proj", inputs=spec.hidden_size, outputs=heads.outputs[0], shard=COL) if kind.gated else None
         )
-        self.q_norm = make_head_norm(b, "q_norm", own.heads, spec)
-        self.k_norm = make_head_norm(b, "k_norm", own.kv_heads, spec)
+        self.q_norm = make_head_norm(b, "q_norm", own.heads, spec) if kind.normed else None
+        self.k_norm = make_head_norm(b, "k_norm", own.kv_heads, spec) if kind.normed else None
         self._fuses_norms = spec.fuses_head_norms
         self.attn = b.attention(attention_spec(spec, layer, b.mesh))
 
@@ -86,6 +92,9 @@ class Attention(Mixer):
         heads = qkv.unflatten(-1, (-1, self.head_dim))
         if not self._fuses_norms:
             self._normalize(heads)
+        if self.temperature is not None:
+            queries = heads[:, : self.head_counts[0]]
+            queries.mul_(_factors(step.positions, self.temperature)[:, None, None])
         if self.attn.fused:
             return self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step).flatten(1)
         q, k, v = heads.split(self.head_counts, dim=1)

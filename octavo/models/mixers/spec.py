@@ -33,14 +33,27 @@ class MixerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries are multiplied by 1 + scale * ln(1 + floor((position + 1) / interval)), so that attention stays sharp in
+    long contexts (https://arxiv.org/abs/2501.19399)."""
+
+    interval: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class SelfAttention(MixerSpec):
     """Grouped-query attention; its other parameters are fields of `DecoderSpec`.
 
     Attributes:
         gated: each head's output is multiplied by the sigmoid of a gate.
+        normed: queries and keys have `DecoderSpec.head_norms`, if there are any.
+        temperature: None for none.
     """
 
     gated: bool = False
+    normed: bool = True
+    temperature: Temperature | None = None
 
     @property
     def path(self) -> str:
@@ -48,7 +61,9 @@ class SelfAttention(MixerSpec):
 
     @property
     def lacking(self) -> str | None:
-        return "gated attention" if self.gated else None
+        if self.gated:
+            return "gated attention"
+        return None if self.temperature is None else "temperatures of attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,10 @@ struct Work {
     int visible_end(int m) const {
         return sharers ? step.seq_lens[sharers[m / group].row] : end - task.count + m / group + 1;
     }
-    int visible_begin(int m) const { return op.window > 0 ? std::max(0, visible_end(m) - op.window) : 0; }
+    int visible_begin(int m) const {
+        if (op.window <= 0) return 0;
+        return op.chunked ? (visible_end(m) - 1) / op.window * op.window : std::max(0, visible_end(m) - op.window);
+    }
 
     // The first key that any row attends to.
     int first_visible() const {
@@ -232,11 +235,18 @@ struct Work {
 
     void finish(const Running& of) const { op.dtype == kBfloat ? finish_as<bf16>(of) : finish_as<float>(of); }
 
+    // The weight of a row's sink, which has no value.
+    float sink(int m, float peak) const {
+        if (op.third == nullptr) return 0;
+        const float score = static_cast<const float*>(op.third)[task.kv_head * group + m % group] * kLog2E - peak;
+        return exponential2(std::min(score, 126.0f));
+    }
+
     template <class T>
     void finish_as(const Running& of) const {
         for (int m = 0; m < rows; m++) {
             T* to = program.at<T>(op.output, token(m / group)) + (task.kv_head * group + m % group) * dim;
-            const float *from = of.sums + (int64_t)m * dim, inverse = 1.0f / of.totals[m];
+            const float *from = of.sums + (int64_t)m * dim, inverse = 1.0f / (of.totals[m] + sink(m, of.peaks[m]));
             for (int c = 0; c < dim; c += W) store(to + c, load(from + c) * inverse);
         }
     }

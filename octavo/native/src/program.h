@@ -33,6 +33,7 @@ struct OctavoOp {
     int32_t by_position;         // rows of a table are looked up by the tokens' positions, not by their ids
     int32_t cache_dtype, group;  // `group`: of the layer's KV cache, whose block tables the operation reads
     int32_t beside;              // the next operation does not read its results, so it begins without a barrier
+    int32_t chunked;             // windows begin at multiples of their size
     float eps, scale, soft_cap, limit;
     const void *weight, *second, *third;
     void* cache;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,9 +20,12 @@ class AttentionSpec:
     Attributes:
         scale: multiplies q·k before the softmax; normally head_dim ** -0.5.
         window: a query at position p attends to keys in (p - window, p]; None: to all of [0, p].
+        chunked: the window begins at a multiple of its size instead: keys in [p // window * window, p].
         soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them unchanged.
         slopes: [num_heads], each head's linear bias (ALiBi, https://arxiv.org/abs/2108.12409): its scores become
             scores + slope * (key's position - query's position); None for no bias.
+        sinks: each head has a further score, of a key without a value, which takes a share of the softmax (gpt-oss,
+            https://arxiv.org/abs/2309.17453).
     """
 
     num_heads: int
@@ -32,6 +35,19 @@ class AttentionSpec:
     window: int | None = None
     soft_cap: float | None = None
     slopes: tuple[float, ...] | None = None
+    chunked: bool = False
+    sinks: bool = False
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether queries at different positions give the same keys the same scores, and see all of a prefix."""
+        return self.window is None and self.slopes is None
+
+    def first_visible(self, position: Any) -> Any:
+        """Return the first position that queries at these positions attend to, before position 0 if the window reaches
+        that far. Numbers or tensors; only for layers with a window."""
+        assert self.window is not None
+        return position // self.window * self.window if self.chunked else position - self.window + 1
 
     @property
     def token_elements(self) -> int:
@@ -66,8 +82,14 @@ class AttentionBackend(Protocol):
         """Store k and v, [T, num_kv_heads, head_dim] each, at `step.slot_mapping`."""
         ...
 
-    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
-        """Compute causal attention of q [T, num_heads, head_dim] over each row's context; return the same shape."""
+    def attend(
+        self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute causal attention of q [T, num_heads, head_dim] over each row's context; return the same shape.
+
+        Args:
+            sinks: [num_heads] float32, if `spec.sinks`.
+        """
         ...
 
 
@@ -85,6 +107,7 @@ class FusedBackend(AttentionBackend, Recordable, Protocol):
         scales: Tensor | None,
         step: StepInput,
         spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Normalize (if `norms` is given) and rotate queries and keys, store keys and values, and attend.
 
@@ -94,6 +117,7 @@ class FusedBackend(AttentionBackend, Recordable, Protocol):
             cos_sin: [max_position, head_dim] float32, as for `apply_rope`.
             scales: [2, num_kv_heads] float32, of keys and of values, for an FP8 cache: a stored number times its head's
                 scale is the value.
+            sinks: as for `attend`.
 
         Returns:
             [T, num_heads, head_dim].

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.nn.attention.base import AttentionSpec
-from octavo.nn.attention.biased import attend_biased
 from octavo.nn.attention.kv_int8 import SCALE_BYTES, pack, unpack
+from octavo.nn.attention.rowwise import attend_row
 from octavo.nn.attention.runs import BlockRange, ChunkPlan, DecodePlan, Edges, HostLayout, KvSegment, SharedRun
 from octavo.nn.step import StepInput
 
@@ -58,31 +58,35 @@ class TorchAttention:
         cells[:, 0].index_copy_(0, step.slot_mapping, k)
         cells[:, 1].index_copy_(0, step.slot_mapping, v)
 
-    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
-        if spec.slopes is not None:
-            return _attend_rows(q, cache, step.attn, spec)
+    def attend(
+        self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        if spec.slopes is not None or spec.chunked:
+            return _attend_rows(q, cache, step.attn, spec, sinks)
         plan = step.attn.plan(spec.window)
         out = torch.empty_like(q)
         if plan.decode is not None:
-            _attend_decodes(q, cache, plan.decode, spec, out)
+            _attend_decodes(q, cache, plan.decode, spec, sinks, out)
         for chunk in plan.chunks:
-            _attend_chunk(q, cache, chunk, spec, out)
+            _attend_chunk(q, cache, chunk, spec, sinks, out)
         return out
 
 
-def _attend_rows(q: Tensor, cache: Tensor, layout: HostLayout, spec: AttentionSpec) -> Tensor:
-    """Attend with linear biases, which the fused kernel lacks."""
+def _attend_rows(q: Tensor, cache: Tensor, layout: HostLayout, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """Attend with what the fused kernel lacks."""
     out = torch.empty_like(q)
     starts = layout.query_start
     for row, length in enumerate(layout.seq_lens):
         blocks = layout.tables[row, : -(-length // layout.block_size)].astype("int64")
         cells = _plain(cache[torch.from_numpy(blocks)].flatten(0, 1)[:length], q.dtype)
         rows = slice(starts[row], starts[row + 1])
-        out[rows] = attend_biased(q[rows], cells[:, 0], cells[:, 1], spec).to(q.dtype)
+        out[rows] = attend_row(q[rows], cells[:, 0], cells[:, 1], spec, sinks).to(q.dtype)
     return out
 
 
-def _attend_decodes(q: Tensor, cache: Tensor, plan: DecodePlan, spec: AttentionSpec, out: Tensor) -> None:
+def _attend_decodes(
+    q: Tensor, cache: Tensor, plan: DecodePlan, spec: AttentionSpec, sinks: Tensor | None, out: Tensor
+) -> None:
     """Attend with the query heads of one kv head in the query dimension, so that each key is read once for all."""
     grouped = q.unflatten(1, (spec.num_kv_heads, -1))
     parts = [_span(grouped, cache, span, spec) for span in plan.spans]
@@ -90,7 +94,7 @@ def _attend_decodes(q: Tensor, cache: Tensor, plan: DecodePlan, spec: AttentionS
     if plan.edges is not None:
         parts.append(_edges(grouped, cache, plan.edges, spec))
     outs = torch.cat([part[0] for part in parts])
-    if plan.single:
+    if plan.single and sinks is None:
         out[plan.part_tokens] = outs.flatten(1, 2).to(out.dtype)
         return
     lses = torch.cat([part[1] for part in parts]).unsqueeze(-1)
@@ -99,6 +103,8 @@ def _attend_decodes(q: Tensor, cache: Tensor, plan: DecodePlan, spec: AttentionS
     weights = torch.exp(lses - peak[rows])
     total = torch.zeros_like(peak).index_add_(0, rows, weights)
     mixed = weights.new_zeros(count, *outs.shape[1:]).index_add_(0, rows, weights * outs)
+    if sinks is not None:
+        total += torch.exp(sinks.view(1, spec.num_kv_heads, -1, 1) - peak)
     out[plan.tokens] = mixed.div_(total).flatten(1, 2).to(out.dtype)
 
 
@@ -127,7 +133,9 @@ def _edges(q: Tensor, cache: Tensor, edges: Edges, spec: AttentionSpec) -> Parti
     return _attend(q[edges.tokens], k, v, spec, ~edges.hidden[:, None, None, :])
 
 
-def _attend_chunk(q: Tensor, cache: Tensor, plan: ChunkPlan, spec: AttentionSpec, out: Tensor) -> None:
+def _attend_chunk(
+    q: Tensor, cache: Tensor, plan: ChunkPlan, spec: AttentionSpec, sinks: Tensor | None, out: Tensor
+) -> None:
     end = plan.position + plan.count
     window = spec.window if spec.window is not None and spec.window < end else None
     cut = _tiles if window is not None or spec.soft_cap is not None else _halves
@@ -147,6 +155,8 @@ def _attend_chunk(q: Tensor, cache: Tensor, plan: ChunkPlan, spec: AttentionSpec
             else:
                 part = _attend_plain(*args, _visible((low, high), (first, last), window))
             _merge(acc[:, :, rows], lse[:, :, rows], part)
+    if sinks is not None:
+        acc *= torch.sigmoid(lse - sinks.view(spec.num_kv_heads, -1, 1)).unsqueeze(-1)
     out[plan.begin : plan.begin + plan.count] = acc.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
 

@@ -11,6 +11,7 @@ from octavo.core.cache_groups import CacheGroup, attending
 from octavo.native.program import ProgramBuilder
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend, Norms
 from octavo.nn.attention.native import NativeAttention
+from octavo.nn.attention.sinks import HeadSinks
 from octavo.nn.step import StepInput
 
 
@@ -23,13 +24,16 @@ class PagedAttention(nn.Module):
         cache: this layer's KV cache, of `backend.cache_shape(spec, ...)`. The worker binds it; empty until then.
         group: which cache group the layer belongs to; the worker sets it.
         scales: [2, num_kv_heads] float32 with an FP8 cache, see `FusedBackend`; the worker sets them too.
+        sinks: a weight, if `spec.sinks`.
     """
 
     if TYPE_CHECKING:
 
         def __call__(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput, /) -> Tensor: ...
 
-    def __init__(self, spec: AttentionSpec, backend: AttentionBackend, path: str = "") -> None:
+    def __init__(
+        self, spec: AttentionSpec, backend: AttentionBackend, path: str = "", sinks: HeadSinks | None = None
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.backend = backend
@@ -37,6 +41,7 @@ class PagedAttention(nn.Module):
         self.cache = torch.empty(0)
         self.group = 0
         self.scales: Tensor | None = None
+        self.sinks = sinks
 
     def keeps(self, block_size: int) -> CacheGroup:
         """Return the kind of the layer's group."""
@@ -46,14 +51,14 @@ class PagedAttention(nn.Module):
         """Attend with q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]; return q's shape."""
         step = step.of(self.group)
         self.backend.write(k, v, self.cache, step)
-        return self.backend.attend(q, self.cache, step, self.spec)
+        return self.backend.attend(q, self.cache, step, self.spec, self._sinks)
 
     def emit(
         self, b: ProgramBuilder, source: int, output: int, dtype: torch.dtype, norms: Norms | None, cos_sin: Tensor
     ) -> None:
         """Add the layer to a native program; see `NativeAttention.emit`."""
         assert isinstance(self.backend, NativeAttention)
-        self.backend.emit(b, source, output, dtype, self.cache, self.spec, norms, cos_sin, self.group)
+        self.backend.emit(b, source, output, dtype, self.cache, self.spec, norms, cos_sin, self.group, self._sinks)
 
     @property
     def fused(self) -> bool:
@@ -65,4 +70,10 @@ class PagedAttention(nn.Module):
         if not isinstance(self.backend, FusedBackend):
             raise AssertionError(f"{self.backend.name} does not rotate")
         step = step.of(self.group)
-        return self.backend.rotate_and_attend(qkv, norms, cos_sin, self.cache, self.scales, step, self.spec)
+        return self.backend.rotate_and_attend(
+            qkv, norms, cos_sin, self.cache, self.scales, step, self.spec, self._sinks
+        )
+
+    @property
+    def _sinks(self) -> Tensor | None:
+        return None if self.sinks is None else self.sinks.value

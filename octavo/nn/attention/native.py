@@ -51,7 +51,9 @@ class NativeAttention:
         builder.rope(0, 1, dtype, (0, heads, dim), 0, 0, cache.data_ptr(), cache_dtype=cache_dtype)
         self._run(builder, step, rows, None)
 
-    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         q = q.contiguous()
         out = torch.empty_like(q)
         width = q.shape[1] * q.shape[2] * q.element_size()
@@ -65,8 +67,10 @@ class NativeAttention:
             spec.scale,
             cache_dtype=CACHE_DTYPES[cache.dtype],
             window=spec.window or 0,
+            chunked=spec.chunked,
             soft_cap=spec.soft_cap or 0.0,
             slopes=_slopes(builder, spec),
+            sinks=_sinks(builder, sinks),
         )
         self._run(builder, step, q, out)
         return out
@@ -82,6 +86,7 @@ class NativeAttention:
         norms: Norms | None,
         cos_sin: Tensor,
         group: int = 0,
+        sinks: Tensor | None = None,
     ) -> None:
         """Add one layer's operations to a program: norms of heads, rotation, the write to the cache, attention.
 
@@ -90,6 +95,7 @@ class NativeAttention:
             norms: float32 weights.
             group: the layer's cache group.
             cos_sin: [max_position, rotary_dim] float32.
+            sinks: as for `attend`.
         """
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         queries = b.scratch("queries", spec.num_heads * spec.head_dim * 4)
@@ -120,8 +126,10 @@ class NativeAttention:
             cache_dtype=cache_dtype,
             group=group,
             window=spec.window or 0,
+            chunked=spec.chunked,
             soft_cap=spec.soft_cap or 0.0,
             slopes=_slopes(b, spec),
+            sinks=_sinks(b, sinks),
         )
 
     def _run(self, builder: ProgramBuilder, step: StepInput, source: Tensor, result: Tensor | None) -> None:
@@ -136,6 +144,14 @@ def _slopes(b: ProgramBuilder, spec: AttentionSpec) -> int:
         return 0
     b.kept.append(slopes := torch.tensor(spec.slopes, dtype=torch.float32))
     return slopes.data_ptr()
+
+
+def _sinks(b: ProgramBuilder, sinks: Tensor | None) -> int:
+    """Return the address of the heads' sinks, which the program keeps; 0 for none."""
+    if sinks is None:
+        return 0
+    b.kept.append(sinks)
+    return sinks.data_ptr()
 
 
 def native_step(step: StepInput, block_size: int) -> StepArgs:

@@ -40,7 +40,9 @@ class ReferenceAttention:
             cache[block, 0, offset] = k[token]
             cache[block, 1, offset] = v[token]
 
-    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         block_size = cache.shape[2]
         starts = step.query_start.tolist()
         tables = step.block_tables if step.table_rows is None else step.block_tables[step.table_rows]
@@ -51,16 +53,17 @@ class ReferenceAttention:
             if self.int8:
                 context = unpack(context, torch.float64)
             queries = slice(starts[row], starts[row + 1])
-            out[queries] = attend_dense(q[queries], context[:, 0], context[:, 1], spec).to(q.dtype)
+            out[queries] = attend_dense(q[queries], context[:, 0], context[:, 1], spec, sinks).to(q.dtype)
         return out
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
     """Return softmax(mask(cap(scale · q kᵀ) + bias)) v of one sequence, in float64.
 
     Args:
         q: [n, num_heads, head_dim], the queries of the sequence's last n positions.
         k, v: [length, num_kv_heads, head_dim], the whole sequence.
+        sinks: [num_heads], scores of a last key, whose value is 0.
 
     Returns:
         [n, num_heads, head_dim] float64.
@@ -71,7 +74,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor
     positions = torch.arange(length - count, length, device=q.device)[:, None]
     visible = keys <= positions
     if spec.window is not None:
-        visible &= keys > positions - spec.window
+        visible &= keys >= spec.first_visible(positions)
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for head in range(spec.num_heads):
         keys_of_head = k[:, head // group].double()
@@ -80,6 +83,9 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         if spec.slopes is not None:
             scores += spec.slopes[head] * (keys - positions)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        scores.masked_fill_(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head].double().expand(count, 1)], dim=1)
+        weights = scores.softmax(dim=-1)[:, :length]
         out[:, head] = weights @ v[:, head // group].double()
     return out

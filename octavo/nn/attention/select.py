@@ -102,8 +102,6 @@ def _triton_reason(request: BackendRequest) -> str | None:
         return f"runs on cuda (or on cpu under TRITON_INTERPRET=1, for tests), not on {request.device.type}"
     if _int8(request):
         return "stores keys and values in the model's dtype or in FP8, not in int8"
-    if request.spec.slopes is not None:
-        return "has no linear attention biases (ALiBi)"
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which is not installed"
     if request.dtype not in DTYPES:

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.device.transfer import upload_parts
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
-from octavo.nn.attention.triton_arguments import as_words, scales_of, two_strides
+from octavo.nn.attention.triton_arguments import as_words, head_terms, scales_of, two_strides
 from octavo.nn.attention.triton_few import SHARED_TOKENS, Few, attend_few, most_sharing
 from octavo.nn.attention.triton_prefill import prefill_kernel
 from octavo.nn.attention.triton_shapes import prefill_shape
@@ -101,15 +101,18 @@ class TritonAttention:
         scales: Tensor | None,
         step: StepInput,
         spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `FusedBackend`. Rows with many queries read this step's keys and values from `qkv`."""
         launches: Launches = step.attn
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=launches.many is not None)
         q, fresh = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :]
-        return attend_parts(q, fresh, cache, scales, step, spec)
+        return attend_parts(q, fresh, cache, scales, step, spec, sinks)
 
-    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
-        return attend_parts(q, None, cache, None, step, spec)
+    def attend(
+        self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        return attend_parts(q, None, cache, None, step, spec, sinks)
 
     def sharing(self) -> tuple[int, int]:
         """See `FusedBackend`."""
@@ -192,7 +195,13 @@ def rotate_and_write(
 
 
 def attend_parts(
-    q: Tensor, fresh: Tensor | None, cache: Tensor, scales: Tensor | None, step: StepInput, spec: AttentionSpec
+    q: Tensor,
+    fresh: Tensor | None,
+    cache: Tensor,
+    scales: Tensor | None,
+    step: StepInput,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend. `fresh` [T, 2 num_kv_heads, head_dim]: the step's keys and values, in rows of the tensor that q is
     from."""
@@ -200,9 +209,9 @@ def attend_parts(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if launches.many is not None:
         with _forked(launches.beside):
-            _attend_many(q, fresh, cache, scales, step, spec, launches.many, out)
+            _attend_many(q, fresh, cache, scales, step, spec, launches.many, out, sinks)
     if launches.few is not None:
-        attend_few(q, cache, scales, step, spec, launches.few, out)
+        attend_few(q, cache, scales, step, spec, launches.few, out, sinks)
     if launches.beside is not None:
         torch.cuda.current_stream(q.device).wait_stream(launches.beside)
     return out
@@ -217,6 +226,7 @@ def _attend_many(
     spec: AttentionSpec,
     many: Many,
     out: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     form, cells = as_words(cache)
     shape = prefill_shape(q.dtype, spec.head_dim, many.longest, q.device)
@@ -234,6 +244,7 @@ def _attend_many(
         step.query_start if step.table_rows is None else step.table_rows,
         step.block_tables,
         *scales_of(spec),
+        *head_terms(spec, sinks, step.seq_lens),
         *two_strides(q),
         *cells.stride()[:4],
         step.block_tables.stride(0),
@@ -245,7 +256,10 @@ def _attend_many(
         BLOCK_N=shape.keys,
         PAGE=cache.shape[3],
         WINDOW=spec.window or 0,
+        CHUNKED=spec.chunked,
         CAPPED=spec.soft_cap is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_SLOPES=spec.slopes is not None,
         HAS_TABLE_ROWS=step.table_rows is not None,
         HAS_FRESH=fresh is not None,
         BULK=bulk,

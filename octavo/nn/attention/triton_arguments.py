@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -25,6 +26,18 @@ def scales_of(spec: AttentionSpec) -> tuple[float, float]:
     if spec.soft_cap is None:
         return spec.scale * _LOG2_E, 0.0
     return spec.scale, spec.soft_cap
+
+
+def head_terms(spec: AttentionSpec, sinks: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the heads' sinks and the slopes of their linear biases, float32; `unused` in place of what a layer
+    lacks."""
+    slopes = unused if spec.slopes is None else _on_device(spec.slopes, unused.device)
+    return unused if sinks is None else sinks, slopes
+
+
+@functools.cache
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def two_strides(x: Tensor) -> Sequence[int]:

@@ -20,6 +20,16 @@ WHOLE: tl.constexpr = tl.constexpr(0)
 REST: tl.constexpr = tl.constexpr(1)
 COMMON: tl.constexpr = tl.constexpr(2)
 """What a launch reads: whole contexts, the rest after each row's common prefix, or common prefixes."""
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_visible(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """Return the first position in the window of a query, as `AttentionSpec.first_visible`."""
+    if CHUNKED:
+        return position // WINDOW * WINDOW
+    else:
+        return position - WINDOW + 1
 
 
 @triton.jit(do_not_specialize=["splits", "parts", "first_part"])
@@ -38,6 +48,8 @@ def decode_kernel(
     tables,
     scale,
     soft_cap,
+    sinks,
+    slopes,
     q_token_stride,
     q_head_stride,
     block_stride,
@@ -56,7 +68,10 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     DIVIDED: tl.constexpr,
     READS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
@@ -131,7 +146,7 @@ def decode_kernel(
     if READS == REST:
         first = tl.load(shared + row) // BLOCK_N
     if WINDOW > 0:
-        first = tl.maximum(seq_len - count - WINDOW + 1, 0) // BLOCK_N
+        first = tl.maximum(first_visible(seq_len - count, WINDOW, CHUNKED), 0) // BLOCK_N
     last = tl.cdiv(seq_len, BLOCK_N)
     share = tl.cdiv(last - first, splits)
     begin = first + split * share
@@ -141,6 +156,13 @@ def decode_kernel(
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, WIDTH], tl.float32)
     acc_odd = tl.zeros([M, WIDTH], tl.float32)
+    if HAS_SINKS and READS != COMMON:
+        # The sink is in the first part only.
+        peak = tl.where(split == 0, tl.load(sinks + head) * LOG2_E, float("-inf"))
+        total = tl.where(split == 0, 1.0, total)
+    slope = tl.zeros([M], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head) * LOG2_E
     head_base = cache + kv_head.to(tl.int64) * kv_head_stride
     # Tiles that are fully visible to every query come first and need no masks.
     plain_end = begin
@@ -172,12 +194,14 @@ def decode_kernel(
                 scores = tl.dot(q_odd, tl.trans(k_odd), scores) * scale
             if CAPPED:
                 # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores include the factor log2(e) for exp2.
-                scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
-                scores = scores * 1.4426950408889634
+                scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * LOG2_E) + 1.0))
+                scores = scores * LOG2_E
+            if HAS_SLOPES:
+                scores = scores + slope[:, None] * (key[None, :] - position[:, None])
             if MASKED == 1:
                 visible = key[None, :] <= position[:, None]
                 if WINDOW > 0:
-                    visible = visible & (key[None, :] > position[:, None] - WINDOW)
+                    visible = visible & (key[None, :] >= first_visible(position, WINDOW, CHUNKED)[:, None])
                 scores = tl.where(visible, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             safe = new_peak if MASKED == 0 else tl.where(new_peak == float("-inf"), 0.0, new_peak)

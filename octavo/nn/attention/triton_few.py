@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.fp8 import form_of, means_of, tile_width
-from octavo.nn.attention.triton_arguments import as_words, scales_of, two_strides
+from octavo.nn.attention.triton_arguments import as_words, head_terms, scales_of, two_strides
 from octavo.nn.attention.triton_decode import COMMON, REST, WHOLE, decode_kernel, merge_kernel
 from octavo.nn.attention.triton_shapes import decode_shape
 from octavo.nn.ops.triton_overlap import overlap
@@ -72,9 +72,11 @@ def attend_few(
     spec: AttentionSpec,
     few: Few,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Write these rows of `out`. With a window, each row reads its own keys, since a common prefix may precede it."""
-    shared = few.shared if spec.window is None else None
+    """Write these rows of `out`. With a window, each row reads its own keys, since a common prefix may precede it; so
+    it does with linear biases, which differ from row to row."""
+    shared = few.shared if spec.shares_prefixes else None
     rows = few.rows if few.rows is not None else step.query_start
     splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device)
     divided = splits if splits > 1 else 0
@@ -90,7 +92,7 @@ def attend_few(
             _Reading(REST.value, few.count, 1, splits, common, rows, shared.lens),
         ]
     for reading in readings:
-        _read(q, cache, scales, step, spec, reading, parts, out, few.rows is not None)
+        _read(q, cache, scales, step, spec, reading, parts, out, sinks, few.rows is not None)
     if divided:
         _merge(parts, few, rows, step, spec, form_of(cache.dtype), out)
 
@@ -112,6 +114,7 @@ def _read(
     reading: _Reading,
     parts: _PartialOutputs,
     out: Tensor,
+    sinks: Tensor | None,
     has_rows: bool,
 ) -> None:
     form, cells = as_words(cache)
@@ -133,6 +136,7 @@ def _read(
         step.query_start if step.table_rows is None else step.table_rows,
         step.block_tables,
         *scales_of(spec),
+        *head_terms(spec, sinks, step.seq_lens),
         *two_strides(q),
         *cells.stride()[:4],
         step.block_tables.stride(0),
@@ -147,7 +151,10 @@ def _read(
         BLOCK_N=shape.keys,
         PAGE=cache.shape[3],
         WINDOW=spec.window or 0,
+        CHUNKED=spec.chunked,
         CAPPED=spec.soft_cap is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_SLOPES=spec.slopes is not None,
         DIVIDED=reading.kind == COMMON.value or reading.splits > 1,
         READS=reading.kind,
         HAS_ROWS=has_rows,

@@ -10,17 +10,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.nn.attention.triton_decode import LOG2_E, first_visible
 from octavo.nn.attention.triton_fp8 import unit, widen
 
 
 @triton.jit
-def _weigh(scores, visible, peak, total, scale, soft_cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+def _weigh(
+    scores,
+    visible,
+    distance,
+    slope,
+    peak,
+    total,
+    scale,
+    soft_cap,
+    CAPPED: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Return one tile's softmax weights, the scale factor of earlier results, and the new peak and total."""
     if CAPPED:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1); scaled scores include the factor log2(e) for exp2.
         scores = scores * scale
-        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * 1.4426950408889634) + 1.0))
-        scores = scores * (1.4426950408889634 / scale)
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * LOG2_E) + 1.0))
+        scores = scores * (LOG2_E / scale)
+    if HAS_SLOPES:
+        scores = scores + distance * (slope / scale)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
@@ -46,6 +61,8 @@ def prefill_kernel(
     tables,
     scale,
     soft_cap,
+    sinks,
+    slopes,
     q_token_stride,
     q_head_stride,
     block_stride,
@@ -61,7 +78,10 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
     HAS_FRESH: tl.constexpr,
     BULK: tl.constexpr,
@@ -100,11 +120,17 @@ def prefill_kernel(
     begin = 0
     if WINDOW > 0:
         seen = 0
-        begin = tl.maximum(past + first_query - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(first_visible(past + first_query, WINDOW, CHUNKED), 0) // BLOCK_N * BLOCK_N
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if HAS_SINKS:
+        peak = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head) * LOG2_E
+        total = total + 1.0
+    slope = 0.0
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head) * LOG2_E
     WIDTH: tl.constexpr = BLOCK_D if FORM == 0 else BLOCK_D // 2
     USED: tl.constexpr = D if FORM == 0 else D // 2
     w = tl.arange(0, WIDTH)
@@ -148,8 +174,11 @@ def prefill_kernel(
                 scores = tl.dot(q_odd, tl.trans(k_odd), scores)
             visible = (key[None, :] < paged_end) & (key[None, :] <= position[:, None])
             if WINDOW > 0:
-                visible = visible & (key[None, :] > position[:, None] - WINDOW)
-            weights, decay, peak, total = _weigh(scores, visible, peak, total, paged_scale, soft_cap, CAPPED, MASKED)
+                visible = visible & (key[None, :] >= first_visible(position, WINDOW, CHUNKED)[:, None])
+            distance = key[None, :] - position[:, None]
+            weights, decay, peak, total = _weigh(
+                scores, visible, distance, slope, peak, total, paged_scale, soft_cap, CAPPED, HAS_SLOPES, MASKED
+            )
             if FORM == 0:
                 acc = acc * decay[:, None]
                 acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
@@ -184,8 +213,11 @@ def prefill_kernel(
                 scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
                 visible = key[None, :] <= query[:, None]
                 if WINDOW > 0:
-                    visible = visible & (key[None, :] > query[:, None] - WINDOW)
-                weights, decay, peak, total = _weigh(scores, visible, peak, total, scale, soft_cap, CAPPED, MASKED)
+                    visible = visible & (past + key[None, :] >= first_visible(position, WINDOW, CHUNKED)[:, None])
+                distance = key[None, :] - query[:, None]
+                weights, decay, peak, total = _weigh(
+                    scores, visible, distance, slope, peak, total, scale, soft_cap, CAPPED, HAS_SLOPES, MASKED
+                )
                 acc = acc * decay[:, None]
                 acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

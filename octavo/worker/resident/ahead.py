@@ -180,7 +180,8 @@ def _attend(
         scales = table.new_empty(2, spec.num_kv_heads) if kv_dtype.itemsize == 1 else None
         norm = torch.empty(spec.head_dim, dtype=dtype, device=step.device)
         norms = (norm, norm, 1e-5) if spec.head_norms is not None and spec.fuses_head_norms else None
-        attention.rotate_and_attend(qkv, norms, table, cache, scales, step, layer)
+        sinks = table.new_empty(spec.num_heads) if layer.sinks else None
+        attention.rotate_and_attend(qkv, norms, table, cache, scales, step, layer, sinks)
 
 
 def _attend_latents(

@@ -155,7 +155,7 @@ class GraphReplay:
         self._hooks.select(ORDINARY)
 
     def _reserve_singles(self, max_rows: int, *, shares: bool) -> None:
-        layers = [layer for layer in self._model.attention_layers if layer.spec.window is None]
+        layers = [layer for layer in self._model.attention_layers if layer.spec.shares_prefixes]
         self._singles = Singles(self._slots, self._attention, max_rows, shares=shares and bool(layers))
         self._block_bytes = layers[0].cache[0].nbytes if layers else 0
         largest = self._singles.sizes[-1]

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
 from octavo.models.registry import ARCHITECTURES, build_model, spec_of
 from octavo.models.spec import HeadNorms, NormSpec
 from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.experts_spec import ClampedGate
 from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 BASE = {
@@ -148,6 +150,66 @@ def test_long_rope_uses_the_short_factors_where_they_suffice() -> None:
         limited = spec.within(limit).rope.scaling
         assert isinstance(limited, LongRopeScaling)
         assert limited.divisors == (expected,) * 4
+
+
+def test_gpt_oss_as_published() -> None:
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    spec = spec_of(
+        config(
+            "GptOssForCausalLM",
+            rope_theta=150000,
+            rope_scaling=scaling,
+            max_position_embeddings=131072,
+            sliding_window=128,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+            swiglu_limit=7.0,
+            quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        )
+    )
+    assert spec.windows == (128, None, 128, None)
+    assert spec.sinks
+    assert spec.head_dim == 64
+    assert spec.max_position == 131072
+    assert isinstance(spec.rope.scaling, YarnScaling)
+    assert not spec.rope.scaling.truncate
+    (experts,) = set(spec.mlps)
+    assert isinstance(experts, ExpertsSpec)
+    assert (experts.num_experts, experts.routing.top_k, experts.bias) == (32, 4, True)
+    assert experts.clamped == ClampedGate(1.702, 7.0)
+
+
+def test_llama4_as_published() -> None:
+    text = config(
+        rope_scaling={
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        max_position_embeddings=10485760,
+        intermediate_size_mlp=128,
+        no_rope_layers=[],
+        interleave_moe_layer_step=2,
+        use_qk_norm=False,
+    )
+    spec = spec_of({"architectures": ["Llama4ForConditionalGeneration"], "text_config": text})
+    assert spec.chunked
+    assert spec.windows == (8192, 8192, 8192, None)
+    assert [rope.rotary_dim for rope in spec.ropes] == [128, 128, 128, 0]
+    assert [type(mlp) for mlp in spec.mlps] == [MlpSpec, ExpertsSpec] * 2
+    assert spec.head_norms is None
+    assert spec.max_position == 10485760
+    assert {rope.max_position for rope in spec.within(1000).ropes} == {1000}
 
 
 def test_soft_caps_of_gemma2_can_be_switched_off() -> None:

@@ -27,7 +27,9 @@ class Recorder:
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         self.calls.append(("write", cache))
 
-    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         self.calls.append(("attend", cache))
         return q + 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.core.errors import ModelFileError
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.quantized.integers import Integers
-from octavo.nn.weights import TensorSpec
+from octavo.nn.weights import Index, TensorSpec
 
 Settings = Mapping[str, Any]
 """The checkpoint's `quantization_config`."""
@@ -47,13 +47,13 @@ class Module:
         shape = self._source.shape(name)
         return shape if shape is not None else tuple(self._read(name).shape)
 
-    def tensor(self, suffix: str) -> Tensor:
-        """Return a tensor as it is stored.
+    def tensor(self, suffix: str, index: Index | None = None) -> Tensor:
+        """Return a tensor, or its part `index`, as it is stored.
 
         Raises:
             ModelFileError: it is missing, or can't be read.
         """
-        return self._read(self._checked(suffix))
+        return self._read(self._checked(suffix), index)
 
     def wrong(self, suffix: str, why: str) -> ModelFileError:
         """Return the error for a tensor that does not fit the module."""
@@ -62,8 +62,8 @@ class Module:
             "quantized as its quantization_config says."
         )
 
-    def _read(self, name: str) -> Tensor:
-        return self._source.tensor(name, TensorSpec((), torch.float32))
+    def _read(self, name: str, index: Index | None = None) -> Tensor:
+        return self._source.tensor(name, TensorSpec((), torch.float32), index)
 
     def _checked(self, suffix: str) -> str:
         name = f"{self.name}{self._joint}{suffix}"
@@ -107,6 +107,16 @@ class Method(ABC):
         Raises:
             ModelFileError: a tensor is missing, or does not fit the others.
         """
+
+    def part(self, module: Module, index: Index) -> Tensor:
+        """Return a part of a module's matrix, as values. A method whose modules hold many matrices overrides it to
+        expand no more than that.
+
+        Raises:
+            ModelFileError: as `matrix`.
+        """
+        matrix = self.matrix(module)
+        return (matrix.dequantized() if isinstance(matrix, Integers) else matrix)[index]
 
     def _with(self, suffix: str, names: Set[str]) -> Set[str]:
         """Return the modules that have a tensor of this suffix."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.models.load.quantized.floats import from_e2m1, from_e8m0
 from octavo.models.load.quantized.method import Method, Module, Settings
+from octavo.nn.weights import Index
 
 
 class MXFP4(Method):
@@ -29,7 +30,14 @@ class MXFP4(Method):
         return experts, groups * size * 2, outputs
 
     def matrix(self, module: Module) -> Tensor:
-        blocks, scales = module.tensor("blocks"), module.tensor("scales")
+        return self._values(module, None)
+
+    def part(self, module: Module, index: Index) -> Tensor:
+        experts, *within = index
+        return self._values(module, (experts,))[(slice(None), *within)]
+
+    def _values(self, module: Module, experts: Index | None) -> Tensor:
+        blocks, scales = module.tensor("blocks", experts), module.tensor("scales", experts)
         if scales.shape != blocks.shape[:-1]:
             raise module.wrong("scales", f"has shape {list(scales.shape)} for blocks {list(blocks.shape)}")
         values = from_e2m1(blocks).mul_(from_e8m0(scales)[..., None])

@@ -48,6 +48,7 @@ class QuantizedCheckpoint:
         module = self._modules.get(name)
         if module is None:
             return self._source.tensor(name, spec, index)
+        if index is not None:
+            return self._method.part(module, index).to(spec.dtype)
         matrix = self._method.matrix(module)
-        values = matrix.dequantized() if isinstance(matrix, Integers) else matrix
-        return (values if index is None else values[index]).to(spec.dtype)
+        return (matrix.dequantized() if isinstance(matrix, Integers) else matrix).to(spec.dtype)

@@ -81,6 +81,7 @@ class LibraryAttention:
         scales: Tensor | None,
         step: StepInput,
         spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `FusedBackend`."""
         if isinstance(step.attn, Launches):
@@ -88,7 +89,10 @@ class LibraryAttention:
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=False)
         return self.attend(qkv[:, : spec.num_heads], cache, step, spec)
 
-    def attend(self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None, "libraries are not chosen for layers with sinks"
         parts: SplitPlan = step.attn
         if parts.few is None and parts.prompts is not None:
             return self._library.attend(q, cache, parts.prompts, spec)

@@ -24,6 +24,10 @@ def common_reason(request: BackendRequest, module: str, title: str) -> str | Non
         return "reads keys and values in the model's dtype: leave --kv-cache-dtype out"
     if request.spec.slopes is not None:
         return "has no linear attention biases (ALiBi)"
+    if request.spec.sinks:
+        return "is not asked for attention sinks"
+    if request.spec.chunked:
+        return "has no windows that begin at multiples of their size"
     if request.spec.head_dim % 8 or request.spec.head_dim > 256:
         return f"has heads of up to 256 channels, a multiple of 8, not {request.spec.head_dim}"
     return None

@@ -9,6 +9,7 @@ import torch
 from quantized_kit import EXAMPLES, Stored, mxfp4_experts
 
 from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.load.quantized import mxfp4
 from octavo.models.load.quantized.table import METHODS, dequantizing, method_of
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.nn.quant.blocks import dequantized
@@ -61,6 +62,18 @@ def test_experts_in_mxfp4() -> None:
     assert view.shape("experts.gate_up_proj") == (3, 64, 32)
     values = view.tensor("experts.gate_up_proj", TensorSpec((3, 64, 32), torch.float32))
     torch.testing.assert_close(values.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_one_expert_in_mxfp4_is_expanded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, exact = mxfp4_experts(3, 32, 64)
+    view = checkpoint(stored, {"quant_method": "mxfp4"}, "experts.gate_up_proj")
+    expanded: list[int] = []
+    whole = mxfp4.from_e2m1
+    monkeypatch.setattr(mxfp4, "from_e2m1", lambda pairs: expanded.append(len(pairs)) or whole(pairs))
+    index = (slice(1, 2), slice(0, 64), slice(8, 24))
+    part = view.tensor("experts.gate_up_proj", TensorSpec((3, 64, 32), torch.float32), index)
+    torch.testing.assert_close(part.double(), exact[index], rtol=1e-6, atol=0)
+    assert expanded == [1]
 
 
 def test_tiny_scales_are_not_rounded_to_float16() -> None:

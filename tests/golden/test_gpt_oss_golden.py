@@ -1,0 +1,42 @@
+"""gpt-oss's experts as it publishes them, in MXFP4."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from paged import PagedRunner
+from quantized_kit import mxfp4_experts
+from safetensors.torch import load_file, save_file
+from tiny import load_model, make_checkpoint, model_files, reference_of
+from torch import Tensor
+
+SIZE = {"intermediate_size": 32, "num_hidden_layers": 1}
+
+
+def test_experts_in_mxfp4_are_those_they_expand_to(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("plain", "packed")]
+    for folder in folders:
+        make_checkpoint("gpt-oss", folder, SIZE)
+    tensors = [load_file(folder / "model.safetensors") for folder in folders]
+    for name, plain in list(tensors[0].items()):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = plain.shape
+            stored, exact = mxfp4_experts(experts, outputs, inputs)
+            tensors[0][name] = exact.float().contiguous()
+            del tensors[1][name]
+            tensors[1] |= {name + suffix: tensor for suffix, tensor in stored.items()}
+    for folder, changed in zip(folders, tensors, strict=True):
+        save_file(changed, folder / "model.safetensors")
+    config = json.loads((folders[1] / "config.json").read_text())
+    (folders[1] / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    plain, packed = (_logits(folder) for folder in folders)
+    assert plain.isfinite().all()
+    torch.testing.assert_close(packed, plain, rtol=0, atol=0)
+
+
+def _logits(folder: Path) -> Tensor:
+    files = model_files(folder)
+    runner = PagedRunner(load_model(files, reference_of(files)), num_blocks=4, block_size=16)
+    return runner.step([runner.row(range(1, 31), 32)], [30], all_logits=True)
