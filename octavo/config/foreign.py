@@ -33,6 +33,9 @@ class Needless:
     no_reason: str | None = None
 
 
+_FUSED = "kernels are fused already; --compilation is for models that transformers computes"
+
+
 def _one(what: str) -> Missing:
     return Missing(f"{what} is not supported by this version", frozenset({"1"}))
 
@@ -151,8 +154,8 @@ FLAGS: dict[str, Missing | Needless] = {
         "long prompts are always computed in chunks",
         no_reason="long prompts are always computed in chunks; raise --max-num-batched-tokens to have fewer of them",
     ),
-    "optimization-level": Needless("this version does not compile the model", takes_value=True),
-    "compilation-config": Needless("this version does not compile the model", takes_value=True),
+    "optimization-level": Needless(_FUSED, takes_value=True),
+    "compilation-config": Needless(_FUSED, takes_value=True),
     "performance-mode": Needless("there is one mode", takes_value=True),
 }
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from octavo.core.errors import ConfigError
 from octavo.features.bridge import attention
 from octavo.features.bridge.architecture import check_class, check_rope, classes_of, has_field
+from octavo.features.bridge.compilation import compile_body
 from octavo.features.bridge.conversion import converted
 from octavo.features.bridge.model import BridgedLM
 from octavo.features.bridge.spec import BridgedSpec
@@ -33,9 +34,18 @@ class Bridge:
         name: the library and its version.
     """
 
-    def __init__(self, version: str, files: ModelFiles, *, trusts_code: bool, overrides: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        version: str,
+        files: ModelFiles,
+        *,
+        trusts_code: bool,
+        compiles: bool = False,
+        overrides: Collection[str] = (),
+    ) -> None:
         """
         Args:
+            compiles: compile the modules with torch.compile.
             overrides: names of fields of the model's config that settings replace.
 
         Raises:
@@ -44,6 +54,7 @@ class Bridge:
         self.name = f"transformers {version}"
         self._architecture = str(files.config["architectures"][0])
         self._classes = classes_of(files.config, files.path, trusts_code=trusts_code)
+        self._compiles = compiles
         self._skeleton: PreTrainedModel | None = None
         for name in overrides:
             if name not in files.own_fields and not has_field(self._classes.config, name):
@@ -87,7 +98,10 @@ class Bridge:
         assert self._skeleton is not None, "spec_of is called first"
         model = copy.deepcopy(self._skeleton)
         model.config.dtype = b.dtype
-        return BridgedLM(b, spec, model)
+        bridged = BridgedLM(b, spec, model)
+        if self._compiles:
+            compile_body(bridged.body)
+        return bridged
 
     def named(self, checkpoint: Checkpoint, spec: ModelSpec) -> Checkpoint:
         assert self._skeleton is not None, "spec_of is called first"

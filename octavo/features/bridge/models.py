@@ -29,6 +29,11 @@ def implementation(config: EngineConfig, files: ModelFiles) -> Bridge | None:
     settings = next((one for one in config.features.values() if isinstance(one, BridgeSettings)), BridgeSettings())
     own = is_own(files.config) or is_encoder(files.config)
     if settings.model_impl == "octavo" or (own and settings.model_impl == "auto"):
+        if settings.compilation:
+            raise ConfigError(
+                f"--compilation: {files.name} is computed by Octavo's own layers, which are fused kernels and programs "
+                "already. Leave it out; it is for models that the modules of transformers compute."
+            )
         return None
     if not files.config.get("architectures"):
         return None  # Octavo's own error says what is missing
@@ -40,11 +45,18 @@ def implementation(config: EngineConfig, files: ModelFiles) -> Bridge | None:
     from octavo.features.bridge.build import Bridge
 
     overrides = config.model.config_overrides
-    bridge = Bridge(transformers.__version__, files, trusts_code=settings.trust_remote_code, overrides=overrides)
+    bridge = Bridge(
+        transformers.__version__,
+        files,
+        trusts_code=settings.trust_remote_code,
+        compiles=settings.compilation,
+        overrides=overrides,
+    )
     log.info(
-        "%s is computed by the modules of %s, with Octavo's attention, KV cache and linear layers",
+        "%s is computed by the modules of %s%s, with Octavo's attention, KV cache and linear layers",
         files.config["architectures"][0],
         bridge.name,
+        ", compiled by torch" if settings.compilation else "",
     )
     return bridge
 

@@ -17,6 +17,7 @@ class BridgeSettings(FeatureSettings):
         model_impl: "octavo" for Octavo's own layers, "transformers" for the modules of that library, "auto" for these
             only where Octavo has none of its own.
         trust_remote_code: whether Python code in the model's folder may be run.
+        compilation: whether torch.compile compiles the modules of transformers.
     """
 
     model_impl: Literal["auto", "octavo", "transformers"] = setting(
@@ -26,6 +27,9 @@ class BridgeSettings(FeatureSettings):
     )
     trust_remote_code: bool = setting(
         False, "run Python code that is in the model's folder, for architectures that transformers lacks too"
+    )
+    compilation: bool = setting(
+        False, "compile the modules of transformers with torch.compile, which makes the start longer"
     )
 
 
