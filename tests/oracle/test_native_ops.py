@@ -133,7 +133,7 @@ def read(pool: Pool, rows: Tensor, columns: int, planes: int, zero_point: int) -
     floats, integers = ends.view(torch.float32).double(), ends.view(torch.int32).double()
     if planes == 2:
         whole = whole_numbers(pool, stored)
-        assert torch.equal(integers[..., 2], whole.sum(-1))
+        assert torch.equal(integers[..., 2], -zero_point * whole.sum(-1))
         return whole.flatten(1), floats[..., 0], floats[..., 1]
     whole = stored.view(torch.int8).double()
     starts = floats[..., 1].float().view(torch.int32).double() - zero_point * whole.sum(-1)

@@ -1,7 +1,8 @@
 // Integer sums over a block of 32 for M rows and V vectors of columns, by the processor's fastest instructions. All
 // variants give the same integers.
 //
-// `begin` and `add` take a function from a row's number to its ActivationBlock. `add` takes one word of each column.
+// `begin` and `add` take a function from a row's number to its ActivationBlock. `add` takes one word of each column;
+// with `kTakesNibbles`, `add_nibbles` takes two words of 4-bit values as they are stored, in fewer instructions.
 #pragma once
 
 #include "blocks.h"
@@ -11,10 +12,11 @@ namespace octavo {
 // 8-bit activations, by byte products.
 template <int M, int V>
 struct ByteSums {
+    static constexpr bool kTakesNibbles = false;
     Int sums[M][V];
 
     template <class Rows>
-    __attribute__((always_inline)) void begin(int, const Rows& row) {
+    __attribute__((always_inline)) void begin(const Rows& row) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
             for (Int& sum : sums[m]) sum = Int{} + row(m).start;
@@ -35,15 +37,16 @@ struct ByteSums {
 // 16-bit activations in planes of bytes, each multiplied by itself.
 template <int M, int V>
 struct PlaneSums {
+    static constexpr bool kTakesNibbles = false;
     Int high[M][V], low[M][V];
 
     template <class Rows>
-    __attribute__((always_inline)) void begin(int zero_point, const Rows& row) {
+    __attribute__((always_inline)) void begin(const Rows& row) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
             for (int v = 0; v < V; v++) {
                 high[m][v] = Int{};
-                low[m][v] = Int{} - zero_point * row(m).sum;
+                low[m][v] = Int{} + row(m).start;
             }
     }
 
@@ -63,13 +66,14 @@ struct PlaneSums {
 // 16-bit activations in pairs, with the values as halves of 16 bits.
 template <int M, int V>
 struct PairSums {
+    static constexpr bool kTakesNibbles = true;
     Int sums[M][V];
 
     template <class Rows>
-    __attribute__((always_inline)) void begin(int zero_point, const Rows& row) {
+    __attribute__((always_inline)) void begin(const Rows& row) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
-            for (Int& sum : sums[m]) sum = Int{} - zero_point * row(m).sum;
+            for (Int& sum : sums[m]) sum = Int{} + row(m).start;
     }
 
     template <class Rows>
@@ -86,6 +90,27 @@ struct PairSums {
         }
     }
 
+    // Adds the 4-bit values at this bit of each half: even or odd ones of word w, as `unsigned_halves`.
+    template <int Shift, class Rows>
+    __attribute__((always_inline)) void add_nibble(const Word (&both)[V], int w, const Rows& row) {
+        Word halves[V];
+        for (int v = 0; v < V; v++) halves[v] = both[v] >> Shift & 0x000f000fu;
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const Word x = splat(row(m).words[Shift / 8][w]);
+            for (int v = 0; v < V; v++) sums[m][v] = multiply_add_halves(sums[m][v], halves[v], x);
+        }
+    }
+
+    // Adds words w and w + 1, which are in the low and the high halves of the bytes.
+    template <class Rows>
+    __attribute__((always_inline)) void add_nibbles(const Word (&both)[V], int w, const Rows& row) {
+        add_nibble<0>(both, w, row);
+        add_nibble<8>(both, w, row);
+        add_nibble<4>(both, w + 1, row);
+        add_nibble<12>(both, w + 1, row);
+    }
+
     __attribute__((always_inline)) Int total(int m, int v) const { return sums[m][v]; }
 };
 
@@ -93,11 +118,12 @@ struct PairSums {
 // 8-bit activations with 4-bit values, whose sums over a block fit 16 bits: 16 products of at most 15 * 127.
 template <int M, int V>
 struct NarrowSums {
+    static constexpr bool kTakesNibbles = false;
     Short sums[M][V];
     int32_t starts[M];
 
     template <class Rows>
-    __attribute__((always_inline)) void begin(int, const Rows& row) {
+    __attribute__((always_inline)) void begin(const Rows& row) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             starts[m] = row(m).start;

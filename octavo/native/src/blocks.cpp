@@ -13,7 +13,7 @@ namespace {
 // Rows of a tile: the integer sums of each plane and the sums of floats must fit the registers.
 // Fewer are enough over a single panel, the last of an odd number.
 template <int P, int Planes>
-constexpr int kMaxRows = !kByteProducts ? 4 : P == 1 ? 2 / Planes : Planes == 2 ? 4 : 6;
+constexpr int kMaxRows = !kByteProducts ? 3 + Planes : P == 1 ? 2 / Planes : Planes == 2 ? 4 : 6;
 
 // From this number of rows on, it pays to unpack a panel once for all tiles: minima, and values if they are multiplied
 // as bytes. (As halves of 16 bits, 4-bit values take no more instructions than 8-bit ones.)
@@ -67,12 +67,18 @@ struct Product {
     __attribute__((always_inline)) void multiply(int b, int j) {
         const auto row_of = [&](int m) -> const ActivationBlock<Planes>& { return row(m, b); };
         Sums sums;
-        sums.begin(op.zero_point, row_of);
+        sums.begin(row_of);
         for (int w = 0; w < kBlockWords; w += 2) {
-            Word first[kVectors], second[kVectors];
-            for (int v = 0; v < kVectors; v++) fetch(b, w, j + v, first[v], second[v]);
-            sums.add(first, w, row_of);
-            sums.add(second, w + 1, row_of);
+            if constexpr (Packed && Sums::kTakesNibbles) {
+                Word both[kVectors];
+                for (int v = 0; v < kVectors; v++) both[v] = load_as<Word>(place(b, w / 2, j + v));
+                sums.add_nibbles(both, w, row_of);
+            } else {
+                Word first[kVectors], second[kVectors];
+                for (int v = 0; v < kVectors; v++) fetch(b, w, j + v, first[v], second[v]);
+                sums.add(first, w, row_of);
+                sums.add(second, w + 1, row_of);
+            }
         }
         for (int v = 0; v < kVectors; v++) {
             const int p = (j + v) / VP, column = (j + v) % VP * W;
@@ -84,16 +90,20 @@ struct Product {
         return reinterpret_cast<const ActivationBlock<Planes>*>(rows + m * stride)[b];
     }
 
+    // Returns a stored word of block b, the j-th vector across the panels.
+    __attribute__((always_inline)) const char* place(int b, int word, int j) const {
+        return panels.from[j / VP] + b * panels.stride + word * kPanel * 4 + j % VP * W * 4;
+    }
+
     // Two words of block b, the j-th vector across the panels.
     __attribute__((always_inline)) void fetch(int b, int word, int j, Word& first, Word& second) const {
-        const char* from = panels.from[j / VP] + b * panels.stride + j % VP * W * 4;
         if constexpr (Packed) {
-            const Word both = load_as<Word>(from + word / 2 * kPanel * 4);
+            const Word both = load_as<Word>(place(b, word / 2, j));
             first = both & 0x0f0f0f0fu;
             second = (both >> 4) & 0x0f0f0f0fu;
         } else {
-            first = load_as<Word>(from + word * kPanel * 4);
-            second = load_as<Word>(from + (word + 1) * kPanel * 4);
+            first = load_as<Word>(place(b, word, j));
+            second = load_as<Word>(place(b, word + 1, j));
         }
     }
 

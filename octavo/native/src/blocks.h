@@ -40,8 +40,8 @@ constexpr bool kByteProducts = false;
 template <>
 struct ActivationBlock<2> {
     uint32_t words[2][kBlockWords];
-    float scale, scaled_sum;  // the second is scale * sum
-    int32_t sum;
+    float scale, scaled_sum;  // the second is scale * the sum of the values
+    int32_t start;            // -(zero point) * the sum of the values
 };
 
 // 8 bits, with a power of two as the scale. The float 1.5 * 2^23 * scale has a resolution of one scale, so integer sums

@@ -71,12 +71,12 @@ inline Quantized quantize_block(const float* x, uint32_t (&words)[Planes][kBlock
     return {scale, horizontal_sum(sum)};
 }
 
-void quantize(const float* x, int blocks, int, ActivationBlock<2>* row) {
+void quantize(const float* x, int blocks, int zero_point, ActivationBlock<2>* row) {
     Vec flaw{};
     for (int b = 0; b < blocks; b++) {
         const auto [scale, sum] = quantize_block<2>(x + b * kBlock, row[b].words, flaw);
         row[b].scale = scale;
-        row[b].sum = sum;
+        row[b].start = -zero_point * sum;
         row[b].scaled_sum = scale * (float)sum;
     }
     row[0].scale += horizontal_sum(flaw);
