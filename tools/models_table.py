@@ -15,10 +15,8 @@ from tiny import FAMILIES, config_of
 from tiny_families import DENSE, HYBRID, MOE
 
 from octavo.hub.gguf_families import FAMILIES as GGUF
-from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.native import reason_against
 from octavo.models.registry import ARCHITECTURES, spec_of
-from octavo.models.spec import DecoderSpec
 
 BEGIN = "<!-- table: python tools/models_table.py -->"
 END = "<!-- end of table -->"
@@ -47,12 +45,7 @@ def rows() -> Iterator[str]:
         spec = spec_of(tested[same])
         reason = reason_against(spec)
         program = "yes" if reason is None else f"no: {reason.removeprefix('the kernels lack ')}"
-        gpu = "not recorded" if _has_experts(spec) else "yes"
-        yield f"| `{name}` | {about} | {program} | yes | {gpu} | {gguf} |"
-
-
-def _has_experts(spec: DecoderSpec) -> bool:
-    return any(isinstance(mlp, ExpertsSpec) for mlp in spec.mlps)
+        yield f"| `{name}` | {about} | {program} | yes | yes | {gguf} |"
 
 
 def table() -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.base import Part
 from octavo.nn.quant.experts import ExpertsScheme
@@ -31,7 +31,7 @@ class ExpertLayer(WeightLayer):
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor, routing: Routing, /) -> Tensor: ...
+        def __call__(self, x: Tensor, routing: Routing, added: Tensor | None = None, /) -> Tensor: ...
 
     def __init__(
         self, path: str, device: torch.device, form: ExpertsForm, size: int, scheme: ExpertsScheme, mesh: Mesh = ALONE
@@ -51,10 +51,21 @@ class ExpertLayer(WeightLayer):
             f"{path}.{expert}.down_proj.bias" for expert in range(form.num_experts) if form.bias and mesh.rank
         )
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return the sum of the experts' outputs: [T, hidden_size] for x [T, hidden_size], as a new tensor."""
-        y = self.scheme.mix(x, routing)
-        return y if self.mesh.size == 1 else self.mesh.all_reduce(y)
+    def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
+        """Choose the experts of tokens with these logits [T, num_experts]; see `route` in `nn/ops/routing.py`."""
+        return self.scheme.route(logits, spec, correction)
+
+    def forward(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
+        """Return the sum of the experts' outputs and of `added`: [T, hidden_size] for x and `added` [T, hidden_size],
+        as a new tensor.
+
+        Args:
+            added: the same on all ranks.
+        """
+        if self.mesh.size == 1:
+            return self.scheme.mix(x, routing, added)
+        y = self.mesh.all_reduce(self.scheme.mix(x, routing))
+        return y if added is None else y.add_(added)
 
     def wanted(self) -> list[Wanted]:
         return [want for expert in range(self.form.num_experts) for want in self._wanted(expert)]

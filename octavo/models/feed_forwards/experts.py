@@ -13,7 +13,6 @@ from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
 from octavo.nn.build import Build
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.norm import Norm
-from octavo.nn.ops.routing import route
 from octavo.nn.shard import NONE
 from octavo.nn.stream import Stream
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
@@ -53,13 +52,14 @@ class Experts(FeedForward):
     def forward(self, stream: Stream, norm: Norm) -> Tensor:
         """Return the sum for norm(stream), [T, hidden_size]."""
         x = stream.normed(norm)
-        y = self.experts(x, route(self.router.wide(x), self.routing, self.correction.bias if self.correction else None))
+        correction = self.correction.bias if self.correction else None
+        routing = self.experts.route(self.router.wide(x), self.routing, correction)
         if self.shared is None:
-            return y
+            return self.experts(x, routing)
         shared = self.shared.of(x)
         if self.shared_gate is not None:
             shared = torch.sigmoid(self.shared_gate(x)) * shared
-        return y.add_(shared)
+        return self.experts(x, routing, shared)
 
 
 class Correction(WeightLayer):

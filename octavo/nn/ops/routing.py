@@ -16,10 +16,13 @@ class Routing(NamedTuple):
     Attributes:
         weights: [T, top_k] float32.
         experts: [T, top_k] int32.
+        counts: on a GPU, how often each expert was chosen by some tokens each (`expert_products.py`); None if not
+            counted.
     """
 
     weights: Tensor
     experts: Tensor
+    counts: Tensor | None = None
 
 
 def route(logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:

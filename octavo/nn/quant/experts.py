@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops.experts import mix
-from octavo.nn.ops.routing import Routing
+from octavo.nn.ops.routing import Routing, route
 from octavo.nn.weights import Stored, TensorSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ExpertsScheme(Protocol):
 
     @property
     def recordable(self) -> bool:
-        """Whether `mix` can be recorded in graphs, since no data passes between host and device."""
+        """Whether `route` and `mix` can be recorded in graphs, since no data passes between host and device."""
         ...
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
@@ -43,8 +43,13 @@ class ExpertsScheme(Protocol):
         """Take one expert's tensors, once after loading. They may be views into a mapped file."""
         ...
 
-    def mix(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return each token's sum of its experts' outputs: [T, hidden_size] for x [T, hidden_size], as a new tensor."""
+    def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
+        """Choose the experts of tokens with these logits [T, num_experts]; see `route` in `nn/ops/routing.py`."""
+        ...
+
+    def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
+        """Return each token's sum of its experts' outputs, plus `added`: [T, hidden_size] for x and `added`
+        [T, hidden_size], as a new tensor."""
         ...
 
     @property
@@ -83,8 +88,12 @@ class SeparateExperts:
         self.gate_ups[expert].prepare(gate_up)
         self.downs[expert].prepare(down)
 
-    def mix(self, x: Tensor, routing: Routing) -> Tensor:
-        return mix(x, routing, self._gate_up, self._down, self.form)
+    def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
+        return route(logits, spec, correction)
+
+    def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
+        y = mix(x, routing, self._gate_up, self._down, self.form)
+        return y if added is None else y.add_(added)
 
     def _gate_up(self, expert: int, x: Tensor) -> Tensor:
         return self.gate_ups[expert].apply(x)

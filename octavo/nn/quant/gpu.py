@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from octavo.nn.delta import Delta
+from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import few_rows, products
 from octavo.nn.ops.activation import silu_mul
+from octavo.nn.quant.experts import ExpertsScheme
+from octavo.nn.quant.gpu_experts import StackedExperts
 from octavo.nn.quant.none import Unquantized
 
 
@@ -27,6 +30,9 @@ class OnGpu(Unquantized):
     def wide(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
         return products.linear(x, self.weight, self.bias, dtype=torch.float32)
+
+    def experts(self, form: ExpertsForm) -> ExpertsScheme:
+        return StackedExperts(form, self.dtype, self.device)
 
     def fused(
         self,

@@ -15,15 +15,16 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.ahead import Ahead, target_of
 from octavo.models.attention import attention_spec, latent_spec
-from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.attention.recordable import Recordable
 from octavo.nn.build import AnyBackend
+from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.latent.base import LatentBackend
-from octavo.nn.ops import few_rows, gating, triton_activation, triton_norm
+from octavo.nn.ops import expert_products, few_rows, gating, triton_activation, triton_norm
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.sampling import resident_allowed
 from octavo.sampling.allowed import num_words
@@ -103,6 +104,8 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
     for mlp in dict.fromkeys(spec.mlps):
         if isinstance(mlp, MlpSpec):
             _mlp(mlp, empty, stream, norm if rms else None)
+        elif isinstance(mlp, ExpertsSpec):
+            _experts(mlp, empty, width)
 
 
 def _mlp(spec: MlpSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> None:
@@ -120,6 +123,40 @@ def _mlp(spec: MlpSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.T
         triton_activation.silu_mul(empty(2, up))
         if gating.serves(256, empty(up, width)):
             gating.gated_product(empty(256, width), empty(up, width))
+
+
+def _experts(spec: ExpertsSpec, empty: _Empty, width: int) -> None:
+    """Launch the kernels of a mixture of experts, in all forms that depend on the number of tokens."""
+    form = ExpertsForm(
+        num_experts=spec.num_experts,
+        hidden_size=width,
+        size=spec.size,
+        activation=spec.activation,
+        clamped=spec.clamped,
+        bias=spec.bias,
+        on_inputs=spec.routing.on_inputs,
+    )
+
+    def stacked(*shape: int) -> torch.Tensor:
+        return empty(1, 1, 1)[(0,) * (3 - len(shape))].expand(spec.num_experts, *shape[1:])  # takes no memory
+
+    biases = (stacked(0, 2 * spec.size), stacked(0, width)) if spec.bias else (None, None)
+    weights = expert_products.StackedWeights(stacked(0, 2 * spec.size, width), stacked(0, width, spec.size), *biases)
+    correction = empty(spec.num_experts, kind=torch.float32) if spec.routing.corrected else None
+    for tokens in expert_products.typical_tokens(form, spec.routing.top_k):
+        x = empty(tokens, width)
+        routing = expert_products.route_on_device(
+            empty(tokens, spec.num_experts, kind=torch.float32), spec.routing, correction
+        )
+        for added in (None, x) if spec.shared else (None,):
+            expert_products.mix_stacked(x, routing, weights, form, added)
+    if spec.shared is not None:
+        up = 2 * spec.shared.size
+        if spec.activation == "silu":
+            triton_activation.silu_mul(empty(2, up))
+        if empty(1).dtype.itemsize == 2:
+            _few(empty, width, spec.shared.size)
+            _few(empty, up, width)
 
 
 def _few(empty: _Empty, outputs: int, inputs: int, residual: torch.dtype | None = None) -> None:

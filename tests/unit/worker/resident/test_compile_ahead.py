@@ -20,7 +20,9 @@ from octavo.models.attention import latent_spec
 from octavo.models.registry import spec_of
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.triton import TritonAttention
+from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.latent.triton import TritonLatents
+from octavo.nn.ops.expert_products import StackedWeights, mix_stacked, route_on_device
 from octavo.worker.resident import ahead
 from octavo.worker.resident.batches import Ragged, Singles
 from octavo.worker.resident.slots import DeviceSlots
@@ -103,3 +105,23 @@ def test_all_kernels_of_latent_attention_are_compiled_ahead(monkeypatch: pytest.
     assert {("HAS_ROWS", True) in each for each in absorbed} == {True, False}
     assert found.of("expanded_kernel")
     assert found.of("merge_kernel")
+
+
+def test_all_kernels_of_experts_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of tokens."""
+    experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+    spec = spec_of(QWEN3 | experts | {"moe_intermediate_size": 24, "norm_topk_prob": True})
+    monkeypatch.setattr(ahead, "Ahead", Collected)
+    monkeypatch.setattr(ahead, "target_of", lambda device: None)
+    float32 = torch.float32
+    attention = TritonAttention(float32, AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, 0.25))
+    found: Any = ahead.compile_ahead(spec, float32, float32, float32, attention, DEVICE, groups=FULL, **SIZES)
+    width = spec.hidden_size
+    form = ExpertsForm(num_experts=8, hidden_size=width, size=24)
+    weights = StackedWeights(torch.empty(8, 48, width, device=DEVICE), torch.empty(8, width, 24, device=DEVICE))
+    launched = Collected()
+    with launched.collecting():
+        for tokens in (1, 4, 5, 8, 16, 33, 64, 128, 250, 512, 513, 3000):
+            x, logits = torch.empty(tokens, width, device=DEVICE), torch.empty(tokens, 8, device=DEVICE)
+            mix_stacked(x, route_on_device(logits, RoutingSpec(top_k=2, scores="chosen")), weights, form)
+    assert launched.variants <= found.variants

@@ -1,0 +1,105 @@
+"""Kernels of a few tokens' products with their experts, at the speed of reading the matrices.
+
+Every program multiplies one token's row by some rows of one expert's matrix (`triton_gemv.py`), so that experts of
+several tokens are read once for each; launched by `expert_products.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.nn.ops.triton_experts import activated
+from octavo.nn.ops.triton_gemv import multiply_row
+from octavo.nn.ops.triton_overlap import follow
+
+
+@triton.jit(do_not_specialize=["begin"])
+def gate_up_row_kernel(
+    x,
+    w,
+    bias,
+    weights,
+    experts,
+    out,
+    begin,
+    alpha,
+    limit,
+    OWNED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of a choice's gated product: out [choices, N] for w [OWNED, 2, N, K]."""
+    follow(OVERLAPS)
+    choice = tl.program_id(1).to(tl.int64)
+    expert = tl.load(experts + choice) - begin
+    if (expert < 0) | (expert >= OWNED):
+        return
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    start = w + (expert.to(tl.int64) * 2 * N + n)[:, None] * K
+    row = x + choice // TOP_K * K
+    gate, up = multiply_row(row, x, start, start + N * K, inside, 0.0, N, K, BLOCK_N, BLOCK_K, False, True)
+    if WEIGHTED:
+        factor = tl.load(weights + choice)
+        gate, up = gate * factor, up * factor
+    if BIASED:
+        own = bias + expert.to(tl.int64) * 2 * N + n
+        gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(own + N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + choice * N + n, activated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["begin"])
+def down_row_kernel(
+    x,
+    w,
+    bias,
+    weights,
+    experts,
+    added,
+    out,
+    begin,
+    OWNED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of a token, summed over its experts: out [T, N] for x [T, TOP_K, K] and w [OWNED, N, K].
+
+    ADDED: plus `added` [T, N], which may be `out`.
+    """
+    follow(OVERLAPS)
+    token = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for k in range(TOP_K):
+        choice = token * TOP_K + k
+        expert = tl.load(experts + choice) - begin
+        if (expert >= 0) & (expert < OWNED):
+            start = w + (expert.to(tl.int64) * N + n)[:, None] * K
+            row = x + choice * K
+            value, _ = multiply_row(row, x, start, start, inside, 0.0, N, K, BLOCK_N, BLOCK_K, False, False)
+            if BIASED:
+                own = bias + expert.to(tl.int64) * N + n
+                value += tl.load(own, mask=inside, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                value *= tl.load(weights + choice)
+            total += value
+    if ADDED:
+        total += tl.load(added + token * N + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,194 @@
+"""Kernels of the products of experts with sorted tokens, and of their sum; launched by `expert_products.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.nn.ops.triton_overlap import follow
+
+
+@triton.jit
+def activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """Return activation(gate) * up of float32 tensors, as `act_mul` and `clamped_gate` do."""
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == "clamped":
+        gate = tl.minimum(gate, limit)
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+    elif ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + tl.exp(-2.0 * inner)) * up
+    else:
+        positive = tl.maximum(gate, 0.0)
+        return (positive * positive if ACTIVATION == "relu2" else positive) * up
+
+
+@triton.jit
+def _weight_tile(
+    w,
+    expert,
+    n,
+    k,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COPIES: tl.constexpr,
+):
+    """Return [PARTS * WIDTH, DEPTH] of w [experts * PARTS, N, K]: the same outputs of each part."""
+    if COPIES:
+        tile = w.load([expert * PARTS, n, k]).reshape(PARTS * WIDTH, DEPTH)
+    else:
+        i = tl.arange(0, PARTS * WIDTH)
+        output = tl.minimum(n + i % WIDTH, N - 1)
+        at = k + tl.arange(0, DEPTH)
+        place = w + (expert.to(tl.int64) * PARTS * N + i // WIDTH * N + output)[:, None] * K + at[None, :]
+        if K % DEPTH == 0:
+            tile = tl.load(place)
+        else:
+            tile = tl.load(place, mask=(at < K)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _rows_tile(x, row, start, k, K: tl.constexpr, DEPTH: tl.constexpr, COPIES: tl.constexpr):
+    """Return the rows of x [*, K]: [rows, DEPTH] from column k on."""
+    if COPIES:
+        tile = x.load([start, k])
+    else:
+        at = k + tl.arange(0, DEPTH)
+        place = x + row.to(tl.int64)[:, None] * K + at[None, :]
+        if K % DEPTH == 0:
+            tile = tl.load(place)
+        else:
+            tile = tl.load(place, mask=(at < K)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def grouped_kernel(
+    x,
+    w,
+    bias,
+    weights,
+    order,
+    tiles,
+    out,
+    num_tiles,
+    alpha,
+    limit,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TURNED: tl.constexpr,
+    COPIES: tl.constexpr,
+    COPIES_ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply a tile of HEIGHT choices, all of one expert, by WIDTH outputs of its matrix.
+
+    GATED: x has the tokens' rows, w [experts * 2, N, K] gates and their operands; results are at the choices' places in
+    the order, times their weights before the gate if WEIGHTED. Otherwise x has the rows of these places, w is
+    [experts, N, K], and results are at the choices themselves.
+
+    Args:
+        bias: [experts, N], or [experts, 2 * N] if GATED.
+        SIDE_BY_SIDE: programs one after another go through so many tiles, then through the outputs.
+        TURNED: the matrix is the left operand of the matrix units, which suits few choices per tile.
+        COPIES, COPIES_ROWS: w, x are tensor descriptors.
+    """
+    follow(OVERLAPS)
+    PARTS: tl.constexpr = 2 if GATED else 1
+    width = tl.cdiv(N, WIDTH)
+    beside = tl.program_id(0) // (SIDE_BY_SIDE * width) * SIDE_BY_SIDE
+    index = tl.program_id(0) % (SIDE_BY_SIDE * width)
+    tile = beside + index % SIDE_BY_SIDE
+    n = index // SIDE_BY_SIDE * WIDTH
+    if tile >= num_tiles:
+        return
+    rows = tl.load(tiles + 3 * tile + 2)
+    if rows == 0:
+        return
+    expert, start = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
+    i = tl.arange(0, HEIGHT)
+    position = start + tl.minimum(i, rows - 1)
+    choice = tl.load(order + position)
+    row = choice // TOP_K if GATED else position
+    acc = tl.zeros([PARTS * WIDTH, HEIGHT] if TURNED else [HEIGHT, PARTS * WIDTH], tl.float32)
+    for k in range(0, K, DEPTH):
+        value = _rows_tile(x, row, start, k, K, DEPTH, COPIES_ROWS)
+        matrix = _weight_tile(w, expert, n, k, N, K, PARTS, WIDTH, DEPTH, COPIES)
+        if TURNED:
+            acc = tl.dot(matrix, value.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(value, matrix.T, acc, input_precision="ieee")
+    if TURNED:
+        acc = acc.T
+    column = n + tl.arange(0, WIDTH)
+    inside = column < N
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [HEIGHT, 2, WIDTH]), (0, 2, 1)))
+        if WEIGHTED:
+            factor = tl.load(weights + choice)[:, None]
+            gate, up = gate * factor, up * factor
+        if BIASED:
+            own = bias + expert.to(tl.int64) * 2 * N + column
+            gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(own + N, mask=inside, other=0.0).to(tl.float32)[None, :]
+        result, target = activated(gate, up, alpha, limit, ACTIVATION), start + i
+    else:
+        result, target = acc, choice
+        if BIASED:
+            result += tl.load(bias + expert.to(tl.int64) * N + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    place = out + target.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=(i < rows)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["begin"])
+def sum_kernel(
+    rows,
+    weights,
+    experts,
+    added,
+    out,
+    begin,
+    OWNED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Sum each token's rows [T, TOP_K, N] of experts in [begin, begin + OWNED), in the order of its choices.
+
+    ADDED: plus `added` [T, N].
+    """
+    follow(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        choice = token * TOP_K + k
+        expert = tl.load(experts + choice) - begin
+        mine = (expert >= 0) & (expert < OWNED)
+        value = tl.load(rows + choice * N + column, mask=inside & mine, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.where(mine, tl.load(weights + choice), 0.0)
+        total += value
+    if ADDED:
+        total += tl.load(added + token * N + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,245 @@
+"""Kernels that choose experts and sort tokens by expert, launched by `expert_routing.py` and `expert_products.py`.
+
+Nothing is read on the host: the products of experts get a list of tiles of a size that no choice exceeds, whose last
+entries may be empty.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.nn.ops.triton_overlap import follow
+
+_LEAST = tl.constexpr(-3.0e38)
+"""Logit and score of an expert whose own is -inf or NaN; less have only those that can't be chosen."""
+
+
+@triton.jit
+def _best(choice, column, COLUMNS: tl.constexpr):
+    """Return the largest of each row as (value, column); the first one of equal ones."""
+    best = tl.max(choice, 1)
+    where = tl.min(tl.where(choice == best[:, None], column, COLUMNS - 1), 1)
+    return best, where
+
+
+@triton.jit
+def _within_groups(
+    choice,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
+):
+    """Return the scores with -inf for experts outside the best groups of SIZE adjacent experts."""
+    group = tl.arange(0, GROUPS_PADDED)[None, :]
+    scores = tl.full([ROWS, GROUPS_PADDED], float("-inf"), tl.float32)
+    for g in range(GROUPS):
+        inside = tl.where(column // SIZE == g, choice, float("-inf"))
+        best, first = _best(inside, column, COLUMNS)
+        if SUMS_TWO:
+            second, _ = _best(tl.where(column == first[:, None], float("-inf"), inside), column, COLUMNS)
+            best += second
+        scores = tl.where(group == g, tl.maximum(best, _LEAST)[:, None], scores)
+    allowed = tl.zeros([ROWS, COLUMNS], tl.int32)
+    for _ in range(TOP_GROUPS):
+        _, chosen = _best(scores, group, GROUPS_PADDED)
+        allowed = tl.where(column // SIZE == chosen[:, None], 1, allowed)
+        scores = tl.where(group == chosen[:, None], float("-inf"), scores)
+    return tl.where(allowed == 1, choice, float("-inf"))
+
+
+@triton.jit
+def choose(
+    logits,
+    correction,
+    first,
+    T,
+    scaling,
+    floor,
+    E: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCORES: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+):
+    """Choose the experts of ROWS tokens from `first` on; return their weights and numbers, both [ROWS, SLOTS]."""
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    valid = (row < T)[:, None] & (column < E)
+    logit = tl.load(logits + row.to(tl.int64)[:, None] * E + column, mask=valid, other=0.0).to(tl.float32)
+    logit = tl.where(logit > _LEAST, tl.minimum(logit, -_LEAST), _LEAST)
+    logit = tl.where(column < E, logit, float("-inf"))
+    if SCORES == "sigmoid":
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    elif SCORES == "softmax":
+        raised = tl.exp(logit - tl.max(logit, 1)[:, None])
+        score = raised / tl.sum(raised, 1)[:, None]
+    else:
+        score = logit
+    choice = score
+    if CORRECTED:
+        choice += tl.load(correction + column, mask=column < E, other=0.0)
+    choice = tl.where(column < E, tl.where(choice > _LEAST, choice, _LEAST), float("-inf"))
+    if GROUPS > 1:
+        choice = _within_groups(choice, column, ROWS, COLUMNS, E // GROUPS, GROUPS, GROUPS_PADDED, TOP_GROUPS, SUMS_TWO)
+    slot = tl.arange(0, SLOTS)[None, :]
+    weights = tl.full([ROWS, SLOTS], float("-inf") if SCORES == "chosen" else 0.0, tl.float32)
+    experts = tl.zeros([ROWS, SLOTS], tl.int32)
+    for k in range(K):
+        _, chosen = _best(choice, column, E)
+        taken = column == chosen[:, None]
+        weight = tl.sum(tl.where(taken, score, 0.0), 1)
+        weights = tl.where(slot == k, weight[:, None], weights)
+        experts = tl.where(slot == k, chosen[:, None], experts)
+        choice = tl.where(taken, float("-inf"), choice)
+    if SCORES == "chosen":
+        raised = tl.exp(weights - tl.max(weights, 1)[:, None])
+        weights = raised / tl.sum(raised, 1)[:, None]
+    if NORMALIZED:
+        weights = weights / tl.maximum(tl.sum(weights, 1), floor)[:, None]
+    return weights * scaling, experts
+
+
+@triton.jit(do_not_specialize=["T"])
+def route_kernel(
+    logits,
+    correction,
+    weights,
+    experts,
+    counts,
+    T,
+    scaling,
+    floor,
+    E: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCORES: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Choose the experts of ROWS tokens, and count how many chose each: counts [programs, COLUMNS]."""
+    follow(OVERLAPS)
+    first = tl.program_id(0) * ROWS
+    chosen_weights, chosen = choose(
+        logits,
+        correction,
+        first,
+        T,
+        scaling,
+        floor,
+        E,
+        COLUMNS,
+        K,
+        SLOTS,
+        ROWS,
+        SCORES,
+        CORRECTED,
+        GROUPS,
+        GROUPS_PADDED,
+        TOP_GROUPS,
+        SUMS_TWO,
+        NORMALIZED,
+    )
+    row, slot = first + tl.arange(0, ROWS)[:, None], tl.arange(0, SLOTS)[None, :]
+    valid = (row < T) & (slot < K)
+    place = row * K + slot
+    tl.store(weights + place, chosen_weights, mask=valid)
+    tl.store(experts + place, chosen, mask=valid)
+    count = tl.histogram(tl.reshape(chosen, [ROWS * SLOTS]), COLUMNS, mask=tl.reshape(valid, [ROWS * SLOTS]))
+    tl.store(counts + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), count)
+
+
+@triton.jit(do_not_specialize=["P"])
+def count_kernel(
+    experts, counts, P, CHUNK: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """Count how many of CHUNK choices are each expert, as `route_kernel` does."""
+    follow(OVERLAPS)
+    i = tl.arange(0, PADDED)
+    place = tl.program_id(0) * CHUNK + i
+    valid = (i < CHUNK) & (place < P)
+    chosen = tl.load(experts + place, mask=valid, other=0)
+    tl.store(counts + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.histogram(chosen, COLUMNS, mask=valid))
+
+
+@triton.jit(do_not_specialize=["P", "chunks", "num_tiles", "begin"])
+def sort_kernel(
+    experts,
+    counts,
+    order,
+    tiles,
+    P,
+    chunks,
+    num_tiles,
+    begin,
+    OWNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Place one chunk of choices in the order of experts, each expert's in the order of tokens; write some tiles.
+
+    Choices of experts outside [begin, begin + OWNED) get no place. A tile is (expert - begin, first place, number of
+    places), of at most HEIGHT places; tiles after the last have number 0.
+    """
+    follow(OVERLAPS)
+    STEP: tl.constexpr = 16
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.int32)
+    before = tl.zeros([COLUMNS], tl.int32)
+    for first in range(0, chunks, STEP):
+        each = (first + tl.arange(0, STEP))[:, None]
+        count = tl.load(counts + each * COLUMNS + expert[None, :], mask=each < chunks, other=0)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where(each < chunk, count, 0), 0)
+    owned = (expert >= begin) & (expert < begin + OWNED)
+    total = tl.where(owned, total, 0)
+    offset = tl.cumsum(total, 0) - total
+    i = tl.arange(0, PADDED)
+    place = chunk * CHUNK + i
+    valid = (i < CHUNK) & (place < P)
+    chosen = tl.load(experts + place, mask=valid, other=0)
+    rank = tl.zeros([PADDED], tl.int32)
+    for first in range(0, CHUNK, STEP):
+        j = first + tl.arange(0, STEP)
+        there = (j < CHUNK) & (chunk * CHUNK + j < P)
+        other = tl.load(experts + chunk * CHUNK + j, mask=there, other=-1)
+        rank += tl.sum(((other[None, :] == chosen[:, None]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    position = tl.gather(offset + before, chosen, 0) + rank
+    mine = valid & (chosen >= begin) & (chosen < begin + OWNED)
+    tl.store(order + position, place, mask=mine)
+    of_expert = (total + HEIGHT - 1) // HEIGHT
+    last = tl.cumsum(of_expert, 0)
+    for first in range(chunk * STEP, num_tiles, tl.num_programs(0) * STEP):
+        tile = first + tl.arange(0, STEP)
+        is_its = ((last - of_expert)[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])
+        within = (tile[:, None] - (last - of_expert)[None, :]) * HEIGHT
+        number = tl.sum(tl.where(is_its, expert[None, :] - begin, 0), 1)
+        start = tl.sum(tl.where(is_its, offset[None, :] + within, 0), 1)
+        rows = tl.sum(tl.where(is_its, tl.minimum(total[None, :] - within, HEIGHT), 0), 1)
+        target = tiles + 3 * tile
+        tl.store(target, number, mask=tile < num_tiles)
+        tl.store(target + 1, start, mask=tile < num_tiles)
+        tl.store(target + 2, rows, mask=tile < num_tiles)

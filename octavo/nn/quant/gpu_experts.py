@@ -1,0 +1,79 @@
+"""Unquantized experts on a GPU, stacked for products that sort tokens on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
+from octavo.nn.ops.expert_products import StackedWeights, mix_stacked, route_on_device
+from octavo.nn.ops.routing import Routing
+from octavo.nn.weights import Stored, TensorSpec, plain, tensor_bytes
+
+if TYPE_CHECKING:
+    from octavo.nn.quant.base import Part
+
+
+class StackedExperts:
+    """An `ExpertsScheme` of one tensor for each product of all experts.
+
+    Attributes:
+        gate_up: [num_experts, 2 * size, hidden_size]; empty before an expert is placed, like the others.
+        down: [num_experts, hidden_size, size].
+        gate_up_bias: [num_experts, 2 * size], if there are biases.
+        down_bias: [num_experts, hidden_size], on ranks that have it.
+    """
+
+    takes_blocks = False
+    recordable = True
+
+    def __init__(self, form: ExpertsForm, dtype: torch.dtype, device: torch.device) -> None:
+        self.form, self.dtype, self.device = form, dtype, device
+        self.gate_up = self.down = torch.empty(0)
+        self.gate_up_bias: Tensor | None = None
+        self.down_bias: Tensor | None = None
+
+    def stored(self, part: Part) -> dict[str, TensorSpec]:
+        specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype, out_dim=0, in_dim=1)}
+        if part.bias:
+            specs["bias"] = TensorSpec((part.out_features,), self.dtype, out_dim=0)
+        return specs
+
+    def prepare(
+        self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
+    ) -> None:
+        count, hidden, size = self.form.num_experts, self.form.hidden_size, self.form.size
+        if not len(self.down):
+            self.gate_up = self._empty(count, 2 * size, hidden)
+            self.down = self._empty(count, hidden, size)
+        torch.cat([plain(part["weight"]) for part in gate_up], out=self.gate_up[expert])
+        self.down[expert].copy_(plain(down[0]["weight"]))
+        if "bias" in gate_up[0]:
+            if self.gate_up_bias is None:
+                self.gate_up_bias = self._empty(count, 2 * size)
+            torch.cat([plain(part["bias"]) for part in gate_up], out=self.gate_up_bias[expert])
+        if "bias" in down[0]:
+            if self.down_bias is None:
+                self.down_bias = self._empty(count, hidden)
+            self.down_bias[expert].copy_(plain(down[0]["bias"]))
+
+    def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
+        return route_on_device(logits, spec, correction)
+
+    def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
+        stacked = StackedWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return mix_stacked(x.contiguous(), routing, stacked, self.form, added)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def holders(self) -> tuple[object, ...]:
+        return (self,)
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
