@@ -172,7 +172,8 @@ def _info(
 ) -> ModelInfo:
     """Describe the core from settings and facts; the fields that depend on its hooks are filled in later."""
     kv_bytes = loaded.kv_bytes_per_token
-    cache = {"kv_cache": num_blocks * loaded.block_size * kv_bytes} if kv_bytes else {}
+    block_bytes = loaded.block_size * kv_bytes + loaded.block_bytes_besides
+    cache = {"kv_cache": num_blocks * block_bytes} if kv_bytes else {}
     return ModelInfo(
         name=files.name,
         architecture=_architecture(files),
@@ -336,7 +337,7 @@ def _fit(
     stated, block_size = config.cache.memory_bytes, loaded.block_size
     longest = facts.max_position
     wanted = _checked_length(config.model.max_model_len, longest)
-    block_bytes = block_size * loaded.kv_bytes_per_token
+    block_bytes = block_size * loaded.kv_bytes_per_token + loaded.block_bytes_besides
     asked = _asked_blocks(config, block_bytes)
     if asked is not None:
         cache_bytes: int | None = asked * block_bytes

@@ -31,6 +31,7 @@ from octavo.parallel.join import LOCAL, MeetingPoint
 from octavo.text.sources import tokenizer_files
 from octavo.text.tokenizers.tokenizer import load_tokenizer
 from octavo.worker.encoder.worker import EncoderWorker
+from octavo.worker.hooks import Reserved, WorkerHook
 from octavo.worker.port import LocalWorker
 from octavo.worker.worker import Worker
 
@@ -173,6 +174,7 @@ class DecoderBuild:
         self._worker = Worker(config.model, config.device, files, config.cache, implementation, place)
         self.facts = _facts(self._worker)
         self.context = feature_context(config, files, self.facts)
+        self._hooks: list[WorkerHook] = []
 
     def load(self, timer: PhaseTimer, max_drafts: int = 0) -> LoadedFacts:
         worker, config = self._worker, self._config
@@ -181,17 +183,20 @@ class DecoderBuild:
         timer.begin("weights")
         with blamed(config.model.config_overrides):
             worker.load()
-        timer.begin("kv cache")
+        self._hooks = build_worker_halves(self.context)
         limits = config.scheduler.limits(*self.facts.default_limits)
+        worker.reserved = sum((hook.prepare(worker, limits) for hook in self._hooks), Reserved())
+        timer.begin("kv cache")
         stated = config.cache.memory_bytes is not None or config.cache.num_blocks is not None
         return LoadedFacts(
-            weight_bytes=worker.weight_bytes,
+            weight_bytes=worker.weight_bytes + worker.reserved.weights,
             weight_form=worker.weight_form,
             kernels=worker.kernels,
             advice=worker.advice,
             step_parameters=worker.step_parameters,
             step_weight_bytes=worker.step_weight_bytes,
             kv_bytes_per_token=worker.kv_bytes_per_token,
+            block_bytes_besides=worker.reserved.block,
             block_size=worker.block_size,
             groups=worker.cache_groups,
             kv_budget=None if stated else worker.kv_budget(*limits, max_drafts),
@@ -200,7 +205,8 @@ class DecoderBuild:
     def allocate(self, sizes: CacheSizes) -> LocalWorker:
         worker, cache = self._worker, self._config.cache
         if cache.memory_bytes is not None or cache.num_blocks is not None:
-            size = sizes.num_blocks * worker.block_size * worker.kv_bytes_per_token
+            block_bytes = worker.block_size * worker.kv_bytes_per_token + worker.reserved.block
+            size = sizes.num_blocks * block_bytes
             worker.check_cache(size, sizes.num_slots, sizes.max_step_tokens, sizes.max_drafts)
         make_runner = partial(
             worker.make_runner,
@@ -209,7 +215,7 @@ class DecoderBuild:
             max_model_len=sizes.max_model_len,
             max_step_tokens=sizes.max_step_tokens,
             max_drafts=sizes.max_drafts,
-            hooks=build_worker_halves(self.context),
+            hooks=self._hooks,
         )
         return LocalWorker(worker, make_runner, can_sleep=self._config.model.enable_sleep_mode)
 

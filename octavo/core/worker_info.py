@@ -67,6 +67,7 @@ class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes_per_token: keys and values of one token over all layers of one cache group; 0 without a KV cache.
         block_size: tokens of a KV block.
         groups: layers that share a block table.
+        block_bytes_besides: memory that features need for each block of the KV cache.
         kv_budget: memory for the KV cache; None if the settings give its size.
     """
 
@@ -77,6 +78,7 @@ class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
     step_parameters: int = 0
     step_weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    block_bytes_besides: int = 0
     block_size: int = 16
     groups: tuple[CacheGroup, ...] = FULL
     kv_budget: int | None = None

@@ -16,10 +16,12 @@ class DraftBounds:
     Attributes:
         most: most drafts of a row; 0 if no feature drafts or a layer keeps a recurrent state, from which rejected
             tokens can't be removed.
+        writes_ahead: drafts need KV blocks as soon as they are proposed.
     """
 
     def __init__(self, hooks: Sequence[EngineHook], limits: Limits, cache: KVCache) -> None:
         self.most = most_drafts(hooks) if all(group.grows for group in cache.groups) else 0
+        self.writes_ahead = any(hook.writes_ahead for hook in hooks if hook.max_drafts)
         self._hooks = [hook for hook in hooks if type(hook).drafts is not EngineHook.drafts]
         self._step_tokens = limits.max_num_batched_tokens
 

@@ -89,6 +89,8 @@ class EngineHook:
     """`admit` never delays a request that computes single tokens, so it is not called for each of them."""
     max_drafts: int = 0
     """Most draft tokens that the worker half proposes after one sampled token; 0 for none. Buffers are sized by it."""
+    writes_ahead: bool = False
+    """The worker half writes to the KV blocks of the tokens that it proposes, so they are reserved with the drafts."""
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
         """Do what another part of the feature asks for, through `EngineClient.call`. Called between steps.

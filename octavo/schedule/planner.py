@@ -232,8 +232,20 @@ class Planner:
     def _propose(self, step: StepBuilder, request: Request) -> None:
         """Ask for drafts after the tokens of the row that was just added."""
         request.num_drafts = self._drafts.following(request, len(self._requests.running))
+        if request.num_drafts and self._drafts.writes_ahead and not self._reserve_drafts(step, request):
+            request.num_drafts = 0
         if request.num_drafts:
             step.draft.proposals[len(step.rows) - 1] = request.num_drafts
+
+    def _reserve_drafts(self, step: StepBuilder, request: Request) -> bool:
+        """Add the blocks of the sampled token and of the drafts after it; return False if too few are free."""
+        start = request.num_computed
+        growth = self._cache.grow(request.table, start, start + request.num_drafts, oldest=0)  # this step still reads
+        if growth is None:
+            return False
+        step.draft.copies.extend(growth.copies)
+        step.draft.block_writes.extend((request.slot, *write) for write in growth.writes)
+        return True
 
     # After a failure
 

@@ -60,6 +60,11 @@ class Blocks:
         cells.index_copy_(1, pairs[1], cells.index_select(1, pairs[0]))
 
     @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return self._cache.shape[1]
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a block in all layers of a group."""
         return self.memory.shape[0] * self.memory.shape[2]

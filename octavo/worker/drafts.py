@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -51,6 +52,39 @@ class Drafts:
 
     tokens: Tensor
     counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """Where D slots of a companion model continue: what another model's slots know. Tensors are on the device.
+
+    Attributes:
+        slots: the slots, on the host.
+        index: [D] int64, the slots.
+        length: [D] int64, number of known tokens.
+        tokens: [D, W] integers, the last W known tokens; if there are fewer, the first one is repeated in front.
+        counts: [D] int64, how many of the known tokens are not computed, at least 1.
+        most_length, least_length: [D] int64 on the host, bounds of `length`.
+        most_counts: [D] int64 on the host, equal to `counts`.
+    """
+
+    slots: Sequence[int]
+    index: Tensor
+    length: Tensor
+    tokens: Tensor
+    counts: Tensor
+    most_length: Ints
+    least_length: Ints
+    most_counts: Ints
+
+    def write(self, tokens: Tensor, length: Tensor, computed: Tensor) -> None:
+        """Write it to tables of slots: tokens [slots, max_model_len], length [slots], computed [slots]."""
+        width = self.tokens.shape[1]
+        order = torch.arange(width, device=self.index.device)
+        places = (self.length[:, None] - width + order).clamp_(min=0)
+        tokens[self.index[:, None], places] = self.tokens.to(tokens.dtype)
+        length[self.index] = self.length.to(length.dtype)
+        computed[self.index] = (self.length - self.counts).to(computed.dtype)
 
 
 @dataclass(frozen=True, slots=True)

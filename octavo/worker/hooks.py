@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
@@ -24,6 +24,9 @@ from octavo.sampling.allowed import Allowed, in_common
 from octavo.worker.blocks import Blocks
 from octavo.worker.drafts import Drafting, Drafts
 
+if TYPE_CHECKING:
+    from octavo.worker.worker import Worker
+
 Findings = Callable[[], tuple[Mapping[int, bytes], Mapping[int, str]]]
 """Wait for a feature's results: row -> encoded bytes, and row -> error."""
 
@@ -31,6 +34,34 @@ Variant = tuple[Hashable, ...]
 """One value per hook that overrides `variant`, in their order; `ORDINARY` if all are None."""
 
 ORDINARY: Variant = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Limits of a runner: requests at once, tokens of a request, tokens of a step, drafts of a row."""
+
+    num_slots: int
+    max_model_len: int
+    max_step_tokens: int
+    max_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Memory that features need besides the model's, in bytes.
+
+    Attributes:
+        weights: already allocated.
+        workspace: of the largest step.
+        block: for each block of the KV cache.
+    """
+
+    weights: int = 0
+    workspace: int = 0
+    block: int = 0
+
+    def __add__(self, other: Reserved) -> Reserved:
+        return Reserved(self.weights + other.weights, self.workspace + other.workspace, self.block + other.block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +75,14 @@ class Site:
         device: for transfers, streams and events.
         blocks: the KV cache, where a feature's own pages are (`schedule/pages.py`). Its memory is freed before `attach`
             is called again.
+        room: limits of the runner; None for an encoder's.
     """
 
     build: Build
     checkpoint: Callable[[], Checkpoint]
     device: Device
     blocks: Blocks
+    room: Capacity | None = None
 
 
 class WorkerHook:
@@ -65,6 +98,20 @@ class WorkerHook:
     """
 
     name: str = ""
+
+    def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
+        """Load what the feature needs besides the model, before the memory that is left becomes the KV cache.
+
+        Called once, when the model's weights are loaded, for models with a KV cache.
+
+        Args:
+            worker: of the model; a `Companion` of it can load another model.
+            limits: sequences at once, and tokens of a step, at most.
+
+        Raises:
+            ConfigError: it can't be used with this model.
+        """
+        return Reserved()
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         """Wrap the layers of the loaded model, load weights. Called again, with this model or another one, when a

@@ -14,7 +14,7 @@ from octavo.core.spans import Spans
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.drawn import Drawn
-from octavo.worker.drafts import Drafting, Drafts
+from octavo.worker.drafts import Drafting, Drafts, Following
 from octavo.worker.hooks import Variant
 from octavo.worker.step import PromptRow, Step
 
@@ -67,6 +67,14 @@ class Slots(Protocol):
         Returns:
             Function that waits for their numbers: row of the plan -> drafts.
         """
+        ...
+
+    def follow(self, where: Following) -> None:
+        """Continue these slots elsewhere: take over their last tokens, lengths and computed positions."""
+        ...
+
+    def known(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens [slots, max_model_len] and their number [slots], on the device; not to be changed."""
         ...
 
 

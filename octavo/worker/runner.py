@@ -38,6 +38,7 @@ class Runner:
     """Runs steps one after another on one device.
 
     Attributes:
+        slots: the state of running requests.
         hooks: the worker halves of the features.
         replay: computes recorded steps, and counts them.
     """
@@ -61,7 +62,7 @@ class Runner:
         self._attention = attention
         self._link = link
         self._blocks = blocks
-        self._slots = slots
+        self.slots = slots
         self._sampler = sampler
         self.hooks = hooks
         self._mover = Mover(blocks, link, hooks.tiers) if hooks.tiers else None
@@ -73,7 +74,7 @@ class Runner:
         if not plan.slots:
             self._move(plan)
             return Step(plan, hooks, mover=self._mover)
-        self._slots.apply(plan)
+        self.slots.apply(plan)
         if plan.new:
             hooks.add(plan.new)
         if plan.copies:
@@ -83,13 +84,25 @@ class Runner:
         step = Step(plan, hooks, began=self._link.event(), mover=self._mover)
         variant = hooks.variant(plan.payload)
         hooks.select(variant)
-        step.prompts = self._slots.prompt_rows(plan)
+        step.prompts = self.slots.prompt_rows(plan)
         if self.replay.takes(plan, variant) and not self._takes_hidden(step):
             self.replay.forward(step, self._known_masks(plan))
         else:
             self._compute(step)
         self._follow(step)
         return step
+
+    def change(self, plan: StepPlan) -> None:
+        """Apply a plan's changes of slots and blocks without computing its rows."""
+        self.slots.apply(plan)
+        if plan.copies:
+            self._blocks.copy(plan.copies)
+
+    def run(self, plan: StepPlan) -> None:
+        """Compute a plan for the tokens that it leaves in the slots; its result is not read."""
+        step = self.forward(plan)
+        self.sample(step, {})
+        step.retired = True
 
     def _move(self, plan: StepPlan) -> None:
         """Begin the plan's transfers."""
@@ -122,7 +135,7 @@ class Runner:
     def _compute(self, step: Step) -> None:
         """Compute the step without a recording."""
         plan, payload = step.plan, step.plan.payload
-        layout = self._slots.lay_out(plan)
+        layout = self.slots.lay_out(plan)
         batch = layout.input
         for one in (batch, *batch.others):
             one.attn = self._attention.prepare(one, self._blocks.size)
@@ -130,7 +143,7 @@ class Runner:
             batch.hidden_rows = batch.logit_rows
         hidden = compute(self._model, batch, self.hooks, payload)
         step.findings = self.hooks.after_forward(hidden, payload)
-        self._slots.advance(plan, layout)
+        self.slots.advance(plan, layout)
         for prompt in step.prompts:
             prompt.hidden = hidden[prompt.start : prompt.start + len(prompt.following)]
         chosen = batch.hidden_rows is not None or len(batch.logit_rows) == batch.num_tokens
@@ -178,13 +191,13 @@ class Runner:
     @torch.inference_mode()
     def _propose(self, step: Step, payload: dict[str, Any]) -> None:
         """Let hooks propose drafts after the step's tokens, and store them for the next step."""
-        drafting = self._slots.drafting(step.plan)
-        step.drafts = self._slots.draft(drafting, self.hooks.propose(drafting, step.plan.payload | payload))
+        drafting = self.slots.drafting(step.plan)
+        step.drafts = self.slots.draft(drafting, self.hooks.propose(drafting, step.plan.payload | payload))
 
     def watch(self, spans: Spans) -> None:
         """Record the host's work for a step, and the kernels of a native program, in a profile's spans."""
         watch_model(spans, self._model)
-        spans.watch(Watched(self._slots, "apply", "slots"))
+        spans.watch(Watched(self.slots, "apply", "slots"))
         self._sampler.watch(spans)
         self.replay.watch(spans)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, StepPlan
@@ -17,7 +18,7 @@ from octavo.nn.step import StepInput
 from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
 from octavo.sampling.verify import verify
-from octavo.worker.drafts import Drafting, DraftRows, Drafts
+from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following
 from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
@@ -172,6 +173,14 @@ class HostSlots:
         self.tokens[slots[row], self.length[slots[row]] + order] = chosen
         self.num_drafts[slots] = counts
         return lambda: dict(zip(drafting.rows, counts.tolist(), strict=True))
+
+    def follow(self, where: Following) -> None:
+        """Continue these slots elsewhere: take over their last tokens, lengths and computed positions."""
+        where.write(*(torch.from_numpy(part) for part in (self.tokens, self.length, self.computed)))
+
+    def known(self) -> tuple[Tensor, Tensor]:
+        """Return `tokens` and `length` as tensors on the device, which must not be changed."""
+        return torch.from_numpy(self.tokens), torch.from_numpy(self.length)
 
     def retract(self, slots: Sequence[int]) -> None:
         """Drop the last token of each of these slots."""

@@ -46,7 +46,7 @@ from octavo.parallel.mesh import Mesh
 from octavo.worker import states
 from octavo.worker.attention import choose_attention
 from octavo.worker.blocks import Blocks
-from octavo.worker.hooks import Hooks, Site, Variant, WorkerHook
+from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, Variant, WorkerHook
 from octavo.worker.kv_scales import set_scales, stored_scales
 from octavo.worker.native_replay import NativeReplay
 from octavo.worker.parts import NoReplay, Replay, Sampler
@@ -78,22 +78,13 @@ class LoadedModel:
     scales: dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """Limits of a runner: requests at once, tokens of a request, tokens of a step, drafts of a row."""
-
-    num_slots: int
-    max_model_len: int
-    max_step_tokens: int
-    max_drafts: int
-
-
 class Worker:
     """Built in steps: settings first, then the weights, then KV cache and slots. Sizes in bytes.
 
     Attributes:
         block_size: tokens of a KV block: as set, or as fits the model.
         cache_groups: groups of layers that share a block table; known once the model is built.
+        reserved: memory that features need besides the model's.
 
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
@@ -109,9 +100,8 @@ class Worker:
         implementation: Implementation = OWN,
         place: RankPlace = _ALONE,
     ) -> None:
-        self.device: Device = select_device(device.device)
-        self.device.setup(device.threads, device.cpu_bind, place.rank, place.size)
         self._place = place
+        self.device = self._prepared_device(device)
         self.mesh = Mesh(place.rank, place.size)
         self.config = config
         self._implementation = implementation
@@ -132,17 +122,23 @@ class Worker:
         self.kv_form = name_of(self.kv_dtype)
         self._stored_scales: dict[str, Tensor] = {}
         self._layer = implementation.attention(self.spec, self.mesh)
-        self._settings = device
+        self.settings = device
         self.block_size = cache.block_size or states.fitting_block_size(self.spec, self._layer, self.kv_dtype)
-        self._kv_cache_dtype = cache.kv_cache_dtype
+        self.kv_cache_dtype = cache.kv_cache_dtype
         self._state_bytes = 0
         self.cache_groups: tuple[CacheGroup, ...] = ()
         self._utilization = cache.memory_utilization
         self.model: Model | None = None
         self._ahead: Ahead | None = None
         self.weight_bytes = 0
+        self.reserved = Reserved()
         self.step_parameters = 0
         self.files_version = self.weight_version = "default"
+
+    def _prepared_device(self, settings: DeviceConfig) -> Device:
+        device = select_device(settings.device)
+        device.setup(settings.threads, settings.cpu_bind, self._place.rank, self._place.size)
+        return device
 
     def spec_of(self, config: Config) -> ModelSpec:
         """Return the spec of a checkpoint's configuration under the worker's settings. Raises as
@@ -150,24 +146,27 @@ class Worker:
         stated = self._implementation.spec_of(config).within(self.config.max_model_len)
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
+    def _join(self) -> None:
+        self.mesh = join(self._place, self.device.torch_device.type)
+
     def prepare_kernels(self) -> None:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other
         ranks."""
-        self.mesh = join(self._place, self.device.torch_device.type)
+        self._join()
         device = self.device.torch_device
         libraries: Sequence[str] = ()
         if device.type == "cpu":
             libraries = needed_libraries(
-                self.files, self.config.dtype, self.load_format, self._kv_cache_dtype, self.config.activation_dtype
+                self.files, self.config.dtype, self.load_format, self.kv_cache_dtype, self.config.activation_dtype
             )
         self.attention, self._attention_cache = choose_attention(
-            self._settings.attention_backend,
+            self.settings.attention_backend,
             self._layer,
             device,
             self.dtype,
             kv_dtype=self.kv_dtype,
             block_size=self.block_size,
-            isa=self._settings.cpu_isa,
+            isa=self.settings.cpu_isa,
             libraries=libraries,
         )
 
@@ -221,12 +220,15 @@ class Worker:
         return LoadedModel(form, model, report, scales)
 
     def _before_weights(self, model: LayeredModel) -> None:
-        self.cache_groups = groups_of([layer.keeps(self.block_size) for layer in model.cached_layers])
+        self.cache_groups = self._groups_of(model)
         if not model.attention_layers:
             self._state_bytes = states.largest(model.cached_layers)
         states.check(model.cached_layers, self.block_size, self._block_bytes)
         self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)
         self._compile_ahead(model)
+
+    def _groups_of(self, model: LayeredModel) -> tuple[CacheGroup, ...]:
+        return groups_of([layer.keeps(self.block_size) for layer in model.cached_layers])
 
     def adopt(self, loaded: LoadedModel, *, rescale: bool) -> None:
         """Replace the model's weights. No step may be running.
@@ -332,12 +334,13 @@ class Worker:
 
     def kv_budget(self, num_seqs: int, step_tokens: int, max_drafts: int = 0) -> int:
         """Return the bytes left for the KV cache after the weights and the workspace of the largest step."""
-        workspace = self._workspace_bytes(num_seqs, step_tokens, max_drafts)
-        return self.device.kv_budget(self._utilization, self.weight_bytes, workspace)
+        workspace = self.workspace_bytes(num_seqs, step_tokens, max_drafts) + self.reserved.workspace
+        return self.device.kv_budget(self._utilization, self.weight_bytes + self.reserved.weights, workspace)
 
     def check_cache(self, size: int, num_seqs: int, step_tokens: int, max_drafts: int = 0) -> None:
         """Raise ConfigError if a KV cache of `size` bytes and the workspace of the largest step do not fit."""
-        self.device.check_cache(size, self._workspace_bytes(num_seqs, step_tokens, max_drafts))
+        workspace = self.workspace_bytes(num_seqs, step_tokens, max_drafts) + self.reserved.workspace
+        self.device.check_cache(size, workspace)
 
     def make_runner(
         self,
@@ -366,12 +369,12 @@ class Worker:
         room = Capacity(num_slots, max_model_len, max_step_tokens, max_drafts)
         together = Hooks(hooks)
         if not device.resident:
-            together.attach(model, self._site(blocks), num_slots, max_step_tokens)
+            together.attach(model, self._site(blocks, room), num_slots, max_step_tokens)
             host = self._host_parts(model, room, together.variants())
             return Runner(model, self.attention, device, blocks, *host, together)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
 
-        together.attach(model, self._site(blocks), most_rows(num_slots, max_step_tokens), max_step_tokens)
+        together.attach(model, self._site(blocks, room), most_rows(num_slots, max_step_tokens), max_step_tokens)
         return self._make_resident(model, blocks, room, together)
 
     def _host_parts(
@@ -388,12 +391,12 @@ class Worker:
         replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
         return slots, sampler, replay
 
-    def _site(self, blocks: Blocks) -> Site:
+    def _site(self, blocks: Blocks, room: Capacity) -> Site:
         """Return the context of the model for hooks."""
         device = self.device.torch_device
         schemes = everywhere(self._scheme(), self.dtype, device)
         build = Build(self.dtype, device, self.attention, schemes, mesh=self.mesh)
-        return Site(build, self._reopen, self.device, blocks)
+        return Site(build, self._reopen, self.device, blocks, room)
 
     def _reopen(self) -> Checkpoint:
         if self.weight_version != self.files_version:
@@ -453,13 +456,13 @@ class Worker:
         drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
         drawing = DeviceSampler(slots, sampler, drafted)
         runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks)
-        records = isinstance(attention, Recordable) and not self._settings.enforce_eager and _recordable(model)
+        records = isinstance(attention, Recordable) and not self.settings.enforce_eager and _recordable(model)
         recorder = device.recorder() if records else None
         recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []
         chosen = choose_products(model, recorded, self._await_kernels)
         if recorder is not None and isinstance(attention, Recordable):
             replay = GraphReplay(model, attention, slots, sampler, device, hooks)
-            shares = not self._settings.disable_cascade_attn
+            shares = not self.settings.disable_cascade_attn
             replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, shares=shares)
             runner.replay = replay
         if device.torch_device.type == "cuda":
@@ -472,7 +475,7 @@ class Worker:
             count = self._ahead.wait()
             log.info("compiled or loaded %d kernels; waited %.1f s", count, time.perf_counter() - began)
 
-    def _workspace_bytes(self, num_seqs: int, step_tokens: int, max_drafts: int) -> int:
+    def workspace_bytes(self, num_seqs: int, step_tokens: int, max_drafts: int) -> int:
         """Return the bytes of the largest step: residual stream and widest layer; logits, a copy and counts; slots."""
         spec = self.spec
         widest = max(self._layer.token_elements, 3 * spec.intermediate_size // self.mesh.size)

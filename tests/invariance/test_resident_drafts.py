@@ -102,7 +102,7 @@ def test_drafts_change_nothing_on_a_device(name: str, monkeypatch: pytest.Monkey
     assert drafter.accepted > 3
     assert drafter.rejected > 3
     assert replayed["mixed"] or name == "depth 2, chunked prefill", "prompts are still recorded"
-    slots: Any = runner_of(loop)._slots
+    slots: Any = runner_of(loop).slots
     assert not slots.drafts.unsure.any(), "the host counts as the device does once all is known"
     loop.close()
 
@@ -110,6 +110,6 @@ def test_drafts_change_nothing_on_a_device(name: str, monkeypatch: pytest.Monkey
 def test_nothing_is_allocated_for_drafts_unless_a_feature_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = engine(monkeypatch, enforce_eager=True)
     runner: Any = runner_of(loop)
-    assert runner._slots.drafts is None
+    assert runner.slots.drafts is None
     assert runner._sampler._drafted is None
     loop.close()

@@ -7,8 +7,10 @@ from typing import Any, Literal, get_args
 
 from octavo.core.errors import ConfigError
 
-Method = Literal["auto", "ngram", "suffix"]
+Method = Literal["auto", "ngram", "suffix", "draft_model"]
 METHODS: tuple[str, ...] = get_args(Method)
+MODEL_METHODS = ("draft_model",)
+"""Those in which a model drafts."""
 MOST_DRAFTS = 15
 """Most drafts after one token."""
 _LONGEST = 64
@@ -27,8 +29,10 @@ class DraftConfig:
         ConfigError: a value is of the wrong type or out of range.
     """
 
-    method: str = _option("auto", "who drafts: auto, ngram or suffix")
+    method: str = _option("auto", "who drafts: " + ", ".join(METHODS))
     num_speculative_tokens: int = _option(7, f"most drafts after one token, 1 to {MOST_DRAFTS}")
+    model: str | None = _option(None, "the drafting model of `draft_model`: a folder, a .gguf file or a name")
+    revision: str | None = _option(None, "branch, tag or commit of its Hugging Face repository")
     adaptive: bool = _option(True, "choose the number of drafts by what they gain, 0 included")
     prompt_lookup_min: int = _option(3, "least tokens that must match an earlier place")
     prompt_lookup_max: int = _option(16, "most tokens that are compared")
@@ -44,6 +48,9 @@ class DraftConfig:
         for name in ("adaptive",):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"speculative_config: {name}={getattr(self, name)!r} must be true or false.")
+        if (self.method in MODEL_METHODS) != (self.model is not None):
+            needs = "name the drafting model" if self.model is None else f"leave out model={self.model!r}"
+            raise ConfigError(f"speculative_config: method={self.method} needs a change: {needs}.")
         self._whole("num_speculative_tokens", 1, MOST_DRAFTS)
         self._whole("prompt_lookup_min", 1, _LONGEST)
         self._whole("prompt_lookup_max", self.prompt_lookup_min, _LONGEST)
@@ -70,20 +77,30 @@ class DraftConfig:
 KEYS = tuple(one.name for one in fields(DraftConfig))
 
 
-def draft_config(given: dict[str, Any], method: str | None, tokens: int | None) -> DraftConfig | None:
+def draft_config(
+    given: dict[str, Any], method: str | None, tokens: int | None, model: str | None = None
+) -> DraftConfig | None:
     """Return the configuration; None if nothing asks for drafts.
 
     Args:
         given: `--speculative-config`.
-        method, tokens: `--spec-method` and `--spec-tokens`, which take precedence over its keys.
+        method, tokens, model: `--spec-method`, `--spec-tokens` and `--spec-model`, which take precedence over its keys.
+            With a model, the method is `draft_model` unless it is given.
 
     Raises:
         ConfigError: an unknown key, or a value that it can't have.
     """
-    chosen = {"method": method, "num_speculative_tokens": tokens}
+    chosen = {"method": method, "num_speculative_tokens": tokens, "model": model}
     merged = given | {key: value for key, value in chosen.items() if value is not None}
     if not merged:
         return None
+    if merged.get("model") is not None:
+        merged = {"method": "draft_model"} | merged
+    if "speculative_token_tree" in merged:
+        raise ConfigError(
+            "speculative_config: speculative_token_tree is not supported: drafts are chains, one token after another. "
+            "Leave it out, and set num_speculative_tokens."
+        )
     odd = next((key for key in merged if key not in KEYS), None)
     if odd is not None:
         raise ConfigError(f"speculative_config: {odd!r} is not a known key; there are {', '.join(KEYS)}.")

@@ -13,10 +13,11 @@ from octavo.core.plan import PlanDraft
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
 from octavo.features.speculation.acceptance import Acceptance
-from octavo.features.speculation.config import DraftConfig
+from octavo.features.speculation.config import MODEL_METHODS, DraftConfig
 from octavo.features.speculation.costs import StepCosts
 from octavo.features.speculation.counters import DraftCounters
-from octavo.features.speculation.payload import NAME, DraftCounts, SpeculationOption
+from octavo.features.speculation.draft_files import check_vocabulary, draft_files
+from octavo.features.speculation.payload import NAME, DraftCounts, option_of
 from octavo.features.speculation.settings import SpeculationSettings
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
@@ -68,6 +69,7 @@ class SpeculationEngine(EngineHook):
 
     def __init__(self, config: DraftConfig, clock: Callable[[], float] = perf_counter) -> None:
         self.max_drafts = config.num_speculative_tokens
+        self.writes_ahead = config.method in MODEL_METHODS
         self._adaptive = config.adaptive
         self._clock = clock
         self._costs = StepCosts()
@@ -183,8 +185,7 @@ class SpeculationEngine(EngineHook):
         """Return the state of a request that has not ended."""
         one = self._drafted.get(request)
         if one is None:
-            given = request.spec.options.get(NAME)
-            option = SpeculationOption() if given is None else msgspec.msgpack.decode(given, type=SpeculationOption)
+            option = option_of(request.spec.options.get(NAME))
             one = self._drafted[request] = _Drafted(option.enabled, Acceptance(self._overall))
         return one
 
@@ -204,7 +205,8 @@ def build_engine(context: FeatureContext) -> SpeculationEngine | None:
     """Return the engine half; None if nothing is drafted.
 
     Raises:
-        ConfigError: the device lacks what the settings ask for.
+        ConfigError: the device lacks what the settings ask for, or the drafting model has other tokens.
+        ModelNotFoundError, ModelFileError: there is no drafting model of this name.
     """
     config = context.settings_of(SpeculationSettings).config()
     if config is None or not context.generates:
@@ -214,4 +216,6 @@ def build_engine(context: FeatureContext) -> SpeculationEngine | None:
             "speculative_config: method=suffix searches in the host's memory, which would make a GPU wait; "
             "set method=ngram."
         )
+    if config.method in MODEL_METHODS:
+        check_vocabulary(draft_files(config, context), context)
     return SpeculationEngine(config)

@@ -21,6 +21,11 @@ class SpeculationOption(msgspec.Struct, frozen=True, array_like=True):
     prediction: list[int] = []
 
 
+def option_of(options: msgspec.Raw | None) -> SpeculationOption:
+    """Return a request's option from its encoded form; None is the default."""
+    return SpeculationOption() if options is None else msgspec.msgpack.decode(options, type=SpeculationOption)
+
+
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
     """The engine half's result for one choice: its drafts that were verified."""
 

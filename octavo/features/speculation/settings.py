@@ -28,6 +28,7 @@ class SpeculationSettings(FeatureSettings):
     spec_method: str | None = setting(
         None, "who drafts: the key method of --speculative-config", choices=METHODS, metavar="METHOD"
     )
+    spec_model: str | None = setting(None, "the drafting model: the key model of --speculative-config", metavar="MODEL")
     spec_tokens: int | None = setting(
         None,
         "most drafts after one token: the key num_speculative_tokens of --speculative-config",
@@ -40,7 +41,7 @@ class SpeculationSettings(FeatureSettings):
 
     def config(self) -> DraftConfig | None:
         """Return who drafts and how much; None if nothing is drafted."""
-        return draft_config(self.speculative_config, self.spec_method, self.spec_tokens)
+        return draft_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model)
 
 
 SETTINGS = SpeculationSettings

@@ -16,7 +16,7 @@ from octavo.features.speculation import device, lookup
 from octavo.features.speculation.config import DraftConfig
 from octavo.features.speculation.history import History
 from octavo.features.speculation.lookup import NOTHING, Tokens
-from octavo.features.speculation.payload import NAME, SpeculationOption
+from octavo.features.speculation.payload import NAME, SpeculationOption, option_of
 from octavo.features.speculation.settings import SpeculationSettings
 from octavo.worker.drafts import Drafting, Drafts
 from octavo.worker.hooks import WorkerHook
@@ -42,7 +42,7 @@ class HostDrafter(WorkerHook):
         self._outputs: dict[int, list[int]] = {}
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:
-        option = _decoded(options)
+        option = option_of(options)
         self._predictions.pop(slot, None)
         if option.prediction:
             self._predictions[slot] = np.array(option.prediction, dtype=np.int32)
@@ -107,7 +107,7 @@ class DeviceDrafter(WorkerHook):
         """Slots, their predictions [n, P], sizes [n] and prompt lengths [n], as of the last step with predictions."""
 
     def add(self, slot: int, options: msgspec.Raw | None) -> None:
-        option = _decoded(options)
+        option = option_of(options)
         if self._predictions.pop(slot, None) is not None or option.prediction:
             self._table = None
         if option.prediction:
@@ -145,18 +145,18 @@ class DeviceDrafter(WorkerHook):
         return self._table[1:]
 
 
-def _decoded(options: msgspec.Raw | None) -> SpeculationOption:
-    return SpeculationOption() if options is None else msgspec.msgpack.decode(options, type=SpeculationOption)
-
-
 def _before_separator(drafts: Tokens) -> Tokens:
     """Cut drafts before the end of an earlier output, or an embedding in place of a token."""
     odd = np.flatnonzero(drafts < 0)
     return drafts[: odd[0]] if len(odd) else drafts
 
 
-def build_worker(context: FeatureContext) -> HostDrafter | DeviceDrafter | None:
+def build_worker(context: FeatureContext) -> WorkerHook | None:
     config = context.settings_of(SpeculationSettings).config()
     if config is None or not context.generates:
         return None
+    if config.method == "draft_model":
+        from octavo.features.speculation.draft_model import ModelDrafter  # needs the worker, which imports this module
+
+        return ModelDrafter(config, context)
     return HostDrafter(config) if context.device == "cpu" else DeviceDrafter(config, context.device)

@@ -16,6 +16,11 @@ from octavo.nn.step import StepInput
 class Recordable(Protocol):
     """A backend that never reads device data on the host. Rows of length 0 are padding."""
 
+    @property
+    def most_few(self) -> int:
+        """Most queries of a row for which `prepare` reads nothing on the host if no row has more."""
+        ...
+
     def prepare(self, step: StepInput, block_size: int) -> object:
         """Do the host work of a step, once for all layers; return the value of `step.attn`."""
         ...

@@ -58,6 +58,11 @@ class TritonAttention:
         self._head_dim = spec.head_dim
         self._group = spec.num_heads // spec.num_kv_heads
 
+    @property
+    def most_few(self) -> int:
+        """See `Recordable`."""
+        return _MAX_FEW
+
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[block, key or value, head, offset in the block, channel]: one head's part of a block is contiguous."""
         return (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)

@@ -106,6 +106,11 @@ class TritonLatents:
         """See `Recordable`. Common prefixes are not read once."""
         return 1, 1
 
+    @property
+    def most_few(self) -> int:
+        """See `Recordable`. Steps with drafts are divided as others are."""
+        return 0
+
     def cut(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray]:
         """See `Recordable`. Recorded steps are short, so all rows take the absorbed form."""
         size = tile_queries(self._spec.num_heads)

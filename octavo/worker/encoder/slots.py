@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import upload
 from octavo.nn.attention.whole import LengthGroup, groups_of
 from octavo.nn.step import StepInput
-from octavo.worker.drafts import Drafting, Drafts
+from octavo.worker.drafts import Drafting, Drafts, Following
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
 
@@ -60,6 +61,12 @@ class PromptSlots:
 
     def drafting(self, plan: StepPlan) -> Drafting:
         raise AssertionError("an encoder samples no tokens")
+
+    def follow(self, where: Following) -> None:
+        raise AssertionError("an encoder keeps no tokens")
+
+    def known(self) -> tuple[Tensor, Tensor]:
+        raise AssertionError("an encoder keeps no tokens")
 
     def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
         raise AssertionError("an encoder samples no tokens")

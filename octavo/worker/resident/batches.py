@@ -20,6 +20,7 @@ from octavo.core.plan import StepPlan
 from octavo.device.transfer import upload
 from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import SharedContexts, StepInput
+from octavo.worker.drafts import DraftRows
 from octavo.worker.resident.sharing import Groups, shared_room
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots, empty_step, first_of
 
@@ -28,6 +29,8 @@ MAX_TOKENS = 1024
 """Longer steps with prompts are not recorded, since launching them takes no longer than computing them."""
 _MAX_PROMPTS = 16
 """Most prompts in a recorded step. Steps with more are launched operation by operation."""
+_MAX_DRAFTED = 16
+"""Most rows with drafts in a recorded step. With more, computing takes longer than launching."""
 _SHARING = (8, 16, 32, 64, 128, 192, 256, 384, 512)
 """Batch sizes with a recording for contexts with common prefixes."""
 
@@ -44,6 +47,13 @@ def token_counts(max_tokens: int) -> list[int]:
     batch sizes of decoding, too."""
     wanted = [16, 32, *range(64, 513, 64), *range(640, MAX_TOKENS + 1, 128)]
     return [count for count in wanted if count <= max_tokens]
+
+
+def draft_counts(max_tokens: int, max_drafts: int, max_rows: int) -> list[int]:
+    """Return the token counts of steps with drafts to record, ascending: up to 16 rows with all their drafts."""
+    most = min(max_tokens, (1 + max_drafts) * min(max_rows, _MAX_DRAFTED))
+    wanted = [8, 16, 32, 48, 64, 96, 128]
+    return [count for count in wanted if count <= most] + [count for count in wanted if count > most][:1]
 
 
 def least(sorted_sizes: Sequence[int], wanted: int) -> int:
@@ -166,19 +176,22 @@ class Ragged:
         counts: recorded numbers of tokens, ascending.
     """
 
-    def __init__(self, slots: DeviceSlots, attention: Recordable, max_tokens: int) -> None:
-        self.counts = token_counts(max_tokens)
+    def __init__(self, slots: DeviceSlots, attention: Recordable, counts: list[int]) -> None:
+        self.counts = counts
         self._slots = slots
         self._attention = attention
         if not self.counts:
             return
         device, largest = slots.device, self.counts[-1]
-        self._tiles = {count: attention.most_tiles(count, _MAX_PROMPTS, device) for count in self.counts}
+        self._tiles = {count: self._most_tiles(count) for count in self.counts}
         room = _LayoutArrays.room(largest, self._tiles[largest])
         self._packed = torch.empty(room, dtype=torch.int32, device=device)
         self._parts = {count: _LayoutArrays.of(self._packed, count, self._tiles[count]) for count in self.counts}
         self._buffers = empty_step(largest + 2, largest, device)
         self._cells = slots.cells(largest)
+
+    def _most_tiles(self, tokens: int) -> int:
+        return self._attention.most_tiles(tokens, _MAX_PROMPTS, self._slots.device)
 
     def bucket(self, plan: StepPlan) -> int:
         """Return the recorded number of tokens for the plan; 0 if no recording fits."""
@@ -209,7 +222,7 @@ class Ragged:
         slots.divide(step, None if self._cells is None else self._cells[:, :size])
         return step
 
-    def foreseen(self, size: int) -> object:
+    def foreseen(self, size: int, step: StepInput) -> object:
         """Return the value of `step.attn`."""
         parts = self._parts[size]
         return self._attention.foreseen(parts.tiles, parts.single, size)
@@ -234,9 +247,40 @@ class Ragged:
         np.cumsum(counts, out=into.query_start[1 : rows + 1])
         into.row_of_token[:tokens] = np.repeat(np.arange(rows, dtype=np.int32), counts)
         into.row_of_token[tokens:] = rows
-        sampled = np.flatnonzero(plan.samples)
-        into.logit_rows[: len(sampled)] = into.query_start[1 + sampled] - 1
-        into.sample_slots[: len(sampled)] = into.slots[sampled]
+        if any(plan.num_drafts):
+            logit_rows, sample_slots = DraftRows.of(plan).tokens, plan.logit_slots
+            into.logit_rows[: len(logit_rows)] = logit_rows
+            into.sample_slots[: len(logit_rows)] = sample_slots
+        else:
+            sampled = np.flatnonzero(plan.samples)
+            into.logit_rows[: len(sampled)] = into.query_start[1 + sampled] - 1
+            into.sample_slots[: len(sampled)] = into.slots[sampled]
+        self._divide(into, counts, plan)
+
+    def _divide(self, into: _LayoutArrays[np.ndarray], counts: np.ndarray, plan: StepPlan) -> None:
+        """Divide the rows over the kernels of attention."""
         tiles, single = self._attention.cut(counts, self._slots.past(plan).tolist(), self._slots.device)
         into.tiles[: len(tiles)] = tiles
         into.single[: len(single)] = single
+
+
+class Drafted(Ragged):
+    """Batches of rows with few tokens each, as rows with drafts are. Attention reads each row's context once, in parts
+    if there are few rows, as in decoding."""
+
+    def _most_tiles(self, tokens: int) -> int:
+        return 0
+
+    def bucket(self, plan: StepPlan) -> int:
+        return least(self.counts, plan.total_tokens) if max(plan.num_tokens) <= self._attention.most_few else 0
+
+    def step(self, size: int) -> StepInput:
+        step = super().step(size)
+        step.max_query_len = self._attention.most_few
+        return step
+
+    def foreseen(self, size: int, step: StepInput) -> object:
+        return self._attention.prepare(step, self._slots.block_size)
+
+    def _divide(self, into: _LayoutArrays[np.ndarray], counts: np.ndarray, plan: StepPlan) -> None:
+        """Do nothing: one kernel takes all rows."""

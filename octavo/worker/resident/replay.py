@@ -5,8 +5,8 @@ head, sampling and appending of the tokens. Batches that need more than plain sa
 are read from the slots, so a decoding step with unchanged rows uploads nothing.
 
 Some batch sizes have a second forward pass, which reads common prefixes of contexts once. Steps with prompts have a
-forward pass per number of tokens: launched operation by operation, they take the host about as long as a thousand
-tokens take the GPU. The graphs of decoding sample their tokens.
+forward pass per number of tokens, and so have small steps with drafts: launched operation by operation, they take the
+host about as long as a thousand tokens take the GPU. The graphs of decoding sample their tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from octavo.sampling.drawn import Drawn
 from octavo.sampling.resident import PendingTokens, ResidentSampler
 from octavo.worker.compute import compute
 from octavo.worker.hooks import ORDINARY, Hooks, Variant
-from octavo.worker.resident.batches import Ragged, Singles, least
+from octavo.worker.resident.batches import Drafted, Ragged, Singles, draft_counts, least, token_counts
 from octavo.worker.resident.sharing import Groups
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots
 from octavo.worker.step import Step
@@ -51,7 +51,7 @@ class ReplayKey(NamedTuple):
 
     Attributes:
         rows: of the batch, padding included.
-        queries: tokens of each row; 0 if rows differ.
+        queries: most tokens of each row; 0 for any number.
         tokens: of the batch, padding included.
         shares: common prefixes of contexts are read once.
         variant: the hooks' variant of the model.
@@ -78,11 +78,12 @@ class _UploadedBatch(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """Result of `takes` for `forward`: the recorded size, the variant, and whether all rows have a single token."""
+    """Result of `takes` for `forward`: the recorded size, the variant, and the batches; None if all rows have a single
+    token."""
 
     size: int
     variant: Variant
-    decodes: bool
+    batches: Ragged | None
 
 
 class GraphReplay:
@@ -109,7 +110,7 @@ class GraphReplay:
         self._forwards: dict[ReplayKey, Graph] = {}
         self._samples: dict[tuple[int, Variant], Graph] = {}
         self._loaded: _UploadedBatch | None = None
-        self._taken = _Taken(0, ORDINARY, decodes=False)
+        self._taken = _Taken(0, ORDINARY, None)
 
     @torch.inference_mode()
     def capture(
@@ -145,11 +146,12 @@ class GraphReplay:
         log.info("captured decoding at %d batch sizes in %.1f s and %.2f GiB", len(self._singles.sizes), seconds, taken)
         began = time.perf_counter()
         self._hooks.select(ORDINARY)
-        self._reserve_ragged(max_tokens)
+        self._reserve_ragged(max_rows, max_tokens)
         with no_collection():
             for variant in variants:
                 self._hooks.select(variant)
-                self._capture_ragged(recorder, variant, loaded)
+                for batches in (self._ragged, self._drafted):
+                    self._capture_ragged(recorder, variant, loaded, batches)
         seconds = time.perf_counter() - began
         log.info("captured steps of %d numbers of tokens in %.1f s", len(self._ragged.counts), seconds)
         self._hooks.select(ORDINARY)
@@ -162,12 +164,16 @@ class GraphReplay:
         self._sampled = torch.empty(largest, dtype=torch.int32, device=self._slots.device)
         self._hidden = self._single(largest).clone()
 
-    def _reserve_ragged(self, max_tokens: int) -> None:
-        self._ragged = Ragged(self._slots, self._attention, max_tokens)
-        if self._ragged.counts:
-            largest = self._ragged.counts[-1]
-            self._ragged.send(None, largest)
-            self._ragged_hidden = self._mixed(largest).clone()
+    def _reserve_ragged(self, max_rows: int, max_tokens: int) -> None:
+        self._ragged = Ragged(self._slots, self._attention, token_counts(max_tokens))
+        most = 0 if self._slots.drafts is None else max(0, self._attention.most_few - 1)
+        counts = draft_counts(max_tokens, most, max_rows) if most else []
+        self._drafted = Drafted(self._slots, self._attention, counts)
+        batches = [one for one in (self._ragged, self._drafted) if one.counts]
+        for one in batches:
+            one.send(None, one.counts[-1])
+        hidden = [self._mixed(one.counts[-1], one) for one in batches]
+        self._ragged_hidden = max(hidden, key=len).clone() if hidden else torch.empty(0)
 
     def _capture_singles(self, recorder: GraphRecorder, variant: Variant, loaded: Collection[int]) -> None:
         every = self._singles.sizes
@@ -185,15 +191,21 @@ class GraphReplay:
                 graph = recorder.record(partial(self._forward, size, shares=True))
                 self._forwards[ReplayKey(size, 1, size, True, variant)] = graph
 
-    def _capture_ragged(self, recorder: GraphRecorder, variant: Variant, loaded: Collection[int]) -> None:
-        every = self._ragged.counts
+    def _capture_ragged(
+        self, recorder: GraphRecorder, variant: Variant, loaded: Collection[int], batches: Ragged
+    ) -> None:
+        every = batches.counts
         for size in reversed(every):
             if not _is_loaded(size, every, loaded):
-                self._ragged.send(None, size)
-                self._forward_mixed(size)
+                batches.send(None, size)
+                self._forward_mixed(size, batches)
             self._link.synchronize()
-            graph = recorder.record(partial(self._forward_mixed, size))
-            self._forwards[ReplayKey(size + 2, 0, size, False, variant)] = graph
+            graph = recorder.record(partial(self._forward_mixed, size, batches))
+            self._forwards[self._key(size, variant, batches)] = graph
+
+    def _key(self, size: int, variant: Variant, batches: Ragged) -> ReplayKey:
+        queries = self._attention.most_few if batches is self._drafted else 0
+        return ReplayKey(size + 2, queries, size, False, variant)
 
     # What is recorded
 
@@ -205,12 +217,13 @@ class GraphReplay:
         step = self._singles.step(size, shares=shares)
         return self._computed(self._singles.batch(size), step, lambda one: self._attention.prepare(one, self._page))
 
-    def _forward_mixed(self, size: int) -> None:
-        self._ragged_hidden[:size].copy_(self._mixed(size))
+    def _forward_mixed(self, size: int, batches: Ragged) -> None:
+        self._ragged_hidden[:size].copy_(self._mixed(size, batches))
 
-    def _mixed(self, size: int) -> Tensor:
-        """Compute a step with prompts; return hidden states [size, hidden_size] of the tokens that get logits."""
-        return self._computed(self._ragged.batch(size), self._ragged.step(size), lambda _: self._ragged.foreseen(size))
+    def _mixed(self, size: int, batches: Ragged) -> Tensor:
+        """Compute a step with prompts or drafts; return hidden states [size, hidden_size] of the tokens that get
+        logits."""
+        return self._computed(batches.batch(size), batches.step(size), partial(batches.foreseen, size))
 
     def _computed(self, batch: DeviceBatch, step: StepInput, prepare: Callable[[StepInput], object]) -> Tensor:
         self._slots.write_step(batch, step)
@@ -233,30 +246,32 @@ class GraphReplay:
     # Replay
 
     def takes(self, plan: StepPlan, variant: Variant) -> bool:
-        """Return whether a graph of the plan's size was recorded for the variant. None is recorded for drafts."""
+        """Return whether a graph of the plan's size was recorded for the variant."""
         if not self._samples or (self._singles.sizes[0], variant) not in self._samples:
             return False
         decodes = max(plan.num_tokens) == 1 and all(plan.samples)
-        if not decodes and any(plan.num_drafts):
-            return False
-        size = least(self._singles.sizes, len(plan.slots)) if decodes else self._ragged.bucket(plan)
-        self._taken = _Taken(size, variant, decodes)
+        if decodes:
+            batches, size = None, least(self._singles.sizes, len(plan.slots))
+        else:
+            batches = self._drafted if any(plan.num_drafts) and self._drafted.bucket(plan) else self._ragged
+            size = batches.bucket(plan)
+        self._taken = _Taken(size, variant, batches)
         return size > 0
 
     @torch.inference_mode()
     def forward(self, step: Step, allowed: Allowed | None) -> None:
         """Replay the step's forward pass, which leaves hidden states in the input buffer of the sampling graphs."""
-        (size, variant, decodes), plan = self._taken, step.plan
-        if decodes:
+        (size, variant, batches), plan = self._taken, step.plan
+        if batches is None:
             key = self._load(plan, size, variant)
             self._forwards[key].replay()
             count = len(plan.slots)
             step.hidden, step.rows = self._hidden[:count], self._singles.rows[:count]
             step.recorded = key.rows, variant
         else:
-            self._ragged.send(plan, size)
-            self._forwards[ReplayKey(size + 2, 0, size, False, variant)].replay()
-            self._adopt(step, size, variant)
+            batches.send(plan, size)
+            self._forwards[self._key(size, variant, batches)].replay()
+            self._adopt(step, size, variant, batches)
         self._slots.mirror(plan)
         self.count += 1
 
@@ -280,15 +295,16 @@ class GraphReplay:
         worth = _WORTH + padding * _WORTH_OF_PADDING
         return groups if groups is not None and groups.saved * self._block_bytes >= worth else None
 
-    def _adopt(self, step: Step, size: int, variant: Variant) -> None:
-        """Copy a mixed batch's hidden states and slots to the input buffers of the sampling graphs.
+    def _adopt(self, step: Step, size: int, variant: Variant, batches: Ragged) -> None:
+        """Copy a mixed batch's hidden states and slots to the input buffers of the sampling graphs, which know no
+        drafts.
 
         `size` is a batch size of decoding, or larger than all of them.
         """
-        count = sum(step.plan.samples)
-        hidden, slots = self._ragged_hidden, self._ragged.sample_slots(size)
+        drafts, count = any(step.plan.num_drafts), len(step.plan.logit_slots)
+        hidden, slots = self._ragged_hidden, batches.sample_slots(size)
         batch = least(self._singles.sizes, count)
-        if not batch or not count:
+        if not batch or not count or drafts:
             step.hidden, step.rows = hidden[:count], slots[:count]
             return
         self._loaded = None

@@ -22,7 +22,7 @@ from octavo.sampling.parameters import NUM_PARAMS, packed_words
 from octavo.sampling.resident import ParamTable, ResidentRow
 from octavo.sampling.resident_drafts import DraftRow
 from octavo.sampling.state import PreparedParams
-from octavo.worker.drafts import Drafting, DraftRows, Drafts
+from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following
 from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
 from octavo.worker.resident.drafts import DeviceDrafts
@@ -227,6 +227,18 @@ class DeviceSlots:
     def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
         assert self.drafts is not None, "no feature drafts"
         return self.drafts.draft(drafting, drafts)
+
+    def follow(self, where: Following) -> None:
+        """Continue these slots elsewhere: take over their last tokens, lengths and computed positions."""
+        where.write(self.tokens, self.length, self.computed)
+        rows = np.asarray(where.slots, dtype=np.int64)
+        self._computed[rows] = where.most_length - where.most_counts
+        if self.drafts is not None:
+            self.drafts.unsure[rows] = where.most_length - where.least_length
+
+    def known(self) -> tuple[Tensor, Tensor]:
+        """Return `tokens` and `length`, which must not be changed."""
+        return self.tokens, self.length
 
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
         if self._reporting.isdisjoint(plan.slots):

@@ -104,6 +104,11 @@ class LibraryAttention:
             out[tokens] = self._library.attend(q[tokens], cache, parts.prompts, spec)
         return out
 
+    @property
+    def most_few(self) -> int:
+        """See `FusedBackend`. Steps with drafts are divided as others are."""
+        return 0
+
     def cut(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray]:
         """See `FusedBackend`. A library's work can't be recorded."""
         return self.own.cut(lens, past, device)

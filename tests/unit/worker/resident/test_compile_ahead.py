@@ -24,7 +24,7 @@ from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.latent.triton import TritonLatents
 from octavo.nn.ops.expert_products import StackedWeights, mix_stacked, route_on_device
 from octavo.worker.resident import ahead
-from octavo.worker.resident.batches import Ragged, Singles
+from octavo.worker.resident.batches import Ragged, Singles, token_counts
 from octavo.worker.resident.slots import DeviceSlots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +75,7 @@ def test_a_recorded_steps_layout_is_compiled_ahead(
     """Recording a step compiles nothing for it, whatever its size and kind."""
     found = compiled_ahead(groups, monkeypatch)
     slots = DeviceSlots(40, SIZES["max_model_len"], SIZES["block_size"], VOCAB, DEVICE, groups=groups)
-    singles, ragged = Singles(slots, ATTENTION, 40, shares=False), Ragged(slots, ATTENTION, 128)
+    singles, ragged = Singles(slots, ATTENTION, 40, shares=False), Ragged(slots, ATTENTION, token_counts(128))
     launched = Collected()
     with launched.collecting():
         for size in singles.sizes:
