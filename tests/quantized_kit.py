@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,14 +33,9 @@ class Example:
 
 def words(integers: Tensor, bits: int) -> Tensor:
     """Rows of integers as a stream of bits in words of 32, least significant first; zeros fill the last word."""
-    rows = []
-    for row in integers.tolist():
-        stream = sum(value << (i * bits) for i, value in enumerate(row))
-        count = -(-len(row) * bits // 32)
-        rows.append(
-            [(stream >> (32 * i) & 0xFFFFFFFF) - (1 << 32 if stream >> (32 * i + 31) & 1 else 0) for i in range(count)]
-        )
-    return torch.tensor(rows, dtype=torch.int32)
+    stream = (integers[..., None] >> torch.arange(bits) & 1).flatten(1).numpy().astype(np.uint8)
+    whole = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return torch.from_numpy(np.packbits(whole, axis=1, bitorder="little").view("<i4").copy())
 
 
 def rounded(
@@ -73,7 +69,7 @@ def gptq(bits: int, group: int, *, version: int = 1, symmetric: bool = True, act
         size = weight.shape[1] if group == -1 else group
         order = torch.arange(weight.shape[1]) // size
         if act_order:
-            order = order[torch.randperm(len(order))]
+            order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(len(order)))]
         integers, scales, zeros = rounded(weight, bits, size, symmetric=symmetric, order=order)
         if version == 1:
             zeros = zeros.clamp_min(1)
@@ -86,7 +82,7 @@ def gptq(bits: int, group: int, *, version: int = 1, symmetric: bool = True, act
         return stored, value(integers, scales, zeros, order)
 
     settings = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric}
-    return Example({**settings, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}, write, not act_order)
+    return Example({**settings, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}, write)
 
 
 def awq(group: int, layout: str) -> Example:
@@ -110,7 +106,7 @@ def packed_integers(bits: int, group: int, *, symmetric: bool = True, act_order:
     def write(weight: Tensor) -> tuple[Stored, Tensor]:
         order = torch.arange(weight.shape[1]) // group
         if act_order:
-            order = order[torch.randperm(len(order))]
+            order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(len(order)))]
         integers, scales, zeros = rounded(weight, bits, group, symmetric=symmetric, order=order)
         stored = {
             "weight_packed": words(integers, bits),
@@ -124,7 +120,7 @@ def packed_integers(bits: int, group: int, *, symmetric: bool = True, act_order:
         return stored, value(integers, scales, zeros, order)
 
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
-    return Example(compressed("pack-quantized", weights), write, not act_order and bits <= 8)
+    return Example(compressed("pack-quantized", weights), write)
 
 
 def compressed(kind: str, weights: dict[str, Any]) -> dict[str, Any]:

@@ -383,10 +383,16 @@ class ProgramBuilder:
                 group=group,
             )
 
-    def quantize(self, source: int, output: int, dtype: Dtype, columns: int, *, zero_point: int = 0) -> None:
+    def quantize(
+        self, source: int, output: int, dtype: Dtype, columns: int, *, zero_point: int = 0, order: int = 0
+    ) -> None:
         """Add an operation: convert rows of `dtype` to integers with a scale per 32 values, for weights with this zero
-        point; without planes, convert float32 to bfloat16."""
-        self._add(OpKind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point)
+        point; without planes, to bfloat16.
+
+        Args:
+            order: address of int32 [columns]: value i of a result is value order[i] of the row; 0 for the same order.
+        """
+        self._add(OpKind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point, third=order)
 
     def narrow(self, source: int, output: int, columns: int) -> None:
         """Add an operation: convert float32 rows to bfloat16."""

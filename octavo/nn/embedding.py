@@ -13,6 +13,7 @@ from octavo.native.program import RESIDUAL, ProgramBuilder
 from octavo.nn.delta import Addition
 from octavo.nn.linear import Projection
 from octavo.nn.quant.base import Scheme
+from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.packed import Matrix, emit_lookup, table_of
 from octavo.nn.shard import COL, Cut, cut
@@ -74,6 +75,8 @@ class Embedding(WeightLayer):
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
         (weight,) = tensors
+        if isinstance(weight, QuantizedBlocks) and weight.order is not None:
+            weight = dequantized(weight, self.dtype)  # look-ups read channels in order
         if isinstance(weight, QuantizedBlocks):
             self.blocks = weight
         else:

@@ -138,9 +138,10 @@ class Projection(WeightLayer):
         `ProgramBuilder.linear`."""
         matrix, delta, rounded = self.matrix, self.delta, source
         meets = b.meets(matrix.dtype)
-        if matrix.is_integers and meets is not given:
+        if matrix.is_integers and (meets is not given or matrix.order is not None):
             rounded = b.scratch("rounded", row_bytes(meets, matrix.columns, b.planes))
-            b.quantize(source, rounded, given, matrix.columns, zero_point=matrix.zero_point)
+            order = 0 if matrix.order is None else matrix.order.data_ptr()
+            b.quantize(source, rounded, given, matrix.columns, zero_point=matrix.zero_point, order=order)
             if delta is not None:
                 b.run_beside()
         low_rank = None if delta is None else delta.emit(b, source, given, matrix.columns)
@@ -148,8 +149,11 @@ class Projection(WeightLayer):
 
     def emit_after_norm(self, b: ProgramBuilder, norm: Norm, output: int, results: Results = STORED) -> None:
         """Add the product of the normalized residual stream to a native program."""
-        matrix = self.matrix
-        normed = norm.emit(b, RESIDUAL, b.scratch("normed", norm.size * 4), b.meets(matrix.dtype), matrix.zero_point)
+        matrix, normed = self.matrix, b.scratch("normed", norm.size * 4)
+        if matrix.order is not None:
+            self.emit(b, norm.emit(b, RESIDUAL, normed, Dtype.FLOAT), Dtype.FLOAT, output, results)
+            return
+        normed = norm.emit(b, RESIDUAL, normed, b.meets(matrix.dtype), matrix.zero_point)
         low_rank = None
         if self.delta is not None:
             if normed != RESIDUAL:

@@ -40,6 +40,7 @@ class QuantizedBlocks:
         values: [N, K] uint8, below 2 ** bits.
         scales: [N, K / 32] float16.
         minima: [N, K / 32] float16, or None if all are 0.
+        order: [K] int32: column i is for input order[i]; None if that is i.
     """
 
     values: Tensor
@@ -47,13 +48,15 @@ class QuantizedBlocks:
     minima: Tensor | None
     zero_point: int
     bits: int
+    order: Tensor | None = None
 
     def part(self, index: Index) -> QuantizedBlocks:
-        """Return the outputs and inputs of an index. Inputs are divided between blocks only."""
+        """Return the outputs and inputs of an index. Inputs are divided between blocks only, and if they are in
+        order."""
         outputs, inputs = index
         size = self.values.shape[1] // self.scales.shape[1]
         begin, end, _ = inputs.indices(self.values.shape[1])
-        if begin % size or end % size:
+        if begin % size or end % size or (self.order is not None and end - begin < self.values.shape[1]):
             raise ValueError(f"inputs {begin} to {end} don't begin and end with blocks of {size}")
         groups = slice(begin // size, end // size)
         minima = None if self.minima is None else self.minima[outputs, groups]

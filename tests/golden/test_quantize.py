@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import toy_tokenizers
+from gguf_kit import write_model
 from safetensors.torch import load_file
 from tiny import make_checkpoint, model_files
 
@@ -73,6 +74,24 @@ def test_a_large_model_is_written_in_several_files(
         assert name in load_file(out / file)
     assert steps == sorted(steps)
     assert steps[-1][0] == steps[-1][1]
+
+
+def test_a_gguf_file_is_written_with_the_names_that_others_read(source: Path, tmp_path: Path) -> None:
+    theirs = make_checkpoint("quantized", tmp_path / "again", {"vocab_size": 464})
+    files = write_model(tmp_path / "tiny.gguf", theirs, "llama")
+    assert quantize(files, ROUNDINGS["w8a16"], tmp_path / "out").matrices == 14
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    read = open_checkpoint(model_files(tmp_path / "out"))
+    assert read.names() == theirs.state_dict().keys()
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(written[key], theirs.state_dict()[key].bfloat16())
+    key = "model.layers.1.self_attn.q_proj.weight"  # whose rows llama.cpp stores in another order
+    expected = theirs.state_dict()[key]
+    found = read.tensor(key, TensorSpec(tuple(expected.shape), torch.float32))
+    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) / 150)
+    bloom = write_model(tmp_path / "bloom.gguf", make_checkpoint("bloom", tmp_path / "bloom"), "bloom")
+    with pytest.raises(ConfigError, match=r"GGUF file of BloomForCausalLM.*original safetensors"):
+        quantize(bloom, ROUNDINGS["w8a16"], tmp_path / "b")
 
 
 def test_what_can_not_be_quantized(source: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from test_native_ops import FORMATS, generator, pool, random_blocks, reference, 
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, Epilogue
-from octavo.native.program import Pool, ProgramBuilder, Results
+from octavo.native.program import Pool, ProgramBuilder, Results, row_bytes
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
 from octavo.nn.weights import QuantizedBlocks
@@ -123,6 +123,23 @@ def test_rows_of_floats_are_rounded_once(pool, generator, columns):
     b = ProgramBuilder.make(columns * 4, columns * 2, planes=0)
     b.quantize(0, 1, Dtype.FLOAT, columns)
     assert torch.equal(run(pool, b, x, torch.empty(9, columns, dtype=torch.bfloat16)), x.bfloat16())
+
+
+@pytest.mark.parametrize("given", [Dtype.FLOAT, Dtype.BFLOAT])
+@pytest.mark.parametrize("planes", [0, 1, 2])
+def test_values_are_taken_in_the_order_of_the_weights(pool, generator, given, planes):
+    x, order = torch.randn(9, 96, generator=generator).bfloat16(), torch.randperm(96, generator=generator).int()
+    rows = x.float() if given is Dtype.FLOAT else x
+    width = row_bytes(Dtype.INT8 if planes else Dtype.BFLOAT, 96, planes)
+    found = []
+    for source, places in ((rows, order.data_ptr()), (rows[:, order.long()].contiguous(), 0)):
+        b = ProgramBuilder.make(96 * source.element_size(), width, planes=planes)
+        if planes == 0 and given is Dtype.BFLOAT and not places:
+            found.append(source.view(torch.uint8))
+            continue
+        b.quantize(0, 1, given, 96, order=places)
+        found.append(run(pool, b, source, torch.zeros(9, width, dtype=torch.uint8)))
+    assert torch.equal(*found)
 
 
 def test_flaws_are_not_lost(pool, generator):

@@ -17,9 +17,12 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
+from octavo.models.load.arranged import arranged
+from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.quantized.table import method_of
 from octavo.models.registry import is_own, spec_of
 from octavo.models.save.rounding import Rounding
+from octavo.models.spec import StoredNames
 from octavo.nn.weights import TensorSpec
 
 OnProgress = Callable[[str, int, int], None]
@@ -75,7 +78,7 @@ def quantize(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} exists and is not empty. Name a new folder.")
     _check_layout(files)
-    checkpoint = open_checkpoint(files)
+    checkpoint = _named_as_published(files)
     shapes = {name: checkpoint.shape(name) or () for name in sorted(checkpoint.names())}
     matrices = {name: shape for name, shape in shapes.items() if _is_linear(name, shape, ignore)}
     if not matrices:
@@ -103,6 +106,24 @@ def quantize(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_small_files(files.path, folder)
     return Written(len(matrices), total, written.total, size)
+
+
+def _named_as_published(files: ModelFiles) -> Checkpoint:
+    """Open a checkpoint with Hugging Face's names, also if it is a GGUF file.
+
+    Raises:
+        ConfigError: a GGUF file's family has other names or arrangements there than in Octavo's decoder.
+    """
+    checkpoint = open_checkpoint(files)
+    if files.format != "gguf":
+        return checkpoint
+    spec = spec_of(files.config)
+    if spec.stored != StoredNames():
+        raise ConfigError(
+            f"{files.name} is a GGUF file of {files.config['architectures'][0]}, whose tensors are arranged otherwise "
+            "in safetensors. Give the folder with the model's original safetensors."
+        )
+    return arranged(checkpoint, spec)
 
 
 def _check_layout(files: ModelFiles) -> None:

@@ -106,15 +106,21 @@ void narrow(const float* from, int size, T* to) {
 }
 
 void run_quantize(Program& program, const OctavoOp& op, int64_t task, int thread) {
+    const int32_t* order = static_cast<const int32_t*>(op.third);
+    float* const wide = static_cast<float*>(program.scratch(thread, 2 * op.columns * sizeof(float)));
     for_rows(program, task, [&](int row) {
         const float* x = program.at<float>(op.input, row);
-        if (op.planes == 0) return narrow(x, op.columns, program.at<bf16>(op.output, row));
         if (op.dtype == kBfloat) {
-            float* wide = static_cast<float*>(program.scratch(thread, op.columns * sizeof(float)));
             const bf16* narrow = program.at<bf16>(op.input, row);
             for (int c = 0; c < op.columns; c += W) store(wide + c, load(narrow + c));
             x = wide;
         }
+        if (order != nullptr) {
+            float* const ordered = wide + op.columns;
+            for (int c = 0; c < op.columns; c++) ordered[c] = x[order[c]];
+            x = ordered;
+        }
+        if (op.planes == 0) return narrow(x, op.columns, program.at<bf16>(op.output, row));
         quantize_row(x, op.columns, op.planes, op.zero_point, program.at<char>(op.output, row));
     });
 }

@@ -20,7 +20,7 @@ class BlockQuantized(Unquantized):
 
     Attributes:
         packed: the panels of all parts, concatenated; None if the matrix is plain.
-        zero_point, bits, has_minima: of all parts.
+        zero_point, bits, has_minima, order: of all parts; see `QuantizedBlocks`.
     """
 
     takes_blocks = True
@@ -32,11 +32,12 @@ class BlockQuantized(Unquantized):
         self.zero_point = 0
         self.bits = 0
         self.has_minima = False
+        self.order: Tensor | None = None
 
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
         blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
-        if len(blocks) < len(weights) or blocks[0].values.shape[1] % BLOCK:
+        if len(blocks) < len(weights) or blocks[0].values.shape[1] % BLOCK or not _same_order(blocks):
             values = [weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype) for weight in weights]
             super().prepare([{**part, "weight": weight} for part, weight in zip(parts, values, strict=True)])
             return
@@ -55,10 +56,11 @@ class BlockQuantized(Unquantized):
         self.shape = (sum(part.values.shape[0] for part in blocks), blocks[0].values.shape[1])
         self.zero_point, self.bits = blocks[0].zero_point, blocks[0].bits
         self.has_minima = blocks[0].minima is not None
+        self.order = blocks[0].order
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + tensor_bytes(self.packed)
+        return super().nbytes + tensor_bytes(self.packed, self.order)
 
 
 def alike(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks]:
@@ -72,9 +74,19 @@ def alike(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks]:
             torch.zeros_like(part.scales) if part.minima is None else part.minima,
             _MIDDLE,
             8,
+            part.order,
         )
         for part in parts
     ]
+
+
+def _same_order(parts: list[QuantizedBlocks]) -> bool:
+    """Return whether all parts read the inputs in one order, so that these are rounded once for all."""
+    first = parts[0].order
+    return all(
+        first is part.order or (first is not None and part.order is not None and torch.equal(first, part.order))
+        for part in parts
+    )
 
 
 def dequantized(blocks: QuantizedBlocks, dtype: torch.dtype) -> Tensor:
@@ -83,4 +95,5 @@ def dequantized(blocks: QuantizedBlocks, dtype: torch.dtype) -> Tensor:
     values *= blocks.scales.float()[..., None]
     if blocks.minima is not None:
         values += blocks.minima.float()[..., None]
-    return values.flatten(1).to(dtype)
+    columns = values.flatten(1).to(dtype)
+    return columns if blocks.order is None else torch.empty_like(columns).index_copy_(1, blocks.order.long(), columns)

@@ -30,7 +30,7 @@ class Matrix:
     Attributes:
         rows, columns: outputs and inputs.
         bias: float32, padded to whole panels.
-        zero_point, minima: of integer weights; see `Blocks`.
+        zero_point, minima, order: of integer weights; see `QuantizedBlocks`.
     """
 
     dtype: Dtype
@@ -40,6 +40,7 @@ class Matrix:
     bias: Tensor | None = None
     zero_point: int = 0
     minima: bool = False
+    order: Tensor | None = None
 
     @property
     def is_integers(self) -> bool:
@@ -48,7 +49,7 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
-        return tensor_bytes(self.weight, self.bias)
+        return tensor_bytes(self.weight, self.bias, self.order)
 
 
 def packed(scheme: object, *, paired: bool = False) -> Matrix:
@@ -66,7 +67,8 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
     scheme.bias = None
     if isinstance(scheme, BlockQuantized) and scheme.packed is not None:
         panels, (rows, columns) = scheme.packed, scheme.shape
-        matrix = Matrix(_integers(scheme.bits), rows, columns, panels, bias, scheme.zero_point, scheme.has_minima)
+        form = (scheme.zero_point, scheme.has_minima, scheme.order)
+        matrix = Matrix(_integers(scheme.bits), rows, columns, panels, bias, *form)
         scheme.packed = None
     else:
         weight = scheme.weight

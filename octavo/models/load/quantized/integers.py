@@ -38,10 +38,14 @@ class Integers:
     def blocks(self) -> QuantizedBlocks | None:
         """Return the matrix in the CPU kernels' blocks of 32 inputs; None if they can't represent it.
 
-        A scale becomes float16, and a zero point other than the middle of the integers' range a minimum in float16.
+        Inputs that are assigned to groups are sorted by them, so that each block has one scale. A scale becomes
+        float16, and a zero point other than the middle of the integers' range a minimum in float16.
         """
         columns, size = self.values.shape[1], self.values.shape[1] // self.scales.shape[1]
-        if self.groups is not None or columns % _BLOCK or size % _BLOCK or not _fits(self.scales):
+        if columns % _BLOCK or columns % self.scales.shape[1] or size % _BLOCK or not _fits(self.scales):
+            return None
+        order = None if self.groups is None else torch.argsort(self.groups, stable=True)
+        if self.groups is not None and bool((self.groups.bincount(minlength=self.scales.shape[1]) != size).any()):
             return None
         bits = 4 if self.bits <= 4 else 8
         middle, scales, zeros = 1 << (bits - 1), self.scales.float(), self.zeros.float()
@@ -49,12 +53,14 @@ class Integers:
         shift = middle - (1 << (self.bits - 1))
         minima = scales * (middle - shift - zeros)
         repeats = size // _BLOCK
+        values = self.values if order is None else self.values[:, order]
         return QuantizedBlocks(
-            self.values + shift,
+            values + shift,
             scales.half().repeat_interleave(repeats, 1),
             minima.half().repeat_interleave(repeats, 1) if minima.any() else None,
             middle,
             bits,
+            None if order is None else order.int(),
         )
 
     def _per_input(self, grouped: Tensor) -> Tensor:
