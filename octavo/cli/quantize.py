@@ -12,10 +12,15 @@ from octavo.core.errors import ConfigError
 
 
 def run(argv: list[str]) -> int:
+    from octavo.models.save.gguf import STORAGES
     from octavo.models.save.rounding import ROUNDINGS
 
-    args = make_parser({name: one.about for name, one in ROUNDINGS.items()}).parse_args(argv)
-    write(args)
+    about = {name: one.about for name, one in ROUNDINGS.items()} | {name: one.about for name, one in STORAGES.items()}
+    args = make_parser(about).parse_args(argv)
+    if args.scheme in STORAGES:
+        write_file(args)
+    else:
+        write(args)
     if not args.no_eval:
         evaluate(args)
     return 0
@@ -26,18 +31,20 @@ def make_parser(schemes: dict[str, str]) -> OctavoParser:
         "octavo quantize",
         words="MODEL",
         description="Round the weights of a model's linear layers to the nearest values of a scheme, and write the "
-        "model to a folder in the format of compressed-tensors. Embeddings, the head and routers of experts are kept. "
-        "Then compare it with the original on a text, as octavo eval does.",
+        "model to a folder in the format of compressed-tensors (embeddings, the head and routers of experts are kept), "
+        "or to a GGUF file. Then compare it with the original on a text, as octavo eval does.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a catalogue name or a Hugging Face id")
     about = "; ".join(f"{name}: {what}" for name, what in schemes.items())
     parser.add_argument("--scheme", required=True, choices=sorted(schemes), help=about)
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new folder")
+    parser.add_argument("-o", "--output", required=True, metavar="PATH", help="a new folder; a new file for gguf-*")
     parser.add_argument("--group-size", type=int, metavar="INPUTS", help="inputs of a group (128, or what divides all)")
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="PATTERN", help="modules to keep, such as '*.down_proj'"
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of all else (bfloat16)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of all else, in a folder (bfloat16)"
+    )
     parser.add_argument("--no-eval", action="store_true", help="do not compare it with the original")
     parser.add_argument("--text", metavar="FILE", help="text to compare on (default: that of octavo eval)")
     return parser
@@ -66,6 +73,31 @@ def write(args: argparse.Namespace) -> None:
     say(
         f"{args.output}: {written.matrices} matrices in {args.scheme}{groups}; {units.show_bytes(written.after)}, "
         f"{units.show_bytes(written.before)} in {args.dtype}"
+    )
+
+
+def write_file(args: argparse.Namespace) -> None:
+    """Write a GGUF file.
+
+    Raises:
+        ConfigError: a flag is only for other schemes, or the model can't be written so.
+    """
+    from octavo.hub.resolve import resolve
+    from octavo.models.save.gguf import STORAGES, write_gguf
+    from octavo.text.tokenizers.gguf_keys import tokenizer_keys
+
+    path = Path(args.output).expanduser()
+    if path.suffix != ".gguf":
+        raise ConfigError(f"--output {args.output}: {args.scheme} writes one file. Name it with the end .gguf.")
+    if args.group_size is not None or args.ignore:
+        raise ConfigError(f"--group-size and --ignore have no effect on {args.scheme}. Leave them out.")
+    with open_display() as display:
+        files = resolve(args.model, progress=display.download)
+        keys = {} if files.format == "gguf" else tokenizer_keys(files.path, files.config.get("vocab_size", 0))
+        written = write_gguf(files, STORAGES[args.scheme], path, tokenizer=keys, progress=display.download)
+    say(
+        f"{path}: {written.matrices} matrices in {args.scheme}; {units.show_bytes(written.after)}, "
+        f"{units.show_bytes(written.before)} in 16 bits"
     )
 
 
