@@ -135,12 +135,19 @@ def _with_worker(
 
 
 def _check_undivided(config: EngineConfig, hooks: Sequence[EngineHook]) -> None:
-    """Raise ConfigError for a tier with several ranks: only the transfers of rank 0 are reported."""
+    """Raise ConfigError for a tier with several ranks, of which only one reports its transfers, and for drafts in a
+    pipeline."""
     ranks, tiers = config.parallel.num_ranks, [hook.name for hook in hooks if hook.tier]
     if ranks > 1 and tiers:
         raise ConfigError(
             f"{' and '.join(tiers)} moves pages of the KV cache, which Octavo can't do with a model that is divided "
-            f"over {ranks} devices. Leave that feature or --tensor-parallel-size out."
+            f"over {ranks} devices. Leave that feature or {config.parallel.division} out."
+        )
+    drafters = [hook.name for hook in hooks if hook.max_drafts]
+    if config.parallel.pipeline_parallel_size > 1 and drafters:
+        raise ConfigError(
+            f"{' and '.join(drafters)} drafts tokens, which only the last stage of a pipeline would know. Leave that "
+            f"feature or --pipeline-parallel-size {config.parallel.pipeline_parallel_size} out."
         )
 
 
@@ -288,7 +295,8 @@ def _encoder_sized(
 
 def _depth(config: EngineConfig, facts: WorkerFacts) -> int:
     """Return the number of steps launched ahead of the oldest unread one."""
-    return facts.default_depth if config.scheduler.depth is None else config.scheduler.depth
+    depth = facts.default_depth if config.scheduler.depth is None else config.scheduler.depth
+    return depth + config.parallel.pipeline_parallel_size - 1
 
 
 def _architecture(files: ModelFiles) -> str:
@@ -318,6 +326,7 @@ def _sized(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: 
         share_prefixes=config.cache.enable_prefix_caching,
         watermark=config.scheduler.watermark,
         paced_tokens=facts.balanced_tokens,
+        turns=_depth(config, facts) + 1 if config.parallel.pipeline_parallel_size > 1 else 1,
     )
     return num_blocks, limits
 

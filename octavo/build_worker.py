@@ -75,7 +75,7 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
     Raises:
         ConfigError: the settings can't be used with several processes or devices.
     """
-    size = config.parallel.num_ranks
+    size, stages = config.parallel.num_ranks, config.parallel.pipeline_parallel_size
     why = "with distributed_executor_backend='mp' the model runs in a separate process"
     for own in config.features.values():
         own.check_sendable(why if size == 1 else f"with {size} devices the model runs in separate processes")
@@ -85,15 +85,16 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
     level = logging.getLogger().getEffectiveLevel()
 
     def start(number: int, ring: RingHandles) -> RankProcess:
-        place = RankPlace(number, size, LOCAL, meeting.port) if meeting else RankPlace()
+        place = RankPlace(number, size, LOCAL, meeting.port, stages) if meeting else RankPlace()
         payload = (config, files, level, place)
         own = environment_of(number, size) if config.device.device != "cpu" else {}
         prefix = f"[rank {number}] "
         return RankProcess("octavo.rank_main", payload, ring, number=number, prefix=prefix, environment=own)
 
-    ranks = RankGroup(size, start, config.parallel.rank_timeout_s, keep=meeting)
+    answering = next(rank for rank in range(size) if RankPlace(rank, size, stages=stages).answers)
+    ranks = RankGroup(size, start, config.parallel.rank_timeout_s, keep=meeting, answering=answering)
     try:
-        build = RankBuild(ranks, PlanCodec(payload_types()))
+        build = RankBuild(ranks, PlanCodec(payload_types()), stages)
     except BaseException:
         ranks.kill()
         raise
@@ -102,10 +103,9 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
 
 def _check_divisible(config: EngineConfig, files: ModelFiles) -> None:
     """Raise ConfigError for what runs on one device only; what depends on shapes is refused when layers are made."""
-    size = config.parallel.tensor_parallel_size
     if is_encoder(files.config):
         raise ConfigError(
-            f"--tensor-parallel-size {size}: {files.name} is an encoder, which runs on one device. Leave it out."
+            f"{config.parallel.division}: {files.name} is an encoder, which runs on one device. Leave it out."
         )
 
 
@@ -171,7 +171,8 @@ class DecoderBuild:
     def __init__(self, config: EngineConfig, files: ModelFiles, place: RankPlace = _ALONE) -> None:
         self._config = config
         implementation = implementation_of(config, files)
-        self._worker = Worker(config.model, config.device, files, config.cache, implementation, place)
+        layers = config.parallel.pipeline_layers
+        self._worker = Worker(config.model, config.device, files, config.cache, implementation, place, layers)
         self.facts = _facts(self._worker)
         self.context = feature_context(config, files, self.facts)
         self._hooks: list[WorkerHook] = []

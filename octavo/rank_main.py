@@ -18,7 +18,7 @@ def main() -> int:
     from octavo.features import payload_types
 
     codec = PlanCodec(payload_types())
-    code = RankServer(peer, ring, lambda: build_rank(config, files, place), codec, place.rank).run()
+    code = RankServer(peer, ring, lambda: build_rank(config, files, place), codec, answers=place.answers).run()
     if code or place.size > 1:  # destructors of tensors, graphs and groups fail or wait where a device or rank is lost
         logging.shutdown()
         os._exit(code)

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Mapping
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from octavo.engine.rank_process import RankProcess
 from octavo.engine.ring import RingHandles, RingReader
 from octavo.features import payload_types
 from octavo.parallel.mesh import Mesh
+from octavo.parallel.stage import Stage
 
 _PATIENCE_S = 60.0
 
@@ -43,6 +45,19 @@ class ThreadCollectives:
         found = list(self._given)
         self._barrier.wait(_PATIENCE_S)
         return found
+
+
+class ThreadLink:
+    """A `StageLink` of one of several threads, which exchange tensors in queues."""
+
+    def __init__(self, given: Mapping[int, SimpleQueue[Tensor]], rank: int, after: int) -> None:
+        self._given, self._rank, self._after = given, rank, after
+
+    def send(self, x: Tensor) -> None:
+        self._given[self._after].put(x.clone())
+
+    def receive(self, x: Tensor) -> None:
+        x.copy_(self._given[self._rank].get(timeout=_PATIENCE_S))
 
 
 class RankThread(RankProcess):
@@ -72,7 +87,7 @@ class RankThread(RankProcess):
         def serve() -> None:
             with child:
                 codec = PlanCodec(payload_types())
-                RankServer(child, reader, lambda: build_rank(config, files, place), codec, number).run()
+                RankServer(child, reader, lambda: build_rank(config, files, place), codec, answers=place.answers).run()
 
         self._thread = threading.Thread(target=serve, name=f"rank {number}", daemon=True)
         self._thread.start()
@@ -93,18 +108,26 @@ class RankThread(RankProcess):
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "device": "cpu", "cpu_bind": "nobind"}
 """Settings of an engine of two ranks, on any machine."""
 
+PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "device": "cpu", "cpu_bind": "nobind"}
+"""Settings of an engine of two stages, on any machine."""
+
 
 def ranks_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have engines of several ranks run them in threads. A single rank stays a process."""
-    meetings: dict[int, tuple[threading.Barrier, list[Tensor]]] = {}
+    meetings: dict[tuple[int, int], tuple[threading.Barrier, list[Tensor]]] = {}
+    passed: dict[int, dict[int, SimpleQueue[Tensor]]] = {}
     meeting = threading.Lock()
 
-    def join(place: RankPlace, accelerator: str) -> Mesh:
+    def join(place: RankPlace, accelerator: str) -> tuple[Mesh, Stage]:
         if place.size == 1:
-            return Mesh()
+            return Mesh(), Stage()
+        own = threading.Barrier(place.shards), [torch.empty(0)] * place.shards
         with meeting:
-            shared = meetings.setdefault(place.port, (threading.Barrier(place.size), [torch.empty(0)] * place.size))
-        return Mesh(place.rank, place.size, ThreadCollectives(place.rank, *shared))
+            shared = meetings.setdefault((place.port, place.stage), own)
+            queues = passed.setdefault(place.port, {rank: SimpleQueue() for rank in range(place.size)})
+        link = ThreadLink(queues, place.rank, place.rank + place.shards)
+        mesh = Mesh(place.shard, place.shards, ThreadCollectives(place.shard, *shared))
+        return mesh, Stage(place.stage, place.stages, link)
 
     def start(module: str, payload: Any, *args: Any, **kwargs: Any) -> RankProcess:
         place: RankPlace = payload[3]

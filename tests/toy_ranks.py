@@ -97,7 +97,7 @@ def toy_group(size: int, script: Script | None = None, timeout_s: float | None =
 
 def main() -> int:
     peer, ring, (number, script) = receive_rank()
-    return RankServer(peer, ring, partial(ToyRank, number, script), PlanCodec({}), number).run()
+    return RankServer(peer, ring, partial(ToyRank, number, script), PlanCodec({}), answers=number == 0).run()
 
 
 if __name__ == "__main__":

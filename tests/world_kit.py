@@ -105,6 +105,7 @@ class World:
             share_prefixes=self.share,
             watermark=self.watermark,
             paced_tokens=self.rng.choice([0, 1, 4, 12]),
+            turns=self.depth + 1 if self.rng.random() < 0.3 else 1,
         )
         drafters = [Drafter(self.rng, self.num_drafts)] if self.num_drafts else []
         hooks = [self.hook, *drafters, *self.extra]

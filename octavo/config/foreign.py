@@ -129,7 +129,6 @@ FLAGS: dict[str, Missing | Needless] = {
     **_MODEL,
     **_ENGINE,
     **_SERVER,
-    "pipeline-parallel-size": _one("pipeline parallelism"),
     "decode-context-parallel-size": _one("context parallelism"),
     "prefill-context-parallel-size": _one("context parallelism"),
     "enable-expert-parallel": _switch("expert parallelism is"),
@@ -163,7 +162,6 @@ ENGINE_FLAGS = {name: entry for name, entry in FLAGS.items() if name not in _SER
 """The flags that also apply without a server."""
 
 SHORT = {
-    "-pp": "pipeline-parallel-size",
     "-pcp": "prefill-context-parallel-size",
     "-dcp": "decode-context-parallel-size",
     "-q": "quantization",

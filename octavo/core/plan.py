@@ -91,6 +91,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         proposals: row -> the most drafts to propose after its tokens, for sampling rows that get drafts.
         transfers: blocks to load and to store; None for none. A plan without rows has nothing else: it begins
             transfers, or asks for their reports, while nothing is computed.
+        sampled: (slot, token) of earlier steps, appended before anything else by ranks that did not sample them.
     """
 
     id: int
@@ -107,6 +108,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     repeats: bool = False
     proposals: dict[int, int] = msgspec.field(default_factory=dict)
     transfers: Transfers | None = None
+    sampled: list[tuple[int, int]] = []
 
     @property
     def total_tokens(self) -> int:

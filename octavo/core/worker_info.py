@@ -15,12 +15,33 @@ class RankPlace(msgspec.Struct, frozen=True):
     Attributes:
         rank, size: its number, and the number of ranks.
         host, port: where the ranks find each other.
+        stages: of the pipeline; each has consecutive ranks, which divide its layers.
     """
 
     rank: int = 0
     size: int = 1
     host: str = ""
     port: int = 0
+    stages: int = 1
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that divide each layer."""
+        return self.size // self.stages
+
+    @property
+    def shard(self) -> int:
+        """The rank's number among those of its stage."""
+        return self.rank % self.shards
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.shards
+
+    @property
+    def answers(self) -> bool:
+        """Whether the engine reads the steps' outputs of this rank: the first of the last stage, which samples."""
+        return self.rank == self.size - self.shards
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -366,7 +366,7 @@ class EngineLoop:
                 news += self._unstick()
         else:
             plan, step = begun
-            while plan.needs_feedback and self._flight:
+            while plan.needs_feedback and self._flight and self._scheduler.awaits_tokens(plan):
                 news += self._retire()
             self._executor.sample(step, self._scheduler.payload(plan))
             self._flight.append(step)

@@ -1,6 +1,6 @@
 """The engine's proxies for workers in separate processes: `RankExecutor`, `RankBuild`, `RankWorker`.
 
-A plan is encoded once and sent to all ranks; rank 0's encoded output is received. No tensor passes between an engine
+A plan is encoded once and sent to all ranks; the encoded output of one is received. No tensor passes between an engine
 and its ranks.
 """
 
@@ -32,25 +32,39 @@ from octavo.engine.rank_group import RankGroup, ranks_of
 
 @dataclass(slots=True)
 class RankStep:
-    """A step sent to the ranks."""
+    """A step sent to the ranks. Its tokens are added to `sampled`, if given, for the ranks that do not sample."""
 
     plan: StepPlan
     ranks: RankGroup
+    sampled: list[tuple[int, int]] | None = None
 
     def result(self) -> StepOutput:
-        return self.ranks.fetch(self.plan.id)
+        output = self.ranks.fetch(self.plan.id)
+        if self.sampled is not None:
+            rows = zip(self.plan.slots, output.tokens, strict=True)
+            self.sampled += [(slot, tokens[0]) for slot, tokens in rows if tokens]
+        return output
 
 
 class RankExecutor:
-    """An `Executor` over ranks. Errors of a step are raised by `RankStep.result`."""
+    """An `Executor` over ranks. Errors of a step are raised by `RankStep.result`.
 
-    def __init__(self, ranks: RankGroup, codec: PlanCodec) -> None:
+    Args:
+        passes_tokens: only some of the ranks sample, so that plans bring the others the tokens of earlier steps.
+    """
+
+    def __init__(self, ranks: RankGroup, codec: PlanCodec, *, passes_tokens: bool = False) -> None:
         self._ranks = ranks
         self._codec = codec
+        self._sampled: list[tuple[int, int]] | None = [] if passes_tokens else None
 
     def forward(self, plan: StepPlan) -> RankStep:
-        self._ranks.send(wire.LaunchStep(plan.id, self._codec.encode_plan(plan)))
-        return RankStep(plan, self._ranks)
+        sent = plan
+        if self._sampled:
+            sent = msgspec.structs.replace(plan, sampled=self._sampled.copy())
+            self._sampled.clear()
+        self._ranks.send(wire.LaunchStep(plan.id, self._codec.encode_plan(sent)))
+        return RankStep(plan, self._ranks, self._sampled)
 
     def sample(self, step: RankStep, payload: dict[str, Any]) -> None:
         self._ranks.send(wire.SampleStep(step.plan.id, self._codec.encode_payload(payload)))
@@ -62,13 +76,17 @@ class RankExecutor:
 class RankBuild:
     """A `WorkerBuild` whose worker is divided over ranks."""
 
-    def __init__(self, ranks: RankGroup, codec: PlanCodec) -> None:
+    def __init__(self, ranks: RankGroup, codec: PlanCodec, stages: int = 1) -> None:
         """
+        Args:
+            stages: of the pipeline that the ranks are divided into.
+
         Raises:
             ConfigError: the ranks found different kinds of devices.
         """
         self._ranks = ranks
         self._codec = codec
+        self._stages = stages
         found = ranks.call(WorkerFacts, "begin")
         for process, facts in zip(ranks.processes, found, strict=True):
             process.device = facts.device
@@ -76,13 +94,14 @@ class RankBuild:
 
     def load(self, timer: PhaseTimer, max_drafts: int = 0) -> LoadedFacts:
         timer.begin("weights")
-        loaded = _together(self._ranks.call(LoadedFacts, "load", max_drafts))
+        loaded = _together(self._ranks.call(LoadedFacts, "load", max_drafts), self._stages)
         timer.begin("kv cache")
         return loaded
 
     def allocate(self, sizes: CacheSizes) -> RankWorker:
         can_sleep = self._ranks.call(bool, "allocate", msgspec.to_builtins(sizes))
-        return RankWorker(self._ranks, self._codec, can_sleep=all(can_sleep))
+        passes_tokens = self._stages > 1
+        return RankWorker(self._ranks, self._codec, can_sleep=all(can_sleep), passes_tokens=passes_tokens)
 
     def abandon(self) -> None:
         self._ranks.kill()
@@ -101,12 +120,20 @@ def _common(found: Sequence[WorkerFacts]) -> WorkerFacts:
     return msgspec.structs.replace(first, device=ranks_of([facts.device for facts in found]))
 
 
-def _together(found: Sequence[LoadedFacts]) -> LoadedFacts:
-    """Return the facts of the whole model. Sizes per token and the budget of the KV cache stay those of one rank."""
-    budgets = [facts.kv_budget for facts in found if facts.kv_budget is not None]
+def _together(found: Sequence[LoadedFacts], stages: int) -> LoadedFacts:
+    """Return the facts of the whole model. Sizes per token and the budget of the KV cache are those of the rank whose
+    layers keep most."""
+    most = max(found, key=lambda facts: facts.kv_bytes_per_token)
+    budgets = [
+        facts.kv_budget * most.kv_bytes_per_token // facts.kv_bytes_per_token
+        for facts in found
+        if facts.kv_budget is not None and facts.kv_bytes_per_token
+    ]
+    firsts = found[:: len(found) // stages]
     return msgspec.structs.replace(
-        found[0],
+        most,
         weight_bytes=sum(facts.weight_bytes for facts in found),
+        step_parameters=sum(facts.step_parameters for facts in firsts),
         step_weight_bytes=sum(facts.step_weight_bytes for facts in found),
         kv_budget=min(budgets, default=None),
     )
@@ -115,8 +142,9 @@ def _together(found: Sequence[LoadedFacts]) -> LoadedFacts:
 class RankWorker:
     """A `WorkerPort` over ranks."""
 
-    def __init__(self, ranks: RankGroup, codec: PlanCodec, *, can_sleep: bool) -> None:
+    def __init__(self, ranks: RankGroup, codec: PlanCodec, *, can_sleep: bool, passes_tokens: bool = False) -> None:
         self.can_sleep = can_sleep
+        self._passes_tokens = passes_tokens
         self.weight_version = "default"
         self.kv_form = ""
         self.ranks = ranks
@@ -125,7 +153,7 @@ class RankWorker:
 
     def executor(self) -> RankExecutor:
         self.weight_version, self.kv_form = self.ranks.call(tuple[str, str], "executor", together=True)[0]
-        return RankExecutor(self.ranks, self._codec)
+        return RankExecutor(self.ranks, self._codec, passes_tokens=self._passes_tokens)
 
     def check(self) -> None:
         self.ranks.check()

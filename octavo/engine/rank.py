@@ -40,7 +40,7 @@ class RankServer:
         ring: brings the engine's messages.
         make_build: starts to build the worker. It may raise the errors of `WorkerBuild`.
         codec: decodes plans and the features' payloads.
-        number: the rank's number. Only rank 0 sends the steps' outputs; the others report failures.
+        answers: whether it sends the steps' outputs; the other ranks report failures.
     """
 
     def __init__(
@@ -49,17 +49,19 @@ class RankServer:
         ring: RingReader,
         make_build: Callable[[], WorkerBuild],
         codec: PlanCodec,
-        number: int = 0,
+        *,
+        answers: bool = True,
     ) -> None:
         self._peer = peer
         self._ring = ring
         self._codec = codec
-        self._number = number
+        self._answers = answers
+        self._fetched = -1
         self._last_failed: int | None = None
         self._sending = Lock()
         self._steps: dict[int, LaunchedStep] = {}
         self._failed: dict[int, Exception] = {}
-        self._methods = _RankMethods(make_build, traces=number == 0)
+        self._methods = _RankMethods(make_build, traces=answers)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
 
     def run(self) -> int:
@@ -94,7 +96,9 @@ class RankServer:
                 self._launch(number, lambda: self._forward(number, plan))
             case wire.SampleStep(number, payload) if number in self._steps:
                 self._launch(number, lambda: self._sample(number, payload))
-            case wire.FetchOutput(number):
+                if self._answers and self._methods.is_synchronous:
+                    self._fetch(number)
+            case wire.FetchOutput(number) if number > self._fetched:
                 self._fetch(number)
             case wire.CallMethod(number, "failed", [step]):
                 self._reply(number, done(self._last_failed == step))
@@ -122,6 +126,7 @@ class RankServer:
             self._methods.running.sample(self._steps[number], self._codec.decode_payload(payload))
 
     def _fetch(self, number: int) -> None:
+        self._fetched = number
         error = self._failed.get(number)
         step = self._steps.get(number)
         if error is None and step is not None:
@@ -137,7 +142,7 @@ class RankServer:
             lost = self._methods.loss(error)
             self._send(wire.StepFailed(number, Failure.of(error), lost))
             _end_if(lost)
-        elif self._number == 0:
+        elif self._answers:
             self._send(wire.RankOutput(number, output))
 
     def _answer(self, call: wire.CallMethod) -> None:
@@ -190,6 +195,12 @@ class _RankMethods:
     def running(self) -> AnyExecutor:
         assert self._executor is not None, "a step was sent to a rank without an executor"
         return self._executor
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether steps are computed when they are launched. Their results are then sent at once: those of later steps,
+        which may wait for other stages of a pipeline, must not delay them."""
+        return self._build is not None and self._build.facts.default_depth == 0
 
     def loss(self, error: Exception) -> str | None:
         """Return why the device is lost after this error; None if it is not."""

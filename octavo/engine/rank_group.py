@@ -1,4 +1,4 @@
-"""`RankGroup`: the ranks of one model. Each message goes to all of them; all answer calls, rank 0 answers steps."""
+"""`RankGroup`: the ranks of one model. Each message goes to all of them; all answer calls, one answers steps."""
 
 from __future__ import annotations
 
@@ -56,22 +56,25 @@ class RankGroup:
         start: Callable[[int, RingHandles], RankProcess],
         timeout_s: float | None = None,
         keep: object = None,
+        answering: int = 0,
     ) -> None:
         """
         Args:
             start: starts a rank's process, given its number.
             timeout_s: most seconds of a step; None for no limit.
             keep: what the ranks need while they run.
+            answering: the rank that sends the steps' outputs.
         """
         self._timeout_s = timeout_s
         self._kept = keep
+        self._answering_rank = answering
         self._sending = threading.Lock()
         self._answering = threading.RLock()
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._outputs: queue.SimpleQueue[wire.RankOutput | wire.StepFailed | None] = queue.SimpleQueue()
         self._failures: dict[int, tuple[int, str, float]] = {}
-        """Step that failed in another rank than 0 -> the rank, the reason and the time of the report."""
+        """Step that failed in another rank than the answering one -> the rank, the reason, the time of the report."""
         self._lost: DeviceLostError | None = None
         self._closed = threading.Event()
         self._ring = RingWriter(size)
@@ -104,7 +107,7 @@ class RankGroup:
             self._ring.write(data, self.check)
 
     def fetch(self, step: int) -> StepOutput:
-        """Wait for a step's output of rank 0.
+        """Wait for a step's output of the answering rank.
 
         Raises:
             RankError: the step failed, in all ranks.
@@ -116,7 +119,7 @@ class RankGroup:
                 found = self._outputs.get(timeout=self._timeout_s)
             except queue.Empty:
                 raise self._lose(
-                    0, f"step {step} was not finished within {self._timeout_s:g} s (--rank-timeout)"
+                    self._answering_rank, f"step {step} was not finished within {self._timeout_s:g} s (--rank-timeout)"
                 ) from None
             if found is None:
                 self._outputs.put(None)
@@ -176,7 +179,7 @@ class RankGroup:
         if isinstance(message, wire.RankReply):
             with self._answering:
                 self._answered(rank, message)
-        elif rank == 0:
+        elif rank == self._answering_rank:
             self._outputs.put(message)
         elif isinstance(message, wire.StepFailed):
             self._failures[message.step] = rank, message.failure.message, time.monotonic()
@@ -205,7 +208,7 @@ class RankGroup:
         return failure.known() or RankError(f"rank {rank}: {failure.message}")
 
     def _check_agreed(self, step: int) -> None:
-        """Raise DeviceLostError if another rank failed a step that rank 0 computed."""
+        """Raise DeviceLostError if another rank failed a step that the answering one computed."""
         for failed in [one for one in self._failures if one <= step]:
             raise self._failed_alone(failed)
 
@@ -214,21 +217,23 @@ class RankGroup:
         return self._lose(rank, f"step {step} failed in this rank only: {reason}")
 
     def _failed(self, found: wire.StepFailed) -> Exception:
-        """Return the error of a step that failed in rank 0, once all ranks say that they failed it, too."""
+        """Return the error of a step that failed in the answering rank, once all ranks say that they failed it, too."""
+        number = self._answering_rank
         if found.lost is not None:
-            return self._lose(0, found.lost)
+            return self._lose(number, found.lost)
         if self.size > 1:
             try:
                 answers = self.post("failed", found.step).result(_AGREE_S)
             except TimeoutError:
-                return self._lose(0, f"step {found.step} failed in this rank only: {found.failure.message}")
+                return self._lose(number, f"step {found.step} failed in this rank only: {found.failure.message}")
             except DeviceLostError as lost:
                 return lost
             for rank, answer in enumerate(answers):
                 if not msgspec.msgpack.decode(answer, type=bool):
-                    return self._lose(0, f"step {found.step} failed here, not in rank {rank}: {found.failure.message}")
+                    why = f"step {found.step} failed here, not in rank {rank}: {found.failure.message}"
+                    return self._lose(number, why)
             self._failures.clear()
-        return self._error(0, found.failure, None)
+        return self._error(number, found.failure, None)
 
     def _lose(self, rank: int, reason: str) -> DeviceLostError:
         """Record that a rank is lost, end all waiting calls, and return the error. The first reason is kept."""
@@ -242,8 +247,8 @@ class RankGroup:
             return self._lost
 
     def _watch(self) -> None:
-        """Lose the ranks if one was stopped, which neither ends nor answers, or failed a step that rank 0 does not
-        finish, since it waits for the other's part."""
+        """Lose the ranks if one was stopped, which neither ends nor answers, or failed a step that the answering
+        rank does not finish, since it waits for the other's part."""
         since: dict[int, float] = {}
         while not self._closed.wait(_LOOK_S) and self._lost is None:
             now = time.monotonic()

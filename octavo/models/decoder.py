@@ -104,16 +104,21 @@ class CausalLM(nn.Module):
 
     Attributes:
         spec: its architecture.
+        device: of its weights.
         attention_layers: in layer order.
+        layer_range: the layers that it has, of those of `spec`.
         recordable: whether steps can be recorded in graphs: no layer passes data between host and device.
         cached_layers: these, those with latent attention and the recurrent layers' states, in layer order; the worker
             binds each one's `cache`.
+        entry: [tokens, hidden_size], hidden states of the layers before the first one here, in place of embeddings;
+            None if the model begins with its embeddings. The worker binds it.
     """
 
     def __init__(self, b: Build, spec: DecoderSpec) -> None:
         super().__init__()
         model = b.at("model")
         self.spec = spec
+        self.device = b.device
         self.residual_dtype = b.residual_dtype(spec.hidden_size)
         # Models are trained with this factor in their own dtype.
         self.embedding_multiplier = torch.tensor(spec.multipliers.embedding, dtype=b.dtype).item()
@@ -146,8 +151,33 @@ class CausalLM(nn.Module):
         )
         self.score = ScoreHead(b.device, spec.hidden_size, spec.num_labels) if spec.num_labels else None
         self.recordable = all(getattr(m, "recordable", True) for m in self.modules())
+        self.entry: Tensor | None = None
+        self.layer_range = range(spec.num_layers)
+        self._list_layers()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all layers, and so also the embeddings and the head."""
+        return len(self.layer_range) == self.spec.num_layers
+
+    def _list_layers(self) -> None:
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
         self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | PagedLatents | StateCache)]
+
+    def keep(self, layers: range) -> None:
+        """Drop all other layers; what precedes the first layer, if that is dropped; and what follows the last one, if
+        that is dropped. Call before weights are loaded."""
+        first, last = layers.start == 0, layers.stop == len(self.layers)
+        self.layer_range = layers
+        self.layers = self.layers[layers.start : layers.stop]
+        if not first:
+            self.positions = self.embedding_norm = None
+            if not (last and isinstance(self.head, TiedHead)):
+                del self.embedding
+        if not last:
+            self.score = None
+            del self.norm, self.head
+        self._list_layers()
 
     def rope_of(self, layer: int) -> Rope:
         """Return a layer's table of rotations; layers with equal ones share it."""
@@ -156,6 +186,9 @@ class CausalLM(nn.Module):
 
     def embed(self, step: StepInput) -> Tensor:
         """Return the embeddings of `step.input_ids`, [T, hidden_size], which the caller may modify."""
+        if self.layer_range.start:
+            assert self.entry is not None, "the worker has bound no hidden states"
+            return self.entry[: step.num_tokens]
         x = self.embedding(step.input_ids).to(self.residual_dtype)
         return x if self.embedding_multiplier == 1.0 else x.mul_(self.embedding_multiplier)
 

@@ -134,7 +134,7 @@ def compiled(model: LayeredModel, attention: AnyBackend, activation_dtype: str =
     reason = reason_against(model.spec)
     if len(model.cached_layers) > len(model.attention_layers):
         reason = "it has recurrent layers"
-    if mesh.size > 1:
+    if mesh.size > 1 or not model.is_whole:
         reason = "it is divided over several devices"
     if reason is None:
         return NativeDecoder(model, attention.pool, activation_dtype)

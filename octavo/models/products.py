@@ -40,12 +40,13 @@ def _groups(model: Model) -> list[products.Like]:
     last = {layer for block in blocks for layer in block.outputs}
     added: set[torch.Size] = set()
     gated: set[torch.Size] = set()
+    head = getattr(model, "head", None)
     for module in model.modules():
         if isinstance(module, Projection) and isinstance(module.scheme, OnGpu):
             weight = module.scheme.weight
             if weight is None or weight.dtype.itemsize != 2 or module.scheme.bias is not None:
                 return []
-            like = groups.setdefault((weight.shape, torch.float32 if module is model.head else weight.dtype), [])
+            like = groups.setdefault((weight.shape, torch.float32 if module is head else weight.dtype), [])
             if len(like) < _LIKE:
                 like.append(weight)
             if module in last and module.leaves(model.residual_dtype):

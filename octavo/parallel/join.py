@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections import deque
 
 import torch
+import torch.distributed
+from torch import Tensor
 from torch.distributed import TCPStore, init_process_group  # type: ignore[attr-defined]  # not in __all__
 
 from octavo.core.errors import ConfigError
 from octavo.core.worker_info import RankPlace
 from octavo.parallel.collectives import TorchCollectives
 from octavo.parallel.mesh import ALONE, Mesh
+from octavo.parallel.stage import WHOLE, Stage
 
 LOCAL = "127.0.0.1"
 _MEET = datetime.timedelta(seconds=120)
+_MOST_SENT = 16
+"""Tensors on their way to the next stage; more wait. Each is kept until it has arrived."""
 
 
 class MeetingPoint:
@@ -29,8 +35,31 @@ class MeetingPoint:
         self.port: int = self._store.port
 
 
-def join(place: RankPlace, accelerator: str) -> Mesh:
-    """Meet the other ranks and return the mesh; call once in each rank's process.
+class TorchLink:
+    """A `StageLink` of torch's default process group.
+
+    Args:
+        before, after: the ranks that this one receives from and sends to.
+    """
+
+    def __init__(self, before: int, after: int) -> None:
+        self._before, self._after = before, after
+        self._sent: deque[tuple[torch.distributed.Work, Tensor]] = deque()
+
+    def send(self, x: Tensor) -> None:
+        while self._sent and (len(self._sent) >= _MOST_SENT or self._sent[0][0].is_completed()):
+            self._sent.popleft()[0].wait()
+        x = x.contiguous()
+        work = torch.distributed.isend(x, self._after)
+        assert work is not None, "this process is in the group"
+        self._sent.append((work, x))
+
+    def receive(self, x: Tensor) -> None:
+        torch.distributed.recv(x, self._before)
+
+
+def join(place: RankPlace, accelerator: str) -> tuple[Mesh, Stage]:
+    """Meet the other ranks; return the mesh of this rank's stage, and the stage. Call once in each rank's process.
 
     Args:
         accelerator: "cpu" communicates by gloo, "cuda" by NCCL.
@@ -39,7 +68,7 @@ def join(place: RankPlace, accelerator: str) -> Mesh:
         ConfigError: the ranks did not meet.
     """
     if place.size == 1:
-        return ALONE
+        return ALONE, WHOLE
     if accelerator == "cpu" and place.host == LOCAL:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -52,4 +81,15 @@ def join(place: RankPlace, accelerator: str) -> Mesh:
             f"Rank {place.rank} of {place.size} did not reach the others at {place.host}:{place.port} within "
             f"{_MEET.seconds} s: {error}. The log of another rank may say why it did not start."
         ) from error
-    return Mesh(place.rank, place.size, TorchCollectives())
+    mesh = Mesh(place.shard, place.shards, TorchCollectives(_own_group(place)))
+    return mesh, Stage(place.stage, place.stages, TorchLink(place.rank - place.shards, place.rank + place.shards))
+
+
+def _own_group(place: RankPlace) -> torch.distributed.ProcessGroup | None:
+    """Return the process group of the rank's stage; None for that of all ranks. Every rank makes all groups."""
+    if place.stages == 1:
+        return None
+    firsts = range(0, place.size, place.shards)
+    groups = [torch.distributed.new_group(list(range(first, first + place.shards))) for first in firsts]
+    own: torch.distributed.ProcessGroup = groups[place.stage]
+    return own

@@ -21,6 +21,8 @@ class Limits:
         paced_tokens: under a policy that spreads prompts, prompts that can wait are not added to a step beyond this
             many tokens; 0 if prompts never wait.
         whole_prompts: compute each prompt in one step, as bidirectional attention requires.
+        turns: steps that the running requests are divided over. With more than one, a request is not planned while a
+            token of it is being sampled, so that several steps, each of other requests, can be computed at once.
     """
 
     max_num_seqs: int
@@ -31,6 +33,7 @@ class Limits:
     watermark: float = 0.0
     paced_tokens: int = 0
     whole_prompts: bool = False
+    turns: int = 1
 
 
 def checked_max_tokens(

@@ -110,7 +110,7 @@ class Planner:
                 continue
             if request.finish is None and request.inflight < self._limits.max_ahead and not request.certain_to_finish:
                 (small if request.uncomputed <= 1 + request.num_drafts else large).append(request)
-        for request in small:
+        for request in small if self._limits.turns == 1 else self._next_turn(small):
             if self._may_run(step, request):
                 self._plan_row(step, request)
         for request in large:
@@ -119,6 +119,13 @@ class Planner:
             self._plan_waiting(step, before=self._policy.rank(request))
             if self._may_run(step, request):
                 self._plan_row(step, request)
+
+    def _next_turn(self, small: Sequence[Request]) -> list[Request]:
+        """Return this step's share of the requests that decode: those whose tokens are all known, at most an equal part
+        of all. The others are in flight, or have the next turn."""
+        known = [request for request in small if not request.pending]
+        decoding = len(known) + sum(request.pending > 0 for request in self._requests.running)
+        return known[: -(-decoding // self._limits.turns)]
 
     def _may_run(self, step: StepBuilder, request: Request) -> bool:
         preempted = request.slot < 0 or request in step.yielding

@@ -92,7 +92,7 @@ class Scheduler:
         self._news: list[TokenDelta] = []
         """Deltas not handed over yet; kept here, so that no failure loses them."""
         self._steady: Steady | None = None
-        self._repeats = all(hook.opt_in for hook in hooks)
+        self._repeats = limits.turns == 1 and all(hook.opt_in for hook in hooks)
 
     def attach(self, shape: PageShape, call: HookCall) -> None:
         """Give the features access to KV blocks and to their worker halves; called once, when the worker is there.
@@ -328,6 +328,10 @@ class Scheduler:
             return {}
         asked = ((hook.name, hook.before_sample(plan, rows)) for hook in hooks)
         return {name: value for name, value in asked if value is not None}
+
+    def awaits_tokens(self, plan: StepPlan) -> bool:
+        """Whether a launched plan has rows whose earlier tokens are still being sampled."""
+        return any(request.inflight > 1 for request in self._launched[plan.id][0])
 
     def names_of(self, plan: StepPlan) -> dict[int, str]:
         """Return slot -> request id and choice of the requests that take slots with a launched plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -13,8 +14,8 @@ from octavo.core.plan import NewRow, StepPlan
 from octavo.device.base import Device
 from octavo.hub.files import ModelFiles
 from octavo.models.implementation import OWN, Implementation
-from octavo.models.model import LayeredModel
 from octavo.nn.attention.native import NativeAttention
+from octavo.nn.cached import CachedLayer
 from octavo.worker.hooks import Capacity, Reserved
 from octavo.worker.runner import Runner
 from octavo.worker.worker import Worker
@@ -71,9 +72,9 @@ class Companion(Worker):
         if isinstance(self.attention, NativeAttention) and isinstance(self._beside.attention, NativeAttention):
             self.attention.pool = self._beside.attention.pool
 
-    def _groups_of(self, model: LayeredModel) -> tuple[CacheGroup, ...]:
+    def _groups_of(self, layers: Sequence[CachedLayer]) -> tuple[CacheGroup, ...]:
         """All layers are in one group, also those with windows: the tables that they follow have all blocks."""
-        kinds = [layer.keeps(self.block_size) for layer in model.cached_layers]
+        kinds = [layer.keeps(self.block_size) for layer in layers]
         if any(kind.kind is GroupKind.STATE for kind in kinds):
             raise ConfigError(f"{self.files.name} has recurrent layers, whose states can't take back rejected tokens.")
         return (CacheGroup(layers=tuple(range(len(kinds)))),)

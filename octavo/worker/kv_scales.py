@@ -15,13 +15,20 @@ from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.step import StepInput
 from octavo.nn.weights import TensorSpec
 from octavo.worker.compute import compute
+from octavo.worker.relay import NO_RELAY, Relay
 
-_TOKENS = 512
+SCALING_TOKENS = 512
+"""Most random tokens with which scales are measured."""
 HEADROOM = 4.0
 
 
 def set_scales(
-    model: Model, dtype: torch.dtype, attention: FusedBackend, block_size: int, stored: dict[str, Tensor]
+    model: Model,
+    dtype: torch.dtype,
+    attention: FusedBackend,
+    block_size: int,
+    stored: dict[str, Tensor],
+    relay: Relay = NO_RELAY,
 ) -> str:
     """Set the scales of every layer. The layers' caches must be bound.
 
@@ -38,15 +45,18 @@ def set_scales(
         heads = layer.spec.num_kv_heads
         scales = stored.get(layer.path, torch.ones(2, 1))
         layer.scales = scales.expand(2, heads).to(layer.cache.device, torch.float32).contiguous()
-    if not missing:
+    alone = relay.first and relay.last
+    if not missing and alone:  # else other stages may have to measure
         return "scales from the checkpoint"
     kind = layers[0].cache.dtype
     if kind == torch.float8_e5m2:
         return "scales of 1" if len(missing) == len(layers) else "scales from the checkpoint, else of 1"
     largest = torch.finfo(kind).max
-    for layer, peaks in zip(layers, measured_peaks(model, dtype, attention, block_size), strict=True):
+    for layer, peaks in zip(layers, measured_peaks(model, dtype, attention, block_size, relay), strict=True):
         if layer.path not in stored:
             layer.scales = (peaks * (HEADROOM / largest)).clamp_(min=1e-6)
+    if not missing:
+        return "scales from the checkpoint"
     return "measured scales" if len(missing) == len(layers) else "scales from the checkpoint, else measured"
 
 
@@ -83,13 +93,15 @@ def _stored(layer: PagedAttention, kind: str, checkpoint: Checkpoint) -> Tensor 
 
 
 @torch.inference_mode()
-def measured_peaks(model: Model, dtype: torch.dtype, attention: FusedBackend, block_size: int) -> Iterator[Tensor]:
+def measured_peaks(
+    model: Model, dtype: torch.dtype, attention: FusedBackend, block_size: int, relay: Relay = NO_RELAY
+) -> Iterator[Tensor]:
     """Yield each layer's largest absolute keys and values per head, [2, num_kv_heads], for random tokens.
 
     FP8 has the same relative precision over five decimal orders of magnitude, so a scale need not be exact: with
     headroom for four times the measured peaks, no typical value is clipped and no significant one underflows.
     """
-    count = min(_TOKENS, model.spec.max_position)
+    count = min(SCALING_TOKENS, model.spec.max_position)
     blocks = -(-count // block_size)
     device = model.attention_layers[0].cache.device
     ids = torch.randint(model.spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
@@ -111,7 +123,8 @@ def measured_peaks(model: Model, dtype: torch.dtype, attention: FusedBackend, bl
     for layer in model.attention_layers:
         shape = attention.cache_shape(layer.spec, blocks, block_size)
         layer.cache, layer.scales = torch.zeros(shape, dtype=dtype, device=device), None
-    compute(model, step)
+    relay.receive(count)
+    relay.send(compute(model, step))
     for layer, (cache, scales) in zip(model.attention_layers, kept, strict=True):
         peaks = attention.peaks(layer.cache)
         layer.cache, layer.scales = cache, scales

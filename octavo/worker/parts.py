@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -43,6 +43,10 @@ class Slots(Protocol):
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the plan's changes: requests that took a slot, then changed block tables."""
+        ...
+
+    def learn(self, sampled: Sequence[tuple[int, int]]) -> None:
+        """Append tokens that another rank sampled: (slot, token)."""
         ...
 
     def lay_out(self, plan: StepPlan) -> Layout[Any]:

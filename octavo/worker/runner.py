@@ -23,6 +23,7 @@ from octavo.worker.compute import compute
 from octavo.worker.hooks import Hooks
 from octavo.worker.mover import Mover
 from octavo.worker.parts import NoReplay, Replay, Sampler, Slots
+from octavo.worker.relay import NO_RELAY, Relay
 from octavo.worker.step import Step
 
 
@@ -53,10 +54,12 @@ class Runner:
         sampler: Sampler,
         replay: Replay,
         hooks: Hooks,
+        relay: Relay = NO_RELAY,
     ) -> None:
         """
         Args:
             hooks: already attached to the model.
+            relay: to and from other stages of a pipeline.
         """
         self._model = model
         self._attention = attention
@@ -65,6 +68,7 @@ class Runner:
         self.slots = slots
         self._sampler = sampler
         self.hooks = hooks
+        self._relay = relay
         self._mover = Mover(blocks, link, hooks.tiers) if hooks.tiers else None
         self._last: Step | None = None
         self.replay = replay
@@ -74,6 +78,8 @@ class Runner:
         if not plan.slots:
             self._move(plan)
             return Step(plan, hooks, mover=self._mover)
+        if plan.sampled and not self._relay.last:
+            self.slots.learn(plan.sampled)
         self.slots.apply(plan)
         if plan.new:
             hooks.add(plan.new)
@@ -84,8 +90,10 @@ class Runner:
         step = Step(plan, hooks, began=self._link.event(), mover=self._mover)
         variant = hooks.variant(plan.payload)
         hooks.select(variant)
-        step.prompts = self.slots.prompt_rows(plan)
+        if self._relay.last:
+            step.prompts = self.slots.prompt_rows(plan)
         if self.replay.takes(plan, variant) and not self._takes_hidden(step):
+            self._relay.receive(plan.total_tokens)
             self.replay.forward(step, self._known_masks(plan))
         else:
             self._compute(step)
@@ -139,9 +147,16 @@ class Runner:
         batch = layout.input
         for one in (batch, *batch.others):
             one.attn = self._attention.prepare(one, self._blocks.size)
-        if len(batch.logit_rows) < batch.num_tokens and not step.prompts and not self.hooks.read_hidden(payload):
+        relay = self._relay
+        fewer = len(batch.logit_rows) < batch.num_tokens and relay.last
+        if fewer and not step.prompts and not self.hooks.read_hidden(payload):
             batch.hidden_rows = batch.logit_rows
-        hidden = compute(self._model, batch, self.hooks, payload)
+        relay.receive(batch.num_tokens)
+        hidden = compute(self._model, batch, self.hooks, payload if relay.first else None)
+        if not relay.last:
+            relay.send(hidden)
+            self.slots.advance(plan, layout)
+            return
         step.findings = self.hooks.after_forward(hidden, payload)
         self.slots.advance(plan, layout)
         for prompt in step.prompts:
@@ -151,6 +166,9 @@ class Runner:
         step.rows = layout.rows
 
     def sample(self, step: Step, payload: dict[str, Any]) -> None:
+        if not self._relay.last:
+            step.passed_on = True
+            return
         if step.drawn is None or payload:
             self._sample(step, payload)
         if step.plan.proposals:

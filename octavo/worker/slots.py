@@ -69,6 +69,10 @@ class HostSlots:
         for slot, group, index, block in plan.block_writes:
             self.block_tables[group, slot, index] = block
 
+    def learn(self, sampled: Sequence[tuple[int, int]]) -> None:
+        slots, tokens = zip(*sampled, strict=True)
+        self.append(list(slots), np.array(tokens))
+
     def lay_out(self, plan: StepPlan) -> Layout[Rows]:
         rows, counts = np.array(plan.slots), np.array(plan.num_tokens)
         computed = self.computed[rows]

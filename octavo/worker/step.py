@@ -56,6 +56,7 @@ class Step:
         before: the step that was running when this one was launched.
         retired: whether the result was read.
         mover: moves pages of the KV cache; None if no feature keeps any.
+        passed_on: a later stage of the pipeline samples its tokens.
     """
 
     plan: StepPlan
@@ -73,6 +74,7 @@ class Step:
     before: Step | None = None
     retired: bool = False
     mover: Mover | None = None
+    passed_on: bool = False
 
     def result(self) -> StepOutput:
         """Wait for the step's tokens and return them in the plan's order."""
@@ -83,7 +85,8 @@ class Step:
         drafts = {} if self.drafts is None else self.drafts()
         moved = [] if self.mover is None else self.mover.take()
         output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle(), drafts, moved)
-        self.hooks.after_sample(plan, output)
+        if not self.passed_on:
+            self.hooks.after_sample(plan, output)
         self.retired = True
         return output
 
@@ -127,7 +130,7 @@ class Step:
         return tokens, errors, logprobs
 
     def _nothing(self) -> _RowResults:
-        if any(self.plan.samples):
+        if any(self.plan.samples) and not self.passed_on:
             raise AssertionError("the step was never sampled")
         return [[] for _ in self.plan.slots], {}, {}
 

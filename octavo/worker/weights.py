@@ -28,7 +28,8 @@ from octavo.hub.resolve import resolve
 from octavo.models.load import LoadFormat, open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.tensors import TensorCheckpoint
-from octavo.worker.worker import LoadedModel, Worker
+from octavo.worker.loaded import LoadedModel
+from octavo.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +22,11 @@ from octavo.models.hf_config import Config
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.load import open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.load.weights import LoadReport, load_weights, replace_weights, wanted_bytes
+from octavo.models.load.weights import load_weights, replace_weights, wanted_bytes
 from octavo.models.model import LayeredModel, Model, ModelSpec, compiled
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.spec import DecoderSpec
+from octavo.models.stages import own_groups, take_stage
 from octavo.native.isa import activation_advice
 from octavo.native.needs import needed_libraries
 from octavo.nn.attention.base import FusedBackend
@@ -34,22 +34,27 @@ from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.recordable import Recordable
 from octavo.nn.build import Build
+from octavo.nn.cached import CachedLayer
 from octavo.nn.linear import Linear
 from octavo.nn.pages import LargePages
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
+from octavo.nn.state import StateCache
 from octavo.nn.weights import fused
 from octavo.parallel.join import join
 from octavo.parallel.mesh import Mesh
+from octavo.parallel.stage import Stage
 from octavo.worker import states
 from octavo.worker.attention import choose_attention
 from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, Variant, WorkerHook
-from octavo.worker.kv_scales import set_scales, stored_scales
+from octavo.worker.kv_scales import SCALING_TOKENS, set_scales, stored_scales
+from octavo.worker.loaded import LoadedModel
 from octavo.worker.native_replay import NativeReplay
 from octavo.worker.parts import NoReplay, Replay, Sampler
+from octavo.worker.relay import NO_RELAY, Relay, relay_of
 from octavo.worker.runner import Runner
 from octavo.worker.samplers import NativeSampler, TorchSampler
 from octavo.worker.slots import HostSlots
@@ -60,22 +65,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ALONE = RankPlace()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model with weights.
-
-    Attributes:
-        source: the layers that it was compiled from.
-        report: of the loader.
-        scales: scales of an FP8 KV cache that the checkpoint has, by layer path.
-    """
-
-    model: Model
-    source: LayeredModel
-    report: LoadReport
-    scales: dict[str, Tensor]
 
 
 class Worker:
@@ -99,10 +88,12 @@ class Worker:
         cache: CacheConfig,
         implementation: Implementation = OWN,
         place: RankPlace = _ALONE,
+        pipeline_layers: Sequence[int] = (),
     ) -> None:
         self._place = place
         self.device = self._prepared_device(device)
-        self.mesh = Mesh(place.rank, place.size)
+        self.mesh, self.stage = Mesh(place.shard, place.shards), Stage(place.stage, place.stages)
+        self._stated_layers = pipeline_layers
         self.config = config
         self._implementation = implementation
         self.files, self.load_format = files, config.load_format
@@ -129,6 +120,7 @@ class Worker:
         self.cache_groups: tuple[CacheGroup, ...] = ()
         self._utilization = cache.memory_utilization
         self.model: Model | None = None
+        self._relay = NO_RELAY
         self._ahead: Ahead | None = None
         self.weight_bytes = 0
         self.reserved = Reserved()
@@ -147,7 +139,7 @@ class Worker:
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def _join(self) -> None:
-        self.mesh = join(self._place, self.device.torch_device.type)
+        self.mesh, self.stage = join(self._place, self.device.torch_device.type)
 
     def prepare_kernels(self) -> None:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other
@@ -184,7 +176,7 @@ class Worker:
                 if isinstance(layer, Linear)
                 for part in layer.parts
             )
-            + self.spec.tied * self.spec.vocab_size * self.spec.hidden_size
+            + (self.spec.tied and self.stage.last) * self.spec.vocab_size * self.spec.hidden_size
         )
         if isinstance(self.model, NativeDecoder):
             self.weight_bytes = self.model.nbytes
@@ -200,35 +192,39 @@ class Worker:
         self,
         checkpoint: Checkpoint,
         device: torch.device,
-        before: Callable[[LayeredModel], None] = lambda model: None,
+        before: Callable[[LayeredModel, Sequence[CachedLayer]], None] = lambda model, layers: None,
     ) -> LoadedModel:
         """Build another model of the worker's spec with a checkpoint's weights. May be called from any thread.
 
         Args:
             device: device of the weights.
-            before: called with the model before its weights are loaded.
+            before: called before the weights are loaded, with the model, and with the layers of the whole model that
+                keep something between steps, if this one has only those of a stage.
         """
         keep = LargePages().keep if self._takes_native else fused
         schemes = everywhere(self._scheme(), self.dtype, device, keep)
         build = Build(self.dtype, device, self.attention, schemes, keep=keep, mesh=self.mesh)
         model = self._implementation.build(build, self.spec)
-        before(model)
+        whole = model.cached_layers
+        elsewhere = take_stage(model, self.stage, self._stated_layers) if self.stage.count > 1 else ()
+        before(model, whole)
         named = self._implementation.named(checkpoint, self.spec)
-        report = load_weights(model, named)
+        report = load_weights(model, named, unneeded=elsewhere)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
         form = compiled(model, self.attention, self.config.activation_dtype, self.mesh)
         return LoadedModel(form, model, report, scales)
 
-    def _before_weights(self, model: LayeredModel) -> None:
-        self.cache_groups = self._groups_of(model)
-        if not model.attention_layers:
-            self._state_bytes = states.largest(model.cached_layers)
-        states.check(model.cached_layers, self.block_size, self._block_bytes)
+    def _before_weights(self, model: LayeredModel, layers: Sequence[CachedLayer]) -> None:
+        groups = self._groups_of(layers)
+        self.cache_groups = groups if self.stage.count == 1 else own_groups(groups, layers, model.cached_layers)
+        if all(isinstance(layer, StateCache) for layer in layers):
+            self._state_bytes = states.largest(layers)
+        states.check(layers, self.block_size, self._block_bytes)
         self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)
         self._compile_ahead(model)
 
-    def _groups_of(self, model: LayeredModel) -> tuple[CacheGroup, ...]:
-        return groups_of([layer.keeps(self.block_size) for layer in model.cached_layers])
+    def _groups_of(self, layers: Sequence[CachedLayer]) -> tuple[CacheGroup, ...]:
+        return groups_of([layer.keeps(self.block_size) for layer in layers])
 
     def adopt(self, loaded: LoadedModel, *, rescale: bool) -> None:
         """Replace the model's weights. No step may be running.
@@ -254,7 +250,7 @@ class Worker:
 
     def _set_scales(self, model: Model) -> None:
         assert isinstance(self.attention, FusedBackend)
-        origin = set_scales(model, self.dtype, self.attention, self.block_size, self._stored_scales)
+        origin = set_scales(model, self.dtype, self.attention, self.block_size, self._stored_scales, self._relay)
         self.kv_form = f"{name_of(self.kv_dtype)}, {origin}"
 
     @property
@@ -273,7 +269,7 @@ class Worker:
         """Whether the model will run as a native program."""
         return (
             isinstance(self.attention, NativeAttention)
-            and self.mesh.size == 1
+            and self._place.size == 1
             and isinstance(self.spec, DecoderSpec)
             and reason_against(self.spec) is None
         )
@@ -363,6 +359,7 @@ class Worker:
                 "A feature drafts tokens, and the model has recurrent layers, whose states can't take back rejected "
                 "ones. Leave the feature out."
             )
+        self._relay = relay_of(model, self.stage, max(max_step_tokens, SCALING_TOKENS))
         blocks = Blocks(model.cached_layers, groups, shape, self.block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
             self._set_scales(model)
@@ -371,7 +368,7 @@ class Worker:
         if not device.resident:
             together.attach(model, self._site(blocks, room), num_slots, max_step_tokens)
             host = self._host_parts(model, room, together.variants())
-            return Runner(model, self.attention, device, blocks, *host, together)
+            return Runner(model, self.attention, device, blocks, *host, together, self._relay)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
 
         together.attach(model, self._site(blocks, room), most_rows(num_slots, max_step_tokens), max_step_tokens)
@@ -409,7 +406,7 @@ class Worker:
     def _compile_ahead(self, model: LayeredModel) -> None:
         """Start to compile the kernels of steps while the weights are loaded."""
         device = self.device.torch_device
-        alone = self.mesh.size == 1  # shapes of a rank's layers are not those of the spec
+        alone = self._place.size == 1  # a rank's layers have other shapes than the spec says, or are fewer
         attends = isinstance(self.spec, DecoderSpec) and bool(self.spec.attention_layers)
         if self.device.resident and device.type == "cuda" and alone and attends:
             assert isinstance(self.spec, DecoderSpec)
@@ -455,9 +452,9 @@ class Worker:
         most_rows = (1 + room.max_drafts) * room.num_slots
         drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
         drawing = DeviceSampler(slots, sampler, drafted)
-        runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks)
-        records = isinstance(attention, Recordable) and not self.settings.enforce_eager and _recordable(model)
-        recorder = device.recorder() if records else None
+        runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks, self._relay)
+        records = isinstance(attention, Recordable) and not self.settings.enforce_eager
+        recorder = device.recorder() if records and _recordable(model, self._relay) else None
         recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []
         chosen = choose_products(model, recorded, self._await_kernels)
         if recorder is not None and isinstance(attention, Recordable):
@@ -485,9 +482,10 @@ class Worker:
         return step_tokens * token + logits + slots
 
 
-def _recordable(model: Model) -> bool:
+def _recordable(model: Model, relay: Relay) -> bool:
     """Return whether steps of the model can be recorded in graphs; log it if not."""
-    if getattr(model, "recordable", True):
+    if getattr(model, "recordable", True) and relay.last:
         return True
-    log.warning("steps are not recorded in graphs, which makes decoding slower: the model copies data from the host")
+    why = "the model copies data from the host" if relay.last else "this stage of the pipeline does not sample"
+    log.warning("steps are not recorded in graphs, which makes decoding slower: %s", why)
     return False

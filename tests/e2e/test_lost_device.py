@@ -130,6 +130,8 @@ def test_everybody_is_told_and_the_server_ends(
     [
         (DIVIDED, 1, signal.SIGKILL, KILLED),
         pytest.param(DIVIDED, 0, signal.SIGKILL, KILLED, marks=pytest.mark.slow),
+        pytest.param(("--pipeline-parallel-size", "2"), 0, signal.SIGKILL, KILLED, marks=pytest.mark.slow),
+        pytest.param(("--pipeline-parallel-size", "2"), 1, signal.SIGSTOP, STOPPED, marks=pytest.mark.slow),
         pytest.param(DIVIDED, 1, signal.SIGSTOP, STOPPED, marks=pytest.mark.slow),
         pytest.param(("--distributed-executor-backend", "mp"), 0, signal.SIGKILL, KILLED, marks=pytest.mark.slow),
     ],

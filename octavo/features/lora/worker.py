@@ -33,6 +33,7 @@ from octavo.features.lora.reader import Reader
 from octavo.features.lora.settings import LoraSettings
 from octavo.features.lora.tables import Batch, Tables
 from octavo.features.lora.targets import Targets
+from octavo.models.decoder import CausalLM
 from octavo.models.load.arranged import arranged
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.model import EncoderModel, Model
@@ -87,6 +88,11 @@ class LoraWorker(WorkerHook):
         if not isinstance(layers, nn.Module):
             raise ConfigError(
                 "This model's layers are not Octavo's own, so adapters can't change them. Leave out --enable-lora."
+            )
+        if isinstance(layers, CausalLM) and not layers.is_whole:
+            raise ConfigError(
+                "Adapters need all layers of a model in one process, which a pipeline's stages don't have. Leave out "
+                "--enable-lora, or use --tensor-parallel-size instead of --pipeline-parallel-size."
             )
         self._site = site
         self._targets = Targets.of(layers)

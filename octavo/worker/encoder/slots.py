@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,9 @@ class PromptSlots:
             query_lens=plan.num_tokens,
         )
         return Layout(batch, nothing, None)
+
+    def learn(self, sampled: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("an encoder samples no tokens")
 
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
         return []

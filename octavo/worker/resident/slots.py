@@ -126,6 +126,10 @@ class DeviceSlots:
                 writes[:, 0] += writes[:, 1] * (self.num_slots + 1)
             self._extend(writes[:, [0, 2, 3]])
 
+    def learn(self, sampled: Sequence[tuple[int, int]]) -> None:
+        slots, tokens = np.array(sampled, dtype=np.int32).T
+        self.append(*upload_parts([slots, tokens], self.device))
+
     def _extend(self, writes: NDArray[np.int32]) -> None:
         """Write (row, index, block) entries [n, 3] of the block tables; group g's rows begin at g * (num_slots + 1)."""
         count = len(writes)

@@ -50,7 +50,6 @@ def test_missing_features_are_refused_with_the_reason(
     "argv",
     [
         ["-dcp", "1"],
-        ["--pipeline-parallel-size=1"],
         ["--quantization", "none"],
         ["--no-enable-expert-parallel"],
         ["--tokenizer-mode", "auto"],

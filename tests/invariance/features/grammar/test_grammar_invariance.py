@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rank_kit import TWO_RANKS, ranks_in_threads
+from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
 from toy_engine import drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, model_files
 from toy_tokenizers import byte_level
@@ -35,6 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overlap + small batches": {"async_scheduling": True, "max_num_seqs": 3},
     "overlap + a process of its own": {"async_scheduling": True, "distributed_executor_backend": "mp"},
     "overlap + two ranks": {"async_scheduling": True, **TWO_RANKS},
+    "two stages": PIPELINE,
+    "overlap + two stages + preemption": {"async_scheduling": True, **SMALL, **PIPELINE},
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from rank_kit import TWO_RANKS, ranks_in_threads
+from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
 from toy_engine import drive, tiny_config
 from toy_models import QWEN3, VOCAB, behind, model_files
 
@@ -105,6 +105,12 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_decoders(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
     check(run(QWEN3, asked(), **{"device": "cpu"} | settings), truth())
+
+
+def test_the_last_stage_of_a_pipeline_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch)
+    deeper, few = QWEN3 | {"num_hidden_layers": 2}, {"max_num_batched_tokens": 9, "max_num_seqs": 4}
+    check(run(deeper, asked(), **few, **PIPELINE), run(deeper, asked(), **few, device="cpu"))
 
 
 def test_the_resident_runner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_kit import TWO_RANKS, ranks_in_threads
+from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
 from toy_engine import device_of, drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, VOCAB, behind, model_files
 
@@ -42,6 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain attention": {"attention_backend": "reference"},
     "a process of its own": {"distributed_executor_backend": "mp"},
     "two ranks": TWO_RANKS,
+    "two stages": PIPELINE,
     "torch attention + overlap + preemption": {
         "attention_backend": "torch",
         "async_scheduling": True,
