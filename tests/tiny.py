@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_families import DENSE, HYBRID, MOE
+from tiny_families import DENSE, HYBRID, HYBRID_MOE, MOE
 
 from octavo.hub.files import ModelFiles
 from octavo.models.attention import widest_attention
@@ -81,7 +81,7 @@ FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
 
 def config_of(family: str, changes: Mapping[str, Any] | None = None) -> Any:
     """The family's tiny configuration, with some fields changed."""
-    make, settings = {**FAMILIES, **DENSE, **HYBRID, **MOE}[family]
+    make, settings = {**FAMILIES, **DENSE, **HYBRID, **HYBRID_MOE, **MOE}[family]
     return make(**{**_COMMON, **settings, **(changes or {})})
 
 

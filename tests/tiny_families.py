@@ -48,6 +48,7 @@ _LATENT_LONGROPE = {
     "rope_theta": 10000.0,
     "long_factor": [1.0, 1.5, 2.0, 2.5],
     "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
 
@@ -190,7 +191,7 @@ HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
 }
-"""Families with recurrent layers."""
+"""Families with recurrent layers, without experts."""
 
 _EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2}
 _MOE = {"num_hidden_layers": 2, "moe_intermediate_size": 24}
@@ -203,6 +204,65 @@ _SIGMOID = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+_TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
+HYBRID_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "granite-hybrid-moe": (
+        transformers.GraniteMoeHybridConfig,
+        {**_SSM, **_EXPERTS, **_TWO, "intermediate_size": 24, "shared_intermediate_size": 40},
+    ),
+    "jamba-moe": (
+        transformers.JambaConfig,
+        {
+            "mamba_d_state": 8,
+            "num_hidden_layers": 2,
+            "num_experts": 4,
+            "intermediate_size": 24,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_dt_rank": 5,
+        },
+    ),
+    "lfm2-moe": (
+        transformers.Lfm2MoeConfig,
+        {
+            **_MOE,
+            **_EXPERTS,
+            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "nemotron-h-moe": (
+        transformers.NemotronHConfig,
+        {
+            **_SIGMOID,
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "head_dim": 16,
+            "time_step_min": 1e-30,
+            "moe_shared_expert_intermediate_size": 40,
+        },
+    ),
+    "qwen3-next-moe": (
+        transformers.Qwen3NextConfig,
+        {
+            **_TWO,
+            **_EXPERTS,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
+}
+"""Families with recurrent layers and experts."""
 _DEEPSEEK = {
     **_LATENT,
     "moe_intermediate_size": 24,

@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 from tiny import FAMILIES, config_of
-from tiny_families import DENSE, HYBRID, MOE
+from tiny_families import DENSE, HYBRID, HYBRID_MOE, MOE
 
 from octavo.hub.gguf_families import FAMILIES as GGUF
 from octavo.models.native import reason_against
@@ -58,7 +58,7 @@ def table() -> str:
 
 def _configurations() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the architecture and configuration of every tiny checkpoint that the tests compare with Transformers."""
-    for name in (*DENSE, *HYBRID, *MOE, *FAMILIES)[::-1]:
+    for name in (*DENSE, *HYBRID, *HYBRID_MOE, *MOE, *FAMILIES)[::-1]:
         config = config_of(name)
         architecture = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
         yield architecture, {**config.to_dict(), "architectures": [architecture]}

@@ -20,7 +20,7 @@ from octavo.models.families.glm import glm, glm4
 from octavo.models.families.gpt import gpt2, gpt_neox, gptj, opt
 from octavo.models.families.gpt_oss import gpt_oss
 from octavo.models.families.granite import granite, granite_hybrid, minicpm
-from octavo.models.families.lfm2 import lfm2
+from octavo.models.families.lfm2 import lfm2, lfm2_moe
 from octavo.models.families.llama import ernie, internlm2, internlm3, llama, seed_oss, smollm3
 from octavo.models.families.llama4 import llama4, llama4_with_images
 from octavo.models.families.mamba import bamba, falcon_mamba, jamba, mamba, mamba2, nemotron_h
@@ -82,6 +82,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "InternLM3ForCausalLM": internlm3,
     "JambaForCausalLM": jamba,
     "Lfm2ForCausalLM": lfm2,
+    "Lfm2MoeForCausalLM": lfm2_moe,
     "Llama4ForCausalLM": llama4,
     "Llama4ForConditionalGeneration": llama4_with_images,
     "LlamaForCausalLM": llama,

@@ -88,6 +88,7 @@ class StoredModule:
 
     Attributes:
         name: below the checkpoint's base model; "{}" is a number: the layer's, and the expert's if there is a second.
+            The name of a tensor renames it.
         names: below "model.", with the same numbers; those that begin with "lm_head" or "rope_freqs" are not.
         sizes: rows of each name's run; empty if there is only one name.
         transposed: the weight is stored as [inputs, outputs].

@@ -11,7 +11,7 @@ from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.sinks import HeadSinks
 from octavo.nn.embedding import Embedding, TiedHead
-from octavo.nn.experts import GATE_UP, ExpertLayer
+from octavo.nn.experts import UP, ExpertLayer
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.latent.base import LatentBackend, LatentSpec
 from octavo.nn.latent.layer import PagedLatents
@@ -94,7 +94,7 @@ class Build:
         Raises:
             ConfigError: the experts can't be divided over the ranks.
         """
-        part = Part(GATE_UP[0], form.hidden_size, form.size, form.bias)
+        part = Part(UP, form.hidden_size, form.size, form.bias)
         own = cut(COL, 0, form.size, form.hidden_size, self.mesh).outputs
         mine = form if own is None else replace(form, size=len(own))
         scheme = self.schemes.at(self.path, [part]).experts(mine)

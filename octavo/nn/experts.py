@@ -16,11 +16,11 @@ from octavo.nn.shard import COL, ROW, cut
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
 
-GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 
 
 class ExpertLayer(WeightLayer):
-    """down(act(gate(x)) * up(x)) of each token's experts, weighted and summed.
+    """down(act(gate(x)) * up(x)), or down(act(up(x))), of each token's experts, weighted and summed.
 
     A checkpoint stores each product as `path.expert.name.suffix`. Over several ranks every expert is divided, as a
     dense feed-forward is, so that all ranks have equal work however tokens choose.
@@ -45,8 +45,8 @@ class ExpertLayer(WeightLayer):
         self.form, self.scheme, self.mesh = form, scheme, mesh
         hidden = form.hidden_size
         # Only rank 0 has the biases that are added after the sum over ranks.
-        self._gate_up = [Part(name, hidden, size, form.bias) for name in GATE_UP]
-        self._down = [Part(name, size, hidden, form.bias and mesh.rank == 0) for name in DOWN]
+        self._gate_up = [Part(name, hidden, size, form.bias) for name in ((GATE, UP) if form.gated else (UP,))]
+        self._down = [Part(DOWN, size, hidden, form.bias and mesh.rank == 0)]
         self.superseded = tuple(
             f"{path}.{expert}.down_proj.bias" for expert in range(form.num_experts) if form.bias and mesh.rank
         )

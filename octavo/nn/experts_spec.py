@@ -49,13 +49,14 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsForm:
-    """The products of a layer's experts: down(act(gate(x)) * up(x)).
+    """The products of a layer's experts: down(act(gate(x)) * up(x)), or down(act(up(x))).
 
     Attributes:
         size: outputs of `gate` and `up` of one expert on this rank.
         activation: a name of `nn/ops/activation.py`.
+        gated: there are gates.
         clamped: replaces the activation; None for none.
-        bias: all three products have biases.
+        bias: all products have biases.
         on_inputs: see `RoutingSpec`.
     """
 
@@ -63,6 +64,7 @@ class ExpertsForm:
     hidden_size: int
     size: int
     activation: str = "silu"
+    gated: bool = True
     clamped: ClampedGate | None = None
     bias: bool = False
     on_inputs: bool = False

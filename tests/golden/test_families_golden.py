@@ -10,7 +10,7 @@ import pytest
 import torch
 from paged import PagedRunner
 from tiny import load_model, make_checkpoint, model_files, reference_of
-from tiny_families import DENSE, HYBRID, MOE
+from tiny_families import DENSE, HYBRID, HYBRID_MOE, MOE
 from torch import Tensor
 
 from octavo.models.attention import widest_attention
@@ -36,7 +36,7 @@ STRIDES = (1, 13, 1)
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 
 
-@pytest.fixture(scope="module", params=[*DENSE, *HYBRID, *MOE])
+@pytest.fixture(scope="module", params=[*DENSE, *HYBRID, *HYBRID_MOE, *MOE])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, CausalLM]:
     """A Transformers model and Octavo's, from the same checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)

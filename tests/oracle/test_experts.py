@@ -20,7 +20,7 @@ def logits(tokens: int) -> Tensor:
 
 def products(form: ExpertsForm) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    shapes = (EXPERTS, 2 * SIZE, HIDDEN), (EXPERTS, HIDDEN, SIZE)
+    shapes = (EXPERTS, (1 + form.gated) * SIZE, HIDDEN), (EXPERTS, HIDDEN, SIZE)
     return tuple(torch.randn(shape, generator=generator) for shape in shapes)  # type: ignore[return-value]
 
 
@@ -35,6 +35,7 @@ FORMS = {
     "gelu": {"activation": "gelu_tanh"},
     "clamped": {"clamped": ClampedGate(1.7, 2.0)},
     "inputs": {"on_inputs": True},
+    "plain": {"activation": "relu2", "gated": False},
 }
 
 

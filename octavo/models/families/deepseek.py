@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.core.errors import ConfigError, ModelFileError
-from octavo.models.families.moe import PER_EXPERT, after_dense, corrected_sigmoid
+from octavo.models.families.experts import corrected_sigmoid
+from octavo.models.families.moe import PER_EXPERT, after_dense
 from octavo.models.hf_config import Config, only, value_or, whole
 from octavo.models.hf_decoder import decoder_spec, rms_norm
 from octavo.models.hf_rope import rope_spec, temperature

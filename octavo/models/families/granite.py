@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from octavo.models.families.experts import experts_of, stacks
 from octavo.models.families.mamba import layer_mixers, mamba2_of
-from octavo.models.feed_forwards.spec import MlpSpec
-from octavo.models.hf_config import Config, only, value_or, whole
+from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec, SharedSpec
+from octavo.models.hf_config import Config, value_or, whole
 from octavo.models.hf_decoder import bias_set, decoder_spec, head_size
 from octavo.models.hf_rope import no_rope, rope_spec
-from octavo.models.spec import DecoderSpec, Multipliers, StoredModule, StoredNames
+from octavo.models.spec import DecoderSpec, Multipliers, StoredModule, StoredNames, renamed
+from octavo.nn.experts_spec import RoutingSpec
+
+GRANITE_ROUTER = {"layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.gate"}
+GRANITE_STACKS = stacks("layers.{}.block_sparse_moe", "input_linear.weight", "output_linear.weight")
 
 
 def granite(config: Config) -> DecoderSpec:
@@ -17,17 +22,19 @@ def granite(config: Config) -> DecoderSpec:
 
 
 def granite_hybrid(config: Config) -> DecoderSpec:
-    """Granite 4, the sizes without experts (https://www.ibm.com/granite/docs/models/granite): Mamba-2 with some layers
-    of attention."""
-    only(config, "num_local_experts", 0)
+    """Granite 4 (https://www.ibm.com/granite/docs/models/granite): Mamba-2 with some layers of attention, with or
+    without experts."""
     head_dim, size = head_size(config), whole(config, "shared_intermediate_size", 1024)
     limit = whole(config, "max_position_embeddings", 2048)
     rotates = value_or(config, "position_embedding_type", "") == "rope"
     kinds = value_or(config, "layer_types", value_or(config, "layers_block_type", None))
-    gate_up = ("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj")
+    has_experts = int(value_or(config, "num_local_experts", 8)) > 0
+    mlp = "layers.{}.mlp.shared_experts" if has_experts else "layers.{}.mlp"
+    gate_up = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
     modules = (
+        *renamed(GRANITE_ROUTER),
         StoredModule("layers.{}.shared_mlp.input_linear", gate_up, (size, size)),
-        StoredModule("layers.{}.shared_mlp.output_linear", ("layers.{}.mlp.down_proj",)),
+        StoredModule("layers.{}.shared_mlp.output_linear", (f"{mlp}.down_proj",)),
     )
     return decoder_spec(
         config,
@@ -35,10 +42,16 @@ def granite_hybrid(config: Config) -> DecoderSpec:
         scale=float(value_or(config, "attention_multiplier", 1.0)),
         biases=bias_set(config, mlp=""),
         rope=rope_spec(config, head_dim) if rotates else no_rope(head_dim, limit),
-        mlp=MlpSpec(size),
+        mlp=granite_experts(config, SharedSpec(size)) if has_experts else MlpSpec(size),
         mixers=layer_mixers(kinds or ["mamba"] * whole(config, "num_hidden_layers"), mamba2_of(config)),
-        stored=StoredNames(modules=modules),
+        stored=StoredNames(modules=modules, stacks=GRANITE_STACKS),
     )
+
+
+def granite_experts(config: Config, shared: SharedSpec | None = None) -> ExpertsSpec:
+    """Return Granite's experts."""
+    routing = RoutingSpec(top_k=whole(config, "num_experts_per_tok", 2), scores="chosen")
+    return experts_of(config, routing, "num_local_experts", "intermediate_size", 8, shared)
 
 
 def _multipliers(config: Config) -> Multipliers:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from octavo.core.errors import ConfigError, ModelFileError
-from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.models.families.experts import corrected_sigmoid, experts_of, separate, stacks
+from octavo.models.feed_forwards.spec import ExpertsSpec, FeedForwardSpec, MlpSpec, SharedSpec
 from octavo.models.hf_config import Config, only, value_or, whole
-from octavo.models.hf_decoder import activation, decoder_spec, head_size, rms_norm
+from octavo.models.hf_decoder import activation, decoder_spec, head_size, mlp_spec, rms_norm
 from octavo.models.hf_rope import no_rope, rope_spec
 from octavo.models.mixers.spec import ATTENTION, Mamba2Spec, MambaSpec, MixerSpec
-from octavo.models.spec import DecoderSpec, LayerNorms, NormSpec, StoredNames, renamed
+from octavo.models.spec import DecoderSpec, LayerNorms, NormSpec, StoredNames, StoredStack, renamed
+from octavo.nn.experts_spec import RoutingSpec
 
 _UNLIMITED = 32768
 """Tokens of a sequence of a model without a limit, if --max-model-len does not say otherwise."""
@@ -20,7 +22,9 @@ _STATE_SPACE = ("", ".in_proj", ".conv1d", ".x_proj", ".dt_proj", ".norm", ".out
 _BACKBONE = {"embeddings": "embed_tokens", "norm_f": "norm"}
 _FEED_FORWARD = {
     "layers.{}.pre_ff_layernorm": "layers.{}.post_attention_layernorm",
+    "layers.{}.feed_forward.router": "layers.{}.mlp.gate",
     "final_layernorm": "norm",
+    **separate("layers.{}.feed_forward.experts"),
     **{f"layers.{{}}.feed_forward.{name}": f"layers.{{}}.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
 }
 
@@ -142,8 +146,7 @@ def layer_mixers(kinds: Sequence[str], recurrent: MixerSpec, attention: MixerSpe
 
 
 def jamba(config: Config) -> DecoderSpec:
-    """Jamba (https://arxiv.org/abs/2403.19887), the sizes without experts: Mamba with some layers of attention."""
-    only(config, "num_experts", 1)
+    """Jamba (https://arxiv.org/abs/2403.19887): Mamba with some layers of attention, with experts and without."""
     hidden, rank = whole(config, "hidden_size"), value_or(config, "mamba_dt_rank", "auto")
     period, offset = whole(config, "attn_layer_period", 8), int(value_or(config, "attn_layer_offset", 4))
     mixer = MambaSpec(
@@ -161,16 +164,38 @@ def jamba(config: Config) -> DecoderSpec:
         config,
         rope=no_rope(head_size(config), whole(config, "max_position_embeddings", 262144)),
         mixers=layer_mixers(kinds, mixer),
-        stored=StoredNames(modules=renamed(_FEED_FORWARD)),
+        mlps=_jamba_feed_forwards(config, layers),
+        stored=StoredNames(modules=renamed(_FEED_FORWARD), stacks=stacks("layers.{}.feed_forward.experts")),
     )
 
 
+def _jamba_feed_forwards(config: Config, layers: int) -> Sequence[FeedForwardSpec]:
+    """Return experts in every n-th layer, if there are any."""
+    dense = mlp_spec(config, activation(config))
+    if whole(config, "num_experts", 16) == 1:
+        return [dense] * layers
+    routing = RoutingSpec(top_k=whole(config, "num_experts_per_tok", 2))
+    experts = experts_of(config, routing, "num_experts", "intermediate_size", 16)
+    period, offset = whole(config, "expert_layer_period", 2), int(value_or(config, "expert_layer_offset", 1))
+    return [experts if i % period == offset else dense for i in range(layers)]
+
+
+_NEMOTRON_EXPERTS = {
+    "layers.{}.mixer.gate": "layers.{}.mlp.gate",
+    "layers.{}.mixer.shared_experts.up_proj": "layers.{}.mlp.shared_experts.up_proj",
+    "layers.{}.mixer.shared_experts.down_proj": "layers.{}.mlp.shared_experts.down_proj",
+    **separate("layers.{}.mixer.experts"),
+}
+_NEMOTRON_STACKS = tuple(
+    StoredStack(f"layers.{{}}.mixer.experts.{name}", (f"layers.{{}}.mlp.experts.{{}}.{name}.weight",))
+    for name in ("up_proj", "down_proj")
+)
 _NEMOTRON_TYPES = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 def nemotron_h(config: Config) -> DecoderSpec:
-    """Nemotron-H (https://arxiv.org/abs/2504.03624), the dense sizes: each layer is one of Mamba-2, attention and a
-    feed-forward.
+    """Nemotron-H (https://arxiv.org/abs/2504.03624) and Nemotron 3: each layer is one of Mamba-2, attention, a
+    feed-forward and experts.
 
     Step sizes are limited by `time_step_limit`, as in the authors' code. `transformers` has `time_step_min` as the
     lower limit, but only for prompts.
@@ -180,8 +205,6 @@ def nemotron_h(config: Config) -> DecoderSpec:
         kinds = [_NEMOTRON_TYPES.get(mark, mark) for mark in value_or(config, "hybrid_override_pattern", "")]
     if len(kinds) == 0:
         raise ModelFileError("The model's config has neither layers_block_type nor hybrid_override_pattern.")
-    if "moe" in kinds:
-        raise ConfigError("The model's config has layers of experts (moe); Octavo supports dense Nemotron-H only.")
     mixer = Mamba2Spec(
         heads=whole(config, "mamba_num_heads", 128),
         head_dim=whole(config, "mamba_head_dim", 64),
@@ -195,8 +218,12 @@ def nemotron_h(config: Config) -> DecoderSpec:
     )
     only(config, "mamba_hidden_act", "silu")
     act = activation(config, "mlp_hidden_act", "relu2")
-    mlp = MlpSpec(whole(config, "intermediate_size"), act, gated=False)
-    mixers = iter(layer_mixers([kind for kind in kinds if kind != "mlp"], mixer))
+    feed_forwards: dict[str, FeedForwardSpec] = {}
+    if "mlp" in kinds:
+        feed_forwards["mlp"] = MlpSpec(whole(config, "intermediate_size"), act, gated=False)
+    if "moe" in kinds:
+        feed_forwards["moe"] = _nemotron_experts(config, act)
+    mixers = iter(layer_mixers([kind for kind in kinds if kind not in feed_forwards], mixer))
     projections = {f"layers.{{}}.mixer.{name}_proj": f"layers.{{}}.self_attn.{name}_proj" for name in "qkvo"}
     inner = {f"layers.{{}}.mixer.{name}_proj": f"layers.{{}}.mlp.{name}_proj" for name in ("up", "down")}
     biases = {"attention_bias": ("qkv", "o"), "mlp_bias": ("mlp",)}
@@ -205,10 +232,26 @@ def nemotron_h(config: Config) -> DecoderSpec:
         norm=NormSpec(float(value_or(config, "layer_norm_epsilon", 1e-5))),
         norms=LayerNorms("norm", None, "norm"),
         rope=no_rope(head_size(config), whole(config, "max_position_embeddings")),
-        mlps=[mlp if kind == "mlp" else None for kind in kinds],
-        mixers=tuple(None if kind == "mlp" else next(mixers) for kind in kinds),
+        mlps=[feed_forwards.get(kind) for kind in kinds],
+        mixers=tuple(None if kind in feed_forwards else next(mixers) for kind in kinds),
         biases=frozenset(part for name, parts in biases.items() if config.get(name) for part in parts),
-        stored=StoredNames("backbone", renamed({**_BACKBONE, **_mixer_names(), **projections, **inner})),
+        stored=StoredNames(
+            "backbone",
+            renamed({**_BACKBONE, **_mixer_names(), **projections, **inner, **_NEMOTRON_EXPERTS}),
+            stacks=_NEMOTRON_STACKS,
+        ),
+    )
+
+
+def _nemotron_experts(config: Config, act: str) -> ExpertsSpec:
+    only(config, "moe_latent_size", None)
+    return ExpertsSpec(
+        num_experts=whole(config, "n_routed_experts", 8),
+        size=whole(config, "moe_intermediate_size", 7688),
+        routing=corrected_sigmoid(config, 2, normalized=True),
+        activation=act,
+        gated=False,
+        shared=SharedSpec(whole(config, "moe_shared_expert_intermediate_size", 7688)),
     )
 
 

@@ -5,63 +5,49 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.core.errors import ConfigError
-from octavo.models.families.granite import granite
+from octavo.models.families.experts import FUSED, corrected_sigmoid, every_nth, experts_of, separate, softmax_routing
+from octavo.models.families.granite import GRANITE_ROUTER, GRANITE_STACKS, granite, granite_experts
 from octavo.models.families.llama import ernie
 from octavo.models.families.mistral import mistral
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.feed_forwards.spec import ExpertsSpec, FeedForwardSpec, MlpSpec, SharedSpec
 from octavo.models.hf_config import Config, only, value_or, whole
-from octavo.models.hf_decoder import activation, bias_set, decoder_spec, head_size, layer_norm, layer_windows, rms_norm
+from octavo.models.hf_decoder import bias_set, decoder_spec, head_size, layer_norm, layer_windows, rms_norm
 from octavo.models.hf_rope import rope_spec
 from octavo.models.spec import DecoderSpec, HeadNorms, StoredModule, StoredNames, StoredStack, renamed
 from octavo.nn.experts_spec import RoutingSpec
 
-_EXPERT = "layers.{}.mlp.experts.{}."
-_GATE_UP = (f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight")
-FUSED = (
-    StoredStack("layers.{}.mlp.experts.gate_up_proj", _GATE_UP),
-    StoredStack("layers.{}.mlp.experts.down_proj", (f"{_EXPERT}down_proj.weight",)),
-)
-"""The experts of a layer in two tensors, as transformers 5 keeps them."""
 _MIXTRAL = StoredNames(
     modules=renamed(
         {
             "layers.{}.block_sparse_moe.gate": "layers.{}.mlp.gate",
-            "layers.{}.block_sparse_moe.experts.{}.w1": f"{_EXPERT}gate_proj",
-            "layers.{}.block_sparse_moe.experts.{}.w3": f"{_EXPERT}up_proj",
-            "layers.{}.block_sparse_moe.experts.{}.w2": f"{_EXPERT}down_proj",
+            **separate("layers.{}.block_sparse_moe.experts", "w1", "w3", "w2"),
         }
     ),
     stacks=FUSED,
 )
-_GRANITE = StoredNames(
-    modules=renamed({"layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.gate"}),
-    stacks=(
-        StoredStack("layers.{}.block_sparse_moe.input_linear.weight", _GATE_UP),
-        StoredStack("layers.{}.block_sparse_moe.output_linear.weight", (f"{_EXPERT}down_proj.weight",)),
-    ),
-)
+_GRANITE = StoredNames(modules=renamed(GRANITE_ROUTER), stacks=GRANITE_STACKS)
 PER_EXPERT = StoredNames(stacks=FUSED)
 
 
 def mixtral(config: Config) -> DecoderSpec:
     """Mixtral (https://arxiv.org/abs/2401.04088)."""
     routing = RoutingSpec(top_k=whole(config, "num_experts_per_tok", 2), scores="chosen")
-    experts = _experts(config, routing, "num_local_experts", "intermediate_size", 8)
+    experts = experts_of(config, routing, "num_local_experts", "intermediate_size", 8)
     theta = rope_spec(config, head_size(config), theta=1000000.0)
     spec = mistral({**config, "sliding_window": value_or(config, "sliding_window", None)})
-    return replace(spec, rope=theta, norm=rms_norm(config, default=1e-5), mlps=_same(spec, experts), stored=_MIXTRAL)
+    return replace(spec, rope=theta, norm=rms_norm(config, default=1e-5), mlps=in_all(spec, experts), stored=_MIXTRAL)
 
 
 def qwen2_moe(config: Config) -> DecoderSpec:
     """Qwen 1.5 and 2 with experts, and a gated shared expert (https://arxiv.org/abs/2407.10671)."""
-    routing = _softmax(config, 4)
+    routing = softmax_routing(config, 4)
     shared = SharedSpec(whole(config, "shared_expert_intermediate_size", 5632), "shared_expert", "shared_expert_gate")
-    experts = _experts(config, routing, "num_experts", "moe_intermediate_size", 60, shared=shared)
+    experts = experts_of(config, routing, "num_experts", "moe_intermediate_size", 60, shared=shared)
     return decoder_spec(
         config,
         windows=layer_windows(config),
-        mlps=_every(config, experts),
+        mlps=every_nth(config, experts),
         biases=bias_set(config, qkv="qkv_bias", o="", mlp="", default=True),
         stored=PER_EXPERT,
     )
@@ -69,15 +55,15 @@ def qwen2_moe(config: Config) -> DecoderSpec:
 
 def qwen3_moe(config: Config) -> DecoderSpec:
     """Qwen3 with experts (https://arxiv.org/abs/2505.09388)."""
-    experts = _experts(config, _softmax(config, 8), "num_experts", "moe_intermediate_size", 128)
+    experts = experts_of(config, softmax_routing(config, 8), "num_experts", "moe_intermediate_size", 128)
     # Unlike in the dense sizes, a window holds in all layers.
     windowed = {**config, "max_window_layers": 0}
-    return replace(qwen3(windowed), mlps=_every(config, experts), stored=PER_EXPERT)
+    return replace(qwen3(windowed), mlps=every_nth(config, experts), stored=PER_EXPERT)
 
 
 def olmoe(config: Config) -> DecoderSpec:
     """OLMoE: norms over all queries and all keys (https://arxiv.org/abs/2409.02060)."""
-    experts = _experts(config, _softmax(config, 8), "num_experts", "intermediate_size", 64)
+    experts = experts_of(config, softmax_routing(config, 8), "num_experts", "intermediate_size", 64)
     norm = rms_norm(config, default=1e-5)
     return decoder_spec(
         config,
@@ -92,10 +78,8 @@ def olmoe(config: Config) -> DecoderSpec:
 
 def granite_moe(config: Config) -> DecoderSpec:
     """Granite 3 with experts (https://github.com/ibm-granite/granite-3.0-language-models)."""
-    routing = RoutingSpec(top_k=whole(config, "num_experts_per_tok", 2), scores="chosen")
-    experts = _experts(config, routing, "num_local_experts", "intermediate_size", 8)
     spec = granite(config)
-    return replace(spec, mlps=_same(spec, experts), stored=_GRANITE)
+    return replace(spec, mlps=in_all(spec, granite_experts(config)), stored=_GRANITE)
 
 
 def phi_moe(config: Config) -> DecoderSpec:
@@ -108,7 +92,7 @@ def phi_moe(config: Config) -> DecoderSpec:
         norm=layer_norm(config, "rms_norm_eps"),
         rope=rope_spec(_with_factor(config), head_size(config)),
         windows=[value_or(config, "sliding_window", None)] * whole(config, "num_hidden_layers"),
-        mlp=_experts(config, routing, "num_local_experts", "intermediate_size", 16),
+        mlp=experts_of(config, routing, "num_local_experts", "intermediate_size", 16),
         biases=bias_set(config, mlp="") | head,
         stored=replace(
             _MIXTRAL, modules=(*_MIXTRAL.modules, StoredModule("layers.{}.mlp.router", ("layers.{}.mlp.gate",)))
@@ -174,7 +158,7 @@ def ernie_moe(config: Config) -> DecoderSpec:
     )
     size, count = whole(config, "moe_intermediate_size", 1536), int(value_or(config, "moe_num_shared_experts", 2))
     shared = SharedSpec(size * count) if count else None
-    experts = _experts(config, routing, "moe_num_experts", "moe_intermediate_size", 64, shared=shared)
+    experts = experts_of(config, routing, "moe_num_experts", "moe_intermediate_size", 64, shared=shared)
     layers, dense = whole(config, "num_hidden_layers"), MlpSpec(whole(config, "intermediate_size"), "silu")
     first, interval = int(value_or(config, "moe_layer_start_index", 1)), whole(config, "moe_layer_interval", 1)
     last = int(value_or(config, "moe_layer_end_index", -1))
@@ -189,63 +173,14 @@ def ernie_moe(config: Config) -> DecoderSpec:
     return replace(spec, mlps=tuple(experts if has else dense for has in sparse), stored=stored)
 
 
-def corrected_sigmoid(config: Config, top_k: int | None, *, normalized: bool) -> RoutingSpec:
-    """Return DeepSeek V3's routing (https://arxiv.org/abs/2412.19437), from its fields.
-
-    Args:
-        top_k, normalized: the family's defaults; None for a field that must be there.
-    """
-    return RoutingSpec(
-        top_k=whole(config, "num_experts_per_tok", top_k),
-        scores="sigmoid",
-        corrected=True,
-        groups=whole(config, "n_group", 1),
-        top_groups=whole(config, "topk_group", 1),
-        group_score="top2",
-        normalized=bool(value_or(config, "norm_topk_prob", normalized)),
-        scaling=float(value_or(config, "routed_scaling_factor", 1.0)),
-    )
-
-
-def _softmax(config: Config, top_k: int) -> RoutingSpec:
-    normalized = bool(value_or(config, "norm_topk_prob", False))
-    chosen = whole(config, "num_experts_per_tok", top_k)
-    # A softmax divided by the sum of the chosen is the softmax of the chosen.
-    return RoutingSpec(top_k=chosen, scores="chosen" if normalized else "softmax")
-
-
-def _experts(
-    config: Config, routing: RoutingSpec, count: str, size: str, default: int | None, shared: SharedSpec | None = None
-) -> ExpertsSpec:
-    """Return a mixture, from the fields that name the number of experts and their size."""
-    # transformers 5 writes both names of this number.
-    names = (count, "num_local_experts", "num_experts", "n_routed_experts")
-    stated = next((name for name in names if config.get(name) is not None), count)
-    return ExpertsSpec(
-        num_experts=whole(config, stated, default),
-        size=whole(config, size),
-        routing=routing,
-        activation=activation(config),
-        shared=shared,
-    )
-
-
-def _same(spec: DecoderSpec, experts: ExpertsSpec) -> tuple[FeedForwardSpec, ...]:
+def in_all(spec: DecoderSpec, experts: ExpertsSpec) -> tuple[FeedForwardSpec, ...]:
     return (experts,) * spec.num_layers
-
-
-def _every(config: Config, experts: ExpertsSpec) -> tuple[FeedForwardSpec, ...]:
-    """Return Qwen's feed-forwards: experts in every n-th layer, except for listed ones."""
-    step, dense = whole(config, "decoder_sparse_step", 1), set(value_or(config, "mlp_only_layers", []))
-    plain = MlpSpec(whole(config, "intermediate_size"), experts.activation)
-    layers = range(whole(config, "num_hidden_layers"))
-    return tuple(plain if i in dense or (i + 1) % step else experts for i in layers)
 
 
 def after_dense(config: Config, routing: RoutingSpec, dense: int) -> tuple[FeedForwardSpec, ...]:
     """Return DeepSeek's feed-forwards: some dense layers, then experts and a shared one."""
     size, shared = whole(config, "moe_intermediate_size"), int(value_or(config, "n_shared_experts", 0))
-    experts = _experts(
+    experts = experts_of(
         config,
         routing,
         "n_routed_experts",

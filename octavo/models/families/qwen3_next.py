@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from octavo.models.families.experts import FUSED, every_nth, experts_of, softmax_routing
 from octavo.models.families.mamba import layer_mixers
+from octavo.models.feed_forwards.spec import FeedForwardSpec, SharedSpec
 from octavo.models.hf_config import Config, only, value_or, whole
-from octavo.models.hf_decoder import decoder_spec, rms_norm
+from octavo.models.hf_decoder import decoder_spec, mlp_spec, rms_norm
 from octavo.models.hf_rope import rope_spec
 from octavo.models.mixers.spec import GatedDeltaSpec, SelfAttention
 from octavo.models.spec import DecoderSpec, HeadNorms, StoredModule, StoredNames
 
 
 def qwen3_next(config: Config) -> DecoderSpec:
-    """Qwen3-Next (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct), without experts."""
-    only(config, "num_experts", 0)
+    """Qwen3-Next (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct): gated delta nets and attention, experts."""
     only(config, "hidden_act", "silu")
     only(config, "attention_bias", False)
     layers, period = whole(config, "num_hidden_layers"), whole(config, "full_attention_interval", 4)
@@ -34,8 +37,18 @@ def qwen3_next(config: Config) -> DecoderSpec:
         head_norms=HeadNorms(norm),
         rope=rope_spec(config, head_dim, rotated=0.25),
         mixers=layer_mixers(kinds, delta, SelfAttention(gated=True)),
-        stored=StoredNames(modules=_modules(delta, head_dim)),
+        mlps=_feed_forwards(config, layers),
+        stored=StoredNames(modules=_modules(delta, head_dim), stacks=FUSED),
     )
+
+
+def _feed_forwards(config: Config, layers: int) -> Sequence[FeedForwardSpec]:
+    """Return Qwen's feed-forwards, with a gated shared expert, if there are experts at all."""
+    if not value_or(config, "num_experts", 512):
+        return [mlp_spec(config, "silu")] * layers
+    routing = softmax_routing({**config, "norm_topk_prob": value_or(config, "norm_topk_prob", True)}, 10)
+    shared = SharedSpec(whole(config, "shared_expert_intermediate_size", 512), "shared_expert", "shared_expert_gate")
+    return every_nth(config, experts_of(config, routing, "num_experts", "moe_intermediate_size", 512, shared))
 
 
 def _modules(delta: GatedDeltaSpec, head_dim: int) -> tuple[StoredModule, ...]:

@@ -35,6 +35,7 @@ class Experts(FeedForward):
             hidden_size=hidden_size,
             size=spec.size,
             activation=spec.activation,
+            gated=spec.gated,
             clamped=spec.clamped,
             bias=spec.bias,
             on_inputs=spec.routing.on_inputs,
@@ -42,7 +43,9 @@ class Experts(FeedForward):
         self.experts = b.at("experts").experts(form)
         shared = spec.shared
         self.shared = (
-            Mlp(b.at(shared.name), MlpSpec(shared.size, spec.activation), hidden_size, bias=bias) if shared else None
+            Mlp(b.at(shared.name), MlpSpec(shared.size, spec.activation, spec.gated), hidden_size, bias=bias)
+            if shared
+            else None
         )
         self.shared_gate = (
             b.linear(shared.gate, inputs=hidden_size, outputs=1, shard=NONE) if shared and shared.gate else None

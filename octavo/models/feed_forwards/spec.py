@@ -51,7 +51,8 @@ class ExpertsSpec:
 
     Attributes:
         size: outputs of one expert's `up`.
-        activation: of the gates; a name of `nn/ops/activation.py`.
+        activation: a name of `nn/ops/activation.py`.
+        gated: experts, and the shared one, have gates; as in `MlpSpec`.
         clamped: replaces the activation; None for none.
         bias: the experts' products have biases.
         shared: None for none.
@@ -61,6 +62,7 @@ class ExpertsSpec:
     size: int
     routing: RoutingSpec
     activation: str = "silu"
+    gated: bool = True
     clamped: ClampedGate | None = None
     bias: bool = False
     shared: SharedSpec | None = None

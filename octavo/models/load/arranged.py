@@ -141,13 +141,12 @@ def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> I
         if pattern in stacks:
             yield from _entries(name, numbers[0], stacks[pattern], source.shape(name) or ())
             continue
-        module, _, suffix = pattern.rpartition(".")
+        module, _, suffix = (pattern, "", "") if pattern in modules else pattern.rpartition(".")
         rule = modules.get(module, StoredModule(module, (module,)))
         inside = name.startswith(root)
         for i, target in enumerate(rule.names):
-            path = target.format(*numbers)
-            own = inside and not path.startswith(_OUTSIDE)
-            full = f"{ROOT}.{path}.{suffix}" if own else f"{path}.{suffix}"
+            path = f"{target.format(*numbers)}.{suffix}".removesuffix(".")
+            full = f"{ROOT}.{path}" if inside and not path.startswith(_OUTSIDE) else path
             begin = sum(rule.sizes[:i])
             end = begin + rule.sizes[i] if rule.sizes else 0
             shift = rule.shift if suffix == "weight" else 0.0

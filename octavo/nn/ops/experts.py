@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm
-from octavo.nn.ops.activation import act_mul
+from octavo.nn.ops.activation import ACTIVATIONS, act_mul
 from octavo.nn.ops.routing import Routing
 
 Expert = Callable[[int, Tensor], Tensor]
@@ -16,7 +16,9 @@ Expert = Callable[[int, Tensor], Tensor]
 
 
 def gate(gate_up: Tensor, form: ExpertsForm) -> Tensor:
-    """Return act(gate) * up of [N, 2 * size], the gate in the first half: [N, size]."""
+    """Return act(gate) * up of [N, 2 * size], the gate in the first half, or act(up) of [N, size]: [N, size]."""
+    if not form.gated:
+        return ACTIVATIONS[form.activation](gate_up)
     return act_mul(gate_up, form.activation) if form.clamped is None else clamped_gate(gate_up, form.clamped)
 
 

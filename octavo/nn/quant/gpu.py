@@ -32,7 +32,7 @@ class OnGpu(Unquantized):
         return products.linear(x, self.weight, self.bias, dtype=torch.float32)
 
     def experts(self, form: ExpertsForm) -> ExpertsScheme:
-        return StackedExperts(form, self.dtype, self.device)
+        return StackedExperts(form, self.dtype, self.device) if form.gated else super().experts(form)
 
     def fused(
         self,

@@ -104,7 +104,7 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
     for mlp in dict.fromkeys(spec.mlps):
         if isinstance(mlp, MlpSpec):
             _mlp(mlp, empty, stream, norm if rms else None)
-        elif isinstance(mlp, ExpertsSpec):
+        elif isinstance(mlp, ExpertsSpec) and mlp.gated:  # those without gates have no kernels of their own
             _experts(mlp, empty, width)
 
 
