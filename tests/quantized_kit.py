@@ -253,6 +253,28 @@ def bnb(kind: str, *, nested: bool) -> Example:
     return Example({"quant_method": "bitsandbytes", "load_in_4bit": True}, write, packs=False)
 
 
+def torchao(kind: str) -> Example:
+    def write(weight: Tensor) -> tuple[Stored, Tensor]:
+        if kind == "float8":
+            factors = weight.abs().amax(1, keepdim=True) / 448
+            narrow = (weight / factors).to(torch.float8_e4m3fn)
+            return {"_weight_qdata": narrow, "_weight_scale": factors}, narrow.double() * factors.double()
+        if kind == "int8":
+            integers, scales, zeros = rounded(weight, 8, weight.shape[1], symmetric=True)
+            zero = {"_weight_zero_point": (zeros - 128).to(torch.int8)}
+            stored = {"_weight_qdata": (integers - 128).to(torch.int8), "_weight_scale": scales, **zero}
+            return stored, value(integers, scales, zeros)
+        integers, scales, zeros = rounded(weight, 4, 32, symmetric=False)
+        exact = value(integers, scales, zeros)
+        if kind == "intx":
+            signed = {"_weight_qdata": (integers - 8).to(torch.int8), "_weight_zero_point": (zeros - 8).to(torch.int8)}
+            return {**signed, "_weight_scale": scales}, exact
+        signed = {"_weight_qdata": pairs((integers - 8) & 15).view(torch.int8), "_weight_scale": scales.T.contiguous()}
+        return {**signed, "_weight_zero_point": ((8 - zeros) * scales).T.contiguous()}, exact
+
+    return Example({"quant_method": "torchao"}, write, packs=kind != "float8")
+
+
 def hqq(bits: int, group: int, axis: int = 1) -> Example:
     packing, parts, width = {
         8: ("8bit_u8", 1, 8),
@@ -323,6 +345,7 @@ EXAMPLES: dict[str, Example] = {
     "mxfp8": mx(8),
     **{f"hqq-{bits}": hqq(bits, 32) for bits in (1, 2, 3, 4, 8)},
     "hqq-4-columns": hqq(4, 32, axis=0),
+    **{f"torchao-{kind}": torchao(kind) for kind in ("float8", "int8", "intx", "int4")},
 }
 
 

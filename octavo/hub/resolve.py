@@ -151,7 +151,12 @@ def _incomplete(folder: Path, has_config: bool, tokenizer_only: bool) -> ModelFi
     if not has_config:
         return ModelFileError(f"{folder} holds no model: neither config.json nor a .gguf file is there.")
     others = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
-    also = f" It has {others[0]}, which Octavo does not read; convert it to safetensors." if others else ""
+    also = (
+        f" It has {others[0]}, which Octavo does not read: a file of that kind is a pickle, which can run code when it "
+        "is loaded. Convert it to safetensors with the tool that made it."
+        if others
+        else ""
+    )
     return ModelFileError(
         f"{folder} has config.json but no weights: neither {INDEX} nor {SINGLE} nor another *.safetensors file.{also} "
         "For random weights, use --load-format dummy."

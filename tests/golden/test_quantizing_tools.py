@@ -30,4 +30,4 @@ def test_the_matrix_is_the_tools(path: Path) -> None:
 
 
 def test_there_are_files() -> None:
-    assert len(FILES) == 18
+    assert len(FILES) == 21

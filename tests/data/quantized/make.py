@@ -1,7 +1,8 @@
 """Make the files in this folder with the methods' own tools, for tests/golden/test_quantizing_tools.py.
 
-    pip install auto-round==0.16.1 autoawq==0.2.9 bitsandbytes==0.50.2 compressed-tensors==0.20.0 hqq==0.2.8.post1
-    python tests/data/quantized/make.py
+    pip install auto-round==0.16.1 autoawq==0.2.9 bitsandbytes==0.50.2 compressed-tensors==0.20.0 hqq==0.2.8.post1 \\
+        torchao==0.18.0
+    python tests/data/quantized/make.py [NAME ...]
 
 Each has the stored tensors of one random matrix below "proj.", the matrix that the tool makes of them as "expected"
 [N, K], and the checkpoint's `quantization_config` in its metadata.
@@ -10,7 +11,9 @@ Each has the stored tensors of one random matrix below "proj.", the matrix that 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +116,24 @@ def hqq(bits: int, axis: int) -> Made:
     return {"quant_method": "hqq"}, layer.state_dict(), layer.dequantize()
 
 
+def torchao(scheme: str) -> Made:
+    """Int4Tensor is left out: torchao makes it with kernels that need a GPU."""
+    from torchao import quantization
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import PerGroup, quantize_
+
+    configs = {
+        "int4": lambda: quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP)),
+        "int8": lambda: quantization.Int8DynamicActivationInt8WeightConfig(version=2),
+        "float8": quantization.Float8WeightOnlyConfig,
+    }
+    model = nn.Sequential(linear())
+    quantize_(model, configs[scheme]())
+    stored, _ = flatten_tensor_state_dict({"proj.weight": model[0].weight})
+    names = {name.removeprefix("proj."): part for name, part in stored.items()}
+    return {"quant_method": "torchao", "quant_type": {"default": scheme}}, names, model[0].weight.dequantize()
+
+
 MADE: dict[str, Callable[[], Made]] = {
     "auto-round-4": lambda: auto_round(4, "auto_round:auto_gptq"),
     "auto-round-8": lambda: auto_round(8, "auto_round:auto_gptq"),
@@ -141,13 +162,15 @@ MADE: dict[str, Callable[[], Made]] = {
     "hqq-4": lambda: hqq(4, 1),
     "hqq-3": lambda: hqq(3, 1),
     "hqq-2-columns": lambda: hqq(2, 0),
+    **{f"torchao-{scheme}": partial(torchao, scheme) for scheme in ("int4", "int8", "float8")},
 }
 
 
 def main() -> None:
     from safetensors.torch import save_file
 
-    for name, make in MADE.items():
+    for name in sys.argv[1:] or MADE:
+        make = MADE[name]
         torch.manual_seed(len(name))
         settings, stored, expected = make()
         tensors = {f"proj.{suffix}": part.contiguous().clone() for suffix, part in stored.items()}

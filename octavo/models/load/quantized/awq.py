@@ -42,8 +42,8 @@ class AWQ(Method):
 
     def matrix(self, module: Module) -> Integers:
         outputs, inputs = self.shape(module)
-        groups = 1 if self._group == -1 else inputs // self._group
-        if groups < 1 or inputs % groups:
+        groups = 1 if self._group == -1 else inputs // max(self._group, 1)
+        if self._group != -1 and (self._group < 1 or inputs % self._group):
             raise module.wrong("qweight", f"has {inputs} inputs, which groups of {self._group} don't divide")
         words, zeros, scales = module.tensor("qweight"), module.tensor("qzeros"), module.tensor("scales")
         if self._by_rows:

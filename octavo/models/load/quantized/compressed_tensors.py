@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.models.load.quantized.floats import from_e2m1, from_e8m0, scaled
 from octavo.models.load.quantized.fp8 import per_output, tiled
-from octavo.models.load.quantized.gptq import group_order
+from octavo.models.load.quantized.gptq import check_groups, group_order
 from octavo.models.load.quantized.integers import Integers, unpack
 from octavo.models.load.quantized.method import Method, Module, Settings
 
@@ -119,6 +119,7 @@ class CompressedTensors(Method):
             )
         groups = scales.shape[1]
         order = group_order(module, "weight_g_idx", columns, groups) if self._is_ordered(module) else None
+        check_groups(module, "weight_scale", columns, groups)
         zeros = torch.full((rows, groups), 1 << (bits - 1), dtype=torch.uint8)
         if module.has("weight_zero_point"):
             zeros = unpack(module.tensor("weight_zero_point").T, bits, rows).T

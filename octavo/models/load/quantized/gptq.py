@@ -78,6 +78,11 @@ def group_order(module: Module, suffix: str, inputs: int, groups: int) -> Tensor
             raise module.wrong(suffix, f"does not give one of {groups} groups for each of {inputs} inputs")
         if not torch.equal(order, torch.arange(inputs) // -(-inputs // groups)):
             return order
-    if inputs % groups:
-        raise module.wrong("scales", f"has {groups} groups, which don't divide {inputs} inputs")
+    check_groups(module, "scales", inputs, groups)
     return None
+
+
+def check_groups(module: Module, suffix: str, inputs: int, groups: int) -> None:
+    """Raise ModelFileError if the groups of the scales don't divide the inputs."""
+    if inputs % groups:
+        raise module.wrong(suffix, f"has {groups} groups, which don't divide {inputs} inputs")

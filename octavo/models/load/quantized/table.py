@@ -15,6 +15,7 @@ from octavo.models.load.quantized.gptq import GPTQ
 from octavo.models.load.quantized.hqq import HQQ
 from octavo.models.load.quantized.method import Method, Settings
 from octavo.models.load.quantized.mxfp4 import MXFP4
+from octavo.models.load.quantized.torchao import TorchAO
 from octavo.models.load.quantized.view import QuantizedCheckpoint
 
 
@@ -54,6 +55,7 @@ METHODS: Mapping[str, Callable[[Settings], Method]] = {
     "hqq": HQQ,
     "modelopt": ModelOpt,
     "mxfp4": MXFP4,
+    "torchao": TorchAO,
 }
 """`quant_method` -> what reads it."""
 

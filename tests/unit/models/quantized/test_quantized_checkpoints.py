@@ -134,11 +134,41 @@ def broken(name: str, **changes: Any):
         ("hqq-4", {"packing": lambda it: it[:-1]}, "Octavo reads 8bit_u8"),
         ("hqq-4", {"zero": lambda it: it[:-1]}, "a.proj.scale"),
         ("nvfp4", {"weight_global_scale": lambda _: None}, "lacks its tensor a.proj.weight_global_scale"),
+        (
+            "torchao-intx",
+            {"_weight_scale": lambda it: it[:, :3]},
+            "a.proj._weight_scale in what was sent has shape [48, 3]",
+        ),
+        ("torchao-int8", {"_weight_zero_point": lambda it: it[:-1]}, "a.proj._weight_zero_point"),
+        ("torchao-int8", {"_weight_qdata": lambda it: it.int()}, "is torch.int32: Octavo reads torchao's Float8Tensor"),
+        ("torchao-int4", {"_weight_qdata": lambda it: it.view(6, 8, 32, 4)}, "int4_packing_format='plain'"),
+        ("torchao-float8", {"_weight_scale": lambda it: it[:-1]}, "has shape [47, 1] for a matrix [48, 256]"),
     ],
 )
 def test_what_does_not_fit_names_the_tensor(name: str, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelFileError) as caught:
         broken(name, **changes).tensor("a.proj.weight", SPEC)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "kept", "says"),
+    [
+        ("gptq-4", {}, 7, "Tensor a.proj.scales in what was sent has 7 groups, which don't divide 256 inputs"),
+        ("awq-gemm", {"group_size": 96}, 8, "has 256 inputs, which groups of 96 don't divide"),
+        ("w4a16", {}, 7, "a.proj.weight_scale in what was sent has 7 groups, which don't divide 256 inputs"),
+    ],
+)
+def test_groups_must_divide_the_inputs(name: str, settings: dict[str, Any], kept: int, says: str) -> None:
+    stored, _ = EXAMPLES[name].write(torch.randn(ROWS, COLUMNS))
+    stored.pop("g_idx", None)
+    for suffix in ("scales", "qzeros"):
+        if suffix in stored:
+            stored[suffix] = stored[suffix][:kept]
+    if "weight_scale" in stored:
+        stored["weight_scale"] = stored["weight_scale"][:, :kept]
+    with pytest.raises(ModelFileError) as caught:
+        checkpoint(stored, {**EXAMPLES[name].settings, **settings}).tensor("a.proj.weight", SPEC)
     assert says in str(caught.value)
 
 
