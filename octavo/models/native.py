@@ -172,7 +172,7 @@ class NativeDecoder:
         Returns:
             The buffer of its logits, [S, vocab_size] float32.
         """
-        rows = batch.count
+        rows = batch.results
         self._make_room(rows)
         if self._residual.shape[0] < rows:
             self._residual = torch.empty(rows, self.spec.hidden_size)
@@ -184,12 +184,12 @@ class NativeDecoder:
         return self._logits[:rows, : self.spec.vocab_size]
 
     def decode(self, batch: Decode) -> int:
-        """Compute a step of one token for each of `batch.count` slots, from embedding to sampled token.
+        """Compute a step of one token, and its drafts, for each of `batch.count` slots, from embedding to token.
 
         Only for slots whose earlier tokens were computed by `forward`, which binds the KV caches.
 
         Returns:
-            The number of rows without usable logits.
+            The number of tokens without usable logits.
         """
         return self._program.program.decode(batch)
 

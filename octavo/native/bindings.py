@@ -98,12 +98,15 @@ class Decode(ctypes.Structure):
     _fields_ = (
         *(
             (name, c_void_p)
-            for name in ("tokens", "length", "computed", "block_tables", "sampling", "slots", "allowed")
+            for name in (
+                *("tokens", "length", "computed", "num_drafts", "block_tables", "sampling", "slots", "drafts"),
+                "allowed",
+            )
         ),
         ("external", c_void_p * EXTERNALS),
-        *((name, c_void_p) for name in ("chosen", "peaks")),
+        *((name, c_void_p) for name in ("chosen", "peaks", "kept")),
         *((name, c_int64) for name in ("token_stride", "table_stride", "group_stride", "logit_stride")),
-        *((name, c_int32) for name in ("count", "block_size", "operations", "columns", "groups")),
+        *((name, c_int32) for name in ("count", "results", "block_size", "operations", "columns", "groups")),
     )
 
 
@@ -113,7 +116,7 @@ class SampleArgs(ctypes.Structure):
     _fields_ = (
         *(
             (name, c_void_p)
-            for name in ("logits", "slots", "allowed", "sampling", "tokens", "length", "chosen", "peaks")
+            for name in ("logits", "slots", "ahead", "allowed", "sampling", "tokens", "length", "chosen", "peaks")
         ),
         *((name, c_int64) for name in ("logit_stride", "token_stride")),
         *((name, c_int32) for name in ("count", "columns")),

@@ -439,19 +439,19 @@ class Program:
             raise MemoryError(f"not enough memory for the activations of a step of {step.tokens} tokens")
 
     def decode(self, step: Decode) -> int:
-        """Run a whole step of one token per row: layout, all operations, and sampling.
+        """Run a whole step of one token per row, and its drafts: layout, all operations, sampling, verification.
 
-        Appends the tokens to the slots and counts the computed positions.
+        Appends the tokens that are kept to the slots and counts the computed positions.
 
         Returns:
-            The number of rows without a finite largest logit; their token is 0.
+            The number of rows of logits without a finite largest one; their token is 0.
 
         Raises:
             MemoryError: as `run`, with the slots unchanged.
         """
         flawed: int = self._decode(self._handle, ctypes.byref(step))
         if flawed < 0:
-            raise MemoryError(f"not enough memory for the activations of a step of {step.count} tokens")
+            raise MemoryError(f"not enough memory for the activations of a step of {step.results} tokens")
         return flawed
 
     def watch(self, spans: Spans) -> None:

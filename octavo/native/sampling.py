@@ -21,6 +21,7 @@ def sample(
     tokens: NDArray[np.int32],
     length: NDArray[np.int64],
     allowed: NDArray[np.int64] | None = None,
+    ahead: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Sample a token for each row of logits.
 
@@ -32,6 +33,7 @@ def sample(
         length: [slots], the number of these.
         allowed: [S], the address of each row's mask, with a bit set for each allowed token; 0 if all tokens are
             allowed. None means 0 for all rows.
+        ahead: [S], how many of the slot's drafts, which are after its tokens, count as tokens so far; None for none.
 
     Returns:
         The tokens [S], and each row's largest logit [S] after penalties and bans. If that is not finite, no token is
@@ -39,9 +41,11 @@ def sample(
     """
     count = len(slots)
     chosen, peaks = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
+    ahead = np.zeros(count, dtype=np.int64) if ahead is None else ahead
     batch = SampleArgs(
         logits=logits,
         slots=slots.ctypes.data,
+        ahead=ahead.ctypes.data,
         allowed=None if allowed is None else allowed.ctypes.data,
         sampling=sampling.ctypes.data,
         tokens=tokens.ctypes.data,

@@ -1,4 +1,4 @@
-"""`NativeReplay`: steps of one token per row, from embedding to sampled token in a single native call.
+"""`NativeReplay`: steps of one token per row, and its drafts, from embedding to sampled token in a single native call.
 
 Python work costs more than its instructions here: the weights have just evicted the processor's caches, so every object
 is read from memory. Therefore only objects that change are touched.
@@ -40,25 +40,29 @@ class NativeReplay:
         self._model = model
         self._slots = slots
         count = slots.num_slots
-        self._rows = np.empty(count, dtype=np.int64)
-        self._chosen = np.empty(count, dtype=np.int64)
-        self._peaks = np.empty(count, dtype=np.float32)
+        self._rows, self._drafts, self._kept = np.zeros((3, count), dtype=np.int64)
+        self._chosen, self._peaks = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+        self._drafted = False
         self._batch = Decode(
             tokens=slots.tokens.ctypes.data,
             length=slots.length.ctypes.data,
             computed=slots.computed.ctypes.data,
+            num_drafts=slots.num_drafts.ctypes.data,
             block_tables=slots.block_tables.ctypes.data,
             sampling=slots.sampling.ctypes.data,
             slots=self._rows.ctypes.data,
-            chosen=self._chosen.ctypes.data,
-            peaks=self._peaks.ctypes.data,
+            drafts=self._drafts.ctypes.data,
+            kept=self._kept.ctypes.data,
             token_stride=slots.tokens.shape[1],
             table_stride=slots.block_tables.shape[2],
             group_stride=slots.block_tables[0].size,
             block_size=slots.block_size,
             groups=len(slots.block_tables),
         )
+        self._make_room(count)
         self._results: tuple[Tensor, Ints, NDArray[np.float32]] = torch.empty(0), self._chosen, self._peaks
+        self._before: tuple[Ints, Ints, NDArray[np.int32]] | None = None
+        """Lengths of the slots before a step with drafts, [R], and their tokens from there on: places and values."""
         self._laid_out = False
         self._adoptions = 0
 
@@ -77,29 +81,32 @@ class NativeReplay:
         if kept:
             self._laid_out = True
             return True
-        count = len(plan.slots)
-        if plan.num_tokens != [1] * count or not all(plan.samples):
+        count, results = len(plan.slots), plan.total_tokens
+        if results != count + sum(plan.num_drafts) or not all(plan.samples):
             return False
         if not all(one is not None and one.logprobs is None for one in self._slots.params(plan.slots)):
             return False
-        self._rows[:count] = plan.slots
-        self._batch.count = count
-        self._results = self._model.lay_out(self._batch), self._chosen[:count], self._peaks[:count]
+        self._rows[:count], self._drafts[:count] = plan.slots, plan.num_drafts
+        self._drafted = results > count
+        self._make_room(results)
+        self._batch.count, self._batch.results = count, results
+        self._results = self._model.lay_out(self._batch), self._chosen[:results], self._peaks[:results]
         self._laid_out, self._adoptions = True, self._model.adoptions
         return True
 
     def forward(self, step: Step, allowed: Allowed | None) -> None:
         """Compute the step and append its tokens to the slots."""
         batch = self._batch
-        masks = None if allowed is None else allowed.addresses(batch.count)
+        masks = None if allowed is None else allowed.addresses(batch.results)
         batch.allowed = None if masks is None else masks.ctypes.data
+        self._before = self._drafts_now() if self._drafted else None
         flawed = self._model.decode(batch)
         _, chosen, peaks = self._results
         tokens = chosen.tolist()
         if flawed:
             for row in np.flatnonzero(~np.isfinite(peaks)).tolist():
                 tokens[row] = -1
-        step.drawn = DrawnHere(tokens)
+        step.drawn = DrawnHere(tokens, counts=self._kept[: batch.count].tolist() if self._drafted else None)
         if allowed is not None:
             step.failed = allowed.errors
         step.rows = step.plan.slots
@@ -109,8 +116,31 @@ class NativeReplay:
         return None
 
     def retract(self, step: Step) -> Tensor:
-        self._slots.retract(step.rows)
+        slots, before = self._slots, self._before
+        if before is None:
+            slots.retract(step.rows)
+            return self._results[0]
+        length, places, tokens = before
+        rows, kept = self._rows[: len(length)], self._kept[: len(length)]
+        slots.tokens[rows[:, None], places] = tokens
+        slots.length[rows] = length
+        slots.computed[rows] += 1 + self._drafts[: len(length)] - kept  # all were computed
+        step.rows = step.plan.logit_slots
         return self._results[0]
+
+    def _drafts_now(self) -> tuple[Ints, Ints, NDArray[np.int32]]:
+        slots, count = self._slots, self._batch.count
+        rows = self._rows[:count]
+        length = slots.length[rows]
+        places = length[:, None] + np.arange(1 + self._drafts[:count].max())
+        np.minimum(places, slots.tokens.shape[1] - 1, out=places)
+        return length, places, slots.tokens[rows[:, None], places]
+
+    def _make_room(self, results: int) -> None:
+        """Allocate results for as many tokens."""
+        if len(self._chosen) < results:
+            self._chosen, self._peaks = np.empty(results, dtype=np.int64), np.empty(results, dtype=np.float32)
+            self._batch.chosen, self._batch.peaks = self._chosen.ctypes.data, self._peaks.ctypes.data
 
     def watch(self, spans: Spans) -> None:
         spans.watch(Watched(self, "forward", "decode"))

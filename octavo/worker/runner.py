@@ -137,7 +137,7 @@ class Runner:
     def _known_masks(self, plan: StepPlan) -> Allowed | None:
         if not plan.payload or not self.replay.draws:
             return None
-        return self.hooks.allowed(plan.slots, plan.payload)
+        return self.hooks.allowed(plan.logit_slots, plan.payload)
 
     @torch.inference_mode()
     def _compute(self, step: Step) -> None:

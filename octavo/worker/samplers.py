@@ -80,10 +80,6 @@ class NativeSampler(TorchSampler):
         self, logits: Tensor, slots: Sequence[int], allowed: Allowed | None = None, ahead: Ints | None = None
     ) -> SampleResult:
         table = self._slots
-        rows, sampling, known, length = np.array(slots), table.sampling, table.tokens, table.length
-        if ahead is not None:  # a slot has several rows of logits, each with a length of its own
-            length = length[rows] + ahead
-            sampling, known, rows = sampling[rows], known[rows, : length.max()], np.arange(len(rows))
         asking = {i: one.logprobs for i, one in enumerate(table.params(slots)) if one is not None}
         if allowed is not None:
             forbid(logits, allowed.of([i for i, count in asking.items() if count is not None]))
@@ -94,11 +90,12 @@ class NativeSampler(TorchSampler):
             values.data_ptr(),
             values.stride(0),
             values.shape[1],
-            rows,
-            sampling,
-            known,
-            length,
+            np.array(slots),
+            table.sampling,
+            table.tokens,
+            table.length,
             None if allowed is None else allowed.addresses(len(slots)),
+            ahead,
         )
         bad, chosen = bad_rows(peaks), torch.from_numpy(tokens)
         asking = {i: report for i, report in asking.items() if i not in bad}

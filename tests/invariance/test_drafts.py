@@ -174,9 +174,10 @@ def test_steps_are_saved_by_drafts_that_are_right(right: float, monkeypatch: pyt
 
 
 def test_who_may_draft_but_does_not_leaves_steps_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plans are those without the feature, and what is replayed stays so; steps with drafts are computed.
+    """The plans are those without the feature, and what is replayed stays so.
 
-    A native replay takes no step that has a new request; the graphs of a GPU do.
+    A native replay takes steps with drafts, but none that has a new request; the graphs of a GPU take new requests,
+    and small steps with drafts.
     """
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     asked = [GenerateRequest(id=f"r{i}", tokens=[5 + i, 9], params=params) for i in range(3)]
@@ -214,7 +215,10 @@ def test_who_may_draft_but_does_not_leaves_steps_replayed(monkeypatch: pytest.Mo
     assert tokens == expected
     assert worker.asked
     if replayed:
-        assert fewer == sum(not any(plan.num_drafts) and (GPU or not plan.new) for plan in drafted)
+        if GPU:
+            assert fewer >= sum(not any(plan.num_drafts) for plan in drafted)
+        else:
+            assert fewer == sum(not plan.new for plan in drafted)
 
 
 # The distribution of what is drawn

@@ -1,5 +1,5 @@
-// A whole step of one token per row in one call. The slots have all inputs of the next step, so the kernels lay out the
-// batch themselves.
+// A whole step of one token per row, and its drafts, in one call. The slots have all inputs of the next step, so the
+// kernels lay out the batch themselves, and append the tokens.
 
 #include <algorithm>
 #include <cmath>
@@ -13,49 +13,72 @@ namespace {
 
 // The batch in the form that the operations read.
 struct Layout {
-    std::vector<int64_t> ids, positions, places;         // `places` is [groups][rows]
+    std::vector<int64_t> ids, positions, places;         // `places` is [groups][tokens]
+    std::vector<int64_t> slots, ahead;                   // of each token: its slot, and the drafts up to it
     std::vector<int32_t> query_start, seq_lens, tables;  // `tables` is [groups][rows][blocks]
     OctavoStep step{};
 
     explicit Layout(const OctavoDecode& d) {
         int64_t longest = 0;
-        for (int row = 0; row < d.count; row++) longest = std::max(longest, d.computed[d.slots[row]] + 1);
+        for (int row = 0; row < d.count; row++)
+            longest = std::max(longest, d.computed[d.slots[row]] + 1 + d.drafts[row]);
         const int64_t blocks = (longest + d.block_size - 1) / d.block_size;
         tables.reserve(blocks * d.count * d.groups);
         for (int row = 0; row < d.count; row++) {
-            const int64_t slot = d.slots[row], position = d.computed[slot];
-            ids.push_back(d.tokens[slot * d.token_stride + position]);
-            positions.push_back(position);
-            query_start.push_back(row);
-            seq_lens.push_back((int32_t)position + 1);
+            const int64_t slot = d.slots[row], first = d.computed[slot];
+            query_start.push_back((int32_t)ids.size());
+            seq_lens.push_back((int32_t)(first + 1 + d.drafts[row]));
+            for (int64_t i = 0; i <= d.drafts[row]; i++) {
+                ids.push_back(d.tokens[slot * d.token_stride + first + i]);
+                positions.push_back(first + i);
+                slots.push_back(slot);
+                ahead.push_back(i);
+            }
         }
-        query_start.push_back(d.count);
+        query_start.push_back((int32_t)ids.size());
         for (int group = 0; group < d.groups; group++)
             for (int row = 0; row < d.count; row++) {
                 const int32_t* table = d.block_tables + group * d.group_stride + d.slots[row] * d.table_stride;
-                const int64_t position = positions[row];
-                places.push_back((int64_t)table[position / d.block_size] * d.block_size + position % d.block_size);
+                for (int token = query_start[row]; token < query_start[row + 1]; token++) {
+                    const int64_t block = table[positions[token] / d.block_size];
+                    places.push_back(block * d.block_size + positions[token] % d.block_size);
+                }
                 tables.insert(tables.end(), table, table + blocks);
             }
         step.input_ids = ids.data(), step.positions = positions.data(), step.slots = places.data();
         step.query_start = query_start.data(), step.seq_lens = seq_lens.data();
         step.block_tables = tables.data(), step.table_stride = blocks;
-        step.group_tables = blocks * d.count, step.group_slots = d.count;
+        step.group_tables = blocks * d.count, step.group_slots = (int64_t)ids.size();
         std::copy(std::begin(d.external), std::end(d.external), step.external);
-        step.tokens = step.rows = d.count, step.block_size = d.block_size;
+        step.tokens = (int32_t)ids.size(), step.rows = d.count, step.block_size = d.block_size;
     }
 };
 
-// Writes the tokens into the slots; returns the number of rows without one, because their largest logit is not finite.
-int note(const OctavoDecode& d) {
+// Returns how many of a row's tokens are appended: a draft is accepted if it is the token drawn in its place.
+int64_t verified(const OctavoDecode& d, int row, int first) {
+    const int64_t slot = d.slots[row], drafts = std::min(d.num_drafts[slot], d.drafts[row]);
+    const int32_t* draft = d.tokens + slot * d.token_stride + d.length[slot];
+    int64_t accepted = 0;
+    while (accepted < drafts && std::isfinite(d.peaks[first + accepted]) &&
+           d.chosen[first + accepted] == draft[accepted])
+        accepted++;
+    return accepted + 1;
+}
+
+// Appends the tokens to the slots; returns the number of rows of logits without a token, because their largest one is
+// not finite.
+int note(const OctavoDecode& d, const Layout& layout) {
     int flawed = 0;
+    for (int i = 0; i < d.results; i++) flawed += !std::isfinite(d.peaks[i]);
     for (int row = 0; row < d.count; row++) {
-        flawed += !std::isfinite(d.peaks[row]);
-        const int64_t slot = d.slots[row];
-        const int64_t place = std::min(d.length[slot], d.token_stride - 1);  // the last token of all is never read
-        d.tokens[slot * d.token_stride + place] = (int32_t)d.chosen[row];
-        d.length[slot]++;
-        d.computed[slot]++;
+        const int64_t slot = d.slots[row], first = layout.query_start[row];
+        const int64_t kept = d.kept[row] = verified(d, row, (int)first);
+        for (int64_t i = 0; i < kept; i++) {
+            const int64_t place = std::min(d.length[slot] + i, d.token_stride - 1);  // the last token of all is never read
+            d.tokens[slot * d.token_stride + place] = (int32_t)d.chosen[first + i];
+        }
+        d.length[slot] += kept;
+        d.computed[slot] += kept;
     }
     return flawed;
 }
@@ -68,19 +91,21 @@ using namespace octavo;
 
 extern "C" {
 
-// Returns the number of rows that could not be sampled, or -1 if the step's buffers can't be allocated.
+// Returns the number of rows of logits that could not be sampled, or -1 if the step's buffers can't be allocated.
 int octavo_decode(void* program, const OctavoDecode* decode) {
     Program& p = *static_cast<Program*>(program);
     const OctavoDecode& d = *decode;
+    const Layout layout(d);
     try {
-        p.run(0, d.operations, Layout(d).step);
+        p.run(0, d.operations, layout.step);
     } catch (const std::bad_alloc&) {
         return -1;
     }
-    const OctavoSample rows{static_cast<float*>(d.external[1]), d.slots, d.allowed, d.sampling, d.tokens, d.length,
-                            d.chosen, d.peaks, d.logit_stride, d.token_stride, d.count, d.columns};
+    const OctavoSample rows{static_cast<float*>(d.external[1]), layout.slots.data(), layout.ahead.data(), d.allowed,
+                            d.sampling, d.tokens, d.length, d.chosen, d.peaks, d.logit_stride, d.token_stride,
+                            d.results, d.columns};
     octavo_sample(&p.pool(), &rows);
-    return note(d);
+    return note(d, layout);
 }
 
 }  // extern "C"

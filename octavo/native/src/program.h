@@ -56,19 +56,23 @@ struct OctavoStep {
     int64_t slot(int group, int64_t token) const { return slots[group * group_slots + token]; }
 };
 
-// A step of one token for each of `count` slots; see decode.cpp. The first five are those of octavo/worker/slots.py.
+// A step of one token and some drafts for each of `count` slots; see decode.cpp. The first six are those of
+// octavo/worker/slots.py. A row of logits per token: `results` in all.
 struct OctavoDecode {
     int32_t* tokens;
     int64_t *length, *computed;
+    const int64_t* num_drafts;
     const int32_t* block_tables;
     const OctavoSampling* sampling;
-    const int64_t* slots;  // [count], the slots to compute
-    const uint32_t* const* allowed;  // [count] or null, as `OctavoSample::allowed`
+    const int64_t* slots;   // [count], the slots to compute
+    const int64_t* drafts;  // [count], tokens of each row after the first: drafts, then padding
+    const uint32_t* const* allowed;  // [results] or null, as `OctavoSample::allowed`
     void* external[3];
-    int64_t* chosen;  // [count], the sampled tokens
-    float* peaks;     // [count], their logits
+    int64_t* chosen;  // [results], the sampled tokens
+    float* peaks;     // [results], their logits
+    int64_t* kept;    // [count], tokens appended to each slot: the accepted drafts and one more
     int64_t token_stride, table_stride, group_stride, logit_stride;  // `group_stride`: between groups' block tables
-    int32_t count, block_size, operations, columns, groups;
+    int32_t count, results, block_size, operations, columns, groups;
 };
 
 }  // extern "C"

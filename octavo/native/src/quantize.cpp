@@ -38,11 +38,17 @@ inline void write_bytes(Int value, uint32_t (&words)[Planes][kBlockWords], int i
     }
 }
 
-// The same as pairs of 16 bits, with even and odd ones separated.
+// The same as pairs of 16 bits, with even and odd ones separated: those of four values at once.
 inline void write_pairs(Int value, uint32_t (&words)[2][kBlockWords], int i) {
-    for (int n = 0; n < W; n += 4)
-        for (int odd = 0; odd < 2; odd++)
-            words[odd][(i + n) / 4] = ((uint32_t)value[n + odd] & 0xffff) | (uint32_t)value[n + odd + 2] << 16;
+    for (int n = 0; n < W; n += 4) {
+        const uint64_t low_halves = 0x0000ffff0000ffff;
+        uint64_t first, second;
+        std::memcpy(&first, reinterpret_cast<const char*>(&value) + n * 4, sizeof first);
+        std::memcpy(&second, reinterpret_cast<const char*>(&value) + (n + 2) * 4, sizeof second);
+        const uint64_t both = (first & low_halves) | (second & low_halves) << 16;
+        words[0][(i + n) / 4] = (uint32_t)both;
+        words[1][(i + n) / 4] = (uint32_t)(both >> 32);
+    }
 }
 
 // Quantizes a block of values to integers within [-most, most], in bytes or pairs. `flaw` becomes NaN if a value is NaN

@@ -403,18 +403,19 @@ struct Rows {
         thread_local Workspace space;
         const int64_t slot = s.slots[row];
         const OctavoSampling& how = s.sampling[slot];
+        const int64_t length = s.length[slot] + s.ahead[row];
         float* logits = s.logits + row * s.logit_stride;
         const uint32_t* allowed = s.allowed ? s.allowed[row] : nullptr;
         if (allowed || how.allowed) logits = possible_logits(logits, s.columns, allowed, how.allowed, space);
         Row one(logits, s.columns, how, space);
-        if (how.changes) one.change(s.tokens + slot * s.token_stride, s.length[slot]);
+        if (how.changes) one.change(s.tokens + slot * s.token_stride, length);
         const float peak = s.peaks[row] = one.find_peak();
         if (!std::isfinite(peak))
             s.chosen[row] = 0;
         else if (how.temperature <= 0)
             s.chosen[row] = one.largest();
         else
-            s.chosen[row] = one.draw(uniform(how.seed, (uint64_t)(s.length[slot] - how.num_prompt)));
+            s.chosen[row] = one.draw(uniform(how.seed, (uint64_t)(length - how.num_prompt)));
         if (how.changes) one.restore();
     }
 };

@@ -22,6 +22,7 @@ struct OctavoSampling {
 struct OctavoSample {
     float* logits;          // [count][logit_stride]; modified temporarily and restored
     const int64_t* slots;   // [count]
+    const int64_t* ahead;   // [count], drafts of the slot that count as tokens so far
     const uint32_t* const* allowed;  // [count], of this step, as `OctavoSampling::allowed`; or null
     const OctavoSampling* sampling;
     const int32_t* tokens;  // [slots][token_stride]

@@ -169,6 +169,10 @@ inline Vec load_where(const float* p, uint32_t bits) {
 inline float horizontal_max(Vec v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX__)
+    const __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 two = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
     float m = v[0];
     for (int i = 1; i < W; i++) m = m > v[i] ? m : v[i];
@@ -188,6 +192,10 @@ inline bool exceeds(Vec v, float limit) {
 inline float horizontal_sum(Vec v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX__)
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 two = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     float x[W];
     store(x, v);
@@ -200,6 +208,10 @@ inline float horizontal_sum(Vec v) {
 inline int32_t horizontal_sum(Int v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(__AVX2__)
+    const __m128i half = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    const __m128i two = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+    return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
 #else
     int32_t sum = 0;
     for (int i = 0; i < W; i++) sum += v[i];
