@@ -24,6 +24,7 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids
 from octavo.hub.sentence_transformers import is_sentence_transformer
 from octavo.models.encoders.registry import is_encoder
+from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.hf_config import CLASSIFIER
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.overrides import blamed
@@ -44,6 +45,8 @@ def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, 
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
     """
+    if config.parallel.enable_expert_parallel:
+        _check_experts(config, files)
     if config.parallel.num_ranks > 1 or config.device.distributed_executor_backend == "mp":
         return begin_ranks(config, files)
     local = build_local(config, files)
@@ -109,6 +112,17 @@ def _check_divisible(config: EngineConfig, files: ModelFiles) -> None:
         )
 
 
+def _check_experts(config: EngineConfig, files: ModelFiles) -> None:
+    """Raise ConfigError if there are no experts to divide, or no ranks to divide them over."""
+    if config.parallel.tensor_parallel_size == 1:
+        raise ConfigError(
+            "--enable-expert-parallel divides experts over the ranks of --tensor-parallel-size, which is 1. Raise it, "
+            "or leave the flag out."
+        )
+    if not any(isinstance(one, ExpertsSpec) for one in getattr(OWN.spec_of(files.config), "mlps", ())):
+        raise ConfigError(f"--enable-expert-parallel: {files.name} has no experts. Leave it out.")
+
+
 def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts) -> FeatureContext:
     """Return the context that both halves of features are built from, in any process."""
     num_seqs, _ = config.scheduler.limits(*facts.default_limits)
@@ -171,8 +185,8 @@ class DecoderBuild:
     def __init__(self, config: EngineConfig, files: ModelFiles, place: RankPlace = _ALONE) -> None:
         self._config = config
         implementation = implementation_of(config, files)
-        layers = config.parallel.pipeline_layers
-        self._worker = Worker(config.model, config.device, files, config.cache, implementation, place, layers)
+        settings = config.model, config.device, files, config.cache
+        self._worker = Worker(*settings, implementation, place, config.parallel)
         self.facts = _facts(self._worker)
         self.context = feature_context(config, files, self.facts)
         self._hooks: list[WorkerHook] = []

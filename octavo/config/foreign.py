@@ -76,7 +76,7 @@ _ENGINE: dict[str, Missing | Needless] = {
     "data-parallel-backend": _value("data parallelism is"),
     "data-parallel-rank": _value("data parallelism is", "0"),
     "data-parallel-size-local": _one("data parallelism"),
-    "enable-eplb": _switch("expert parallelism is"),
+    "enable-eplb": _switch("balancing experts over ranks is"),
     "disable-custom-all-reduce": Needless("sums over devices are torch's"),
     "max-parallel-loading-workers": Needless("each device's process reads its own part", takes_value=True),
     "ray-workers-use-nsight": Needless("there are no Ray workers"),
@@ -131,7 +131,6 @@ FLAGS: dict[str, Missing | Needless] = {
     **_SERVER,
     "decode-context-parallel-size": _one("context parallelism"),
     "prefill-context-parallel-size": _one("context parallelism"),
-    "enable-expert-parallel": _switch("expert parallelism is"),
     "quantization": Missing(
         "quantizing weights at load time is not supported; a quantized checkpoint needs no flag",
         frozenset({"none", "None", "auto"}),

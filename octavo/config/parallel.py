@@ -39,6 +39,10 @@ class ParallelConfig:
         many=False,
         env="OCTAVO_PP_LAYER_PARTITION",
     )
+    enable_expert_parallel: bool = setting(
+        False,
+        "give each rank of --tensor-parallel-size some of a layer's experts, instead of a part of each",
+    )
     data_parallel_size: int = setting(
         1,
         "replicas of the model, each an engine of its own with its own devices; a request goes to the one with the "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from octavo.core.errors import ConfigError
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.sinks import HeadSinks
@@ -39,6 +40,7 @@ class Build:
         schemes: chooses how linear layers store their weights.
         keep: stores the weights of embeddings.
         mesh: the ranks that compute the model together.
+        whole_experts: each rank has some of a layer's experts, instead of a part of each.
     """
 
     dtype: torch.dtype
@@ -48,6 +50,7 @@ class Build:
     path: str = ""
     keep: Keep = fused
     mesh: Mesh = ALONE
+    whole_experts: bool = False
 
     def residual_dtype(self, hidden_size: int) -> torch.dtype:
         """Return the dtype of the residual stream. Most of a bfloat16 model's rounding error arises in its sums, and
@@ -95,8 +98,11 @@ class Build:
             ConfigError: the experts can't be divided over the ranks.
         """
         part = Part(UP, form.hidden_size, form.size, form.bias)
-        own = cut(COL, 0, form.size, form.hidden_size, self.mesh).outputs
-        mine = form if own is None else replace(form, size=len(own))
+        if self.whole_experts and self.mesh.size > 1:
+            mine = replace(form, own=_own_experts(form.num_experts, self.mesh))
+        else:
+            own = cut(COL, 0, form.size, form.hidden_size, self.mesh).outputs
+            mine = form if own is None else replace(form, size=len(own))
         scheme = self.schemes.at(self.path, [part]).experts(mine)
         return ExpertLayer(self.path, self.device, mine, form.size, scheme, self.mesh)
 
@@ -152,3 +158,13 @@ class Build:
     def _backend(self) -> AnyBackend:
         assert self.attention_backend is not None, "this model is built without a KV cache"
         return self.attention_backend
+
+
+def _own_experts(count: int, mesh: Mesh) -> range:
+    """Return a rank's experts of `count`: about an equal number for each. Raise ConfigError if some ranks had none."""
+    if count < mesh.size:
+        raise ConfigError(
+            f"--enable-expert-parallel: {count} experts can't be divided over {mesh.size} ranks. Lower "
+            "--tensor-parallel-size, or leave the flag out."
+        )
+    return range(mesh.rank * count // mesh.size, (mesh.rank + 1) * count // mesh.size)

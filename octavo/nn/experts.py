@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,8 @@ class ExpertLayer(WeightLayer):
     """down(act(gate(x)) * up(x)), or down(act(up(x))), of each token's experts, weighted and summed.
 
     A checkpoint stores each product as `path.expert.name.suffix`. Over several ranks every expert is divided, as a
-    dense feed-forward is, so that all ranks have equal work however tokens choose.
+    dense feed-forward is, so that all ranks have equal work however tokens choose; or each rank has some of the experts
+    (`ExpertsForm.own`), with larger matrices. Either way the ranks' outputs are summed.
 
     Attributes:
         scheme: stores the weights and multiplies with them.
@@ -44,12 +45,12 @@ class ExpertLayer(WeightLayer):
         super().__init__(path, device)
         self.form, self.scheme, self.mesh = form, scheme, mesh
         hidden = form.hidden_size
-        # Only rank 0 has the biases that are added after the sum over ranks.
+        self._cuts = ALONE if form.own else mesh
+        # If ranks divide an expert, only rank 0 has the bias of its output.
+        biased = form.bias and self._cuts.rank == 0
         self._gate_up = [Part(name, hidden, size, form.bias) for name in ((GATE, UP) if form.gated else (UP,))]
-        self._down = [Part(DOWN, size, hidden, form.bias and mesh.rank == 0)]
-        self.superseded = tuple(
-            f"{path}.{expert}.down_proj.bias" for expert in range(form.num_experts) if form.bias and mesh.rank
-        )
+        self._down = [Part(DOWN, size, hidden, biased)]
+        self.superseded = tuple(self._elsewhere())
 
     def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
         """Choose the experts of tokens with these logits [T, num_experts]; see `route` in `nn/ops/routing.py`."""
@@ -68,7 +69,7 @@ class ExpertLayer(WeightLayer):
         return y if added is None else y.add_(added)
 
     def wanted(self) -> list[Wanted]:
-        return [want for expert in range(self.form.num_experts) for want in self._wanted(expert)]
+        return [want for expert in self.form.owned for want in self._wanted(expert)]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
         given = iter(tensors)
@@ -76,10 +77,10 @@ class ExpertLayer(WeightLayer):
 
     def fill(self, fetch: Callable[[Wanted], Stored | None]) -> None:
         """Fetch and take one expert after another, so that one expert's tensors are in memory twice, not all."""
-        for expert in range(self.form.num_experts):
+        for own, expert in enumerate(self.form.owned):
             tensors = {want.name: fetch(want) for want in self._wanted(expert)}
             self.scheme.prepare(
-                expert,
+                own,
                 [self._tensors(expert, part, tensors) for part in self._gate_up],
                 [self._tensors(expert, part, tensors) for part in self._down],
             )
@@ -91,13 +92,22 @@ class ExpertLayer(WeightLayer):
                 f"{self.path}.{expert}.{part.name}.{suffix}",
                 spec,
                 blocks=self.scheme.takes_blocks,
-                index=cut(shard, 0, part.out_features, part.in_features, self.mesh).index(
+                index=cut(shard, 0, part.out_features, part.in_features, self._cuts).index(
                     spec, part.out_features, part.in_features
                 ),
             )
             for part, shard in shards
             for suffix, spec in self.scheme.stored(part).items()
         ]
+
+    def _elsewhere(self) -> Iterator[str]:
+        """Yield the names of this layer's tensors that only other ranks have."""
+        for expert in range(self.form.num_experts):
+            if expert not in self.form.owned:
+                for part in (*self._gate_up, *self._down):
+                    yield from (f"{self.path}.{expert}.{part.name}.{suffix}" for suffix in self.scheme.stored(part))
+            elif self.form.bias and not self._down[0].bias:
+                yield f"{self.path}.{expert}.down_proj.bias"
 
     def _tensors(self, expert: int, part: Part, tensors: Mapping[str, Stored | None]) -> dict[str, Stored]:
         found = {}
@@ -122,4 +132,4 @@ class ExpertLayer(WeightLayer):
 
     def extra_repr(self) -> str:
         form = self.form
-        return f"{form.num_experts} experts: {form.hidden_size} -> {form.size} -> {form.hidden_size}"
+        return f"{len(form.owned)} experts: {form.hidden_size} -> {form.size} -> {form.hidden_size}"

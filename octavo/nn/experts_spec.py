@@ -58,6 +58,7 @@ class ExpertsForm:
         clamped: replaces the activation; None for none.
         bias: all products have biases.
         on_inputs: see `RoutingSpec`.
+        own: the experts whose weights this rank has; None for all.
     """
 
     num_experts: int
@@ -68,3 +69,9 @@ class ExpertsForm:
     clamped: ClampedGate | None = None
     bias: bool = False
     on_inputs: bool = False
+    own: range | None = None
+
+    @property
+    def owned(self) -> range:
+        """The experts whose weights this rank has."""
+        return range(self.num_experts) if self.own is None else self.own

@@ -55,7 +55,7 @@ class Companion(Worker):
             logprobs_mode="raw_logprobs",
         )
         cache = CacheConfig(block_size=beside.block_size, kv_cache_dtype=beside.kv_cache_dtype)
-        super().__init__(config, beside.settings, files, cache, implementation)
+        super().__init__(config, beside.settings, files, cache, implementation, parallel=beside.parallel)
         self.mesh = beside.mesh
 
     def _prepared_device(self, settings: DeviceConfig) -> Device:

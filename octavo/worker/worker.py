@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from octavo.config import CacheConfig, DeviceConfig, ModelConfig
+from octavo.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from octavo.core.cache_groups import CacheGroup, groups_of
 from octavo.core.errors import ConfigError, UnsupportedError
 from octavo.core.worker_info import RankPlace
@@ -37,12 +37,12 @@ from octavo.nn.build import Build
 from octavo.nn.cached import CachedLayer
 from octavo.nn.linear import Linear
 from octavo.nn.pages import LargePages
-from octavo.nn.quant.base import everywhere
+from octavo.nn.quant.base import Schemes, everywhere
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.state import StateCache
-from octavo.nn.weights import fused
+from octavo.nn.weights import Keep, fused
 from octavo.parallel.join import join
 from octavo.parallel.mesh import Mesh
 from octavo.parallel.stage import Stage
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ALONE = RankPlace()
+_ALONE, _UNDIVIDED = RankPlace(), ParallelConfig()
 
 
 class Worker:
@@ -88,12 +88,12 @@ class Worker:
         cache: CacheConfig,
         implementation: Implementation = OWN,
         place: RankPlace = _ALONE,
-        pipeline_layers: Sequence[int] = (),
+        parallel: ParallelConfig = _UNDIVIDED,
     ) -> None:
         self._place = place
         self.device = self._prepared_device(device)
         self.mesh, self.stage = Mesh(place.shard, place.shards), Stage(place.stage, place.stages)
-        self._stated_layers = pipeline_layers
+        self.parallel = parallel
         self.config = config
         self._implementation = implementation
         self.files, self.load_format = files, config.load_format
@@ -203,16 +203,22 @@ class Worker:
         """
         keep = LargePages().keep if self._takes_native else fused
         schemes = everywhere(self._scheme(), self.dtype, device, keep)
-        build = Build(self.dtype, device, self.attention, schemes, keep=keep, mesh=self.mesh)
+        build = self._build(schemes, device, keep)
         model = self._implementation.build(build, self.spec)
         whole = model.cached_layers
-        elsewhere = take_stage(model, self.stage, self._stated_layers) if self.stage.count > 1 else ()
+        elsewhere = take_stage(model, self.stage, self.parallel.pipeline_layers) if self.stage.count > 1 else ()
         before(model, whole)
         named = self._implementation.named(checkpoint, self.spec)
         report = load_weights(model, named, unneeded=elsewhere)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
         form = compiled(model, self.attention, self.config.activation_dtype, self.mesh)
         return LoadedModel(form, model, report, scales)
+
+    def _build(self, schemes: Schemes, device: torch.device, keep: Keep = fused) -> Build:
+        whole_experts = self.parallel.enable_expert_parallel
+        return Build(
+            self.dtype, device, self.attention, schemes, keep=keep, mesh=self.mesh, whole_experts=whole_experts
+        )
 
     def _before_weights(self, model: LayeredModel, layers: Sequence[CachedLayer]) -> None:
         groups = self._groups_of(layers)
@@ -392,8 +398,7 @@ class Worker:
         """Return the context of the model for hooks."""
         device = self.device.torch_device
         schemes = everywhere(self._scheme(), self.dtype, device)
-        build = Build(self.dtype, device, self.attention, schemes, mesh=self.mesh)
-        return Site(build, self._reopen, self.device, blocks, room)
+        return Site(self._build(schemes, device), self._reopen, self.device, blocks, room)
 
     def _reopen(self) -> Checkpoint:
         if self.weight_version != self.files_version:

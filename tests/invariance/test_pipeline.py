@@ -18,6 +18,7 @@ from octavo.core.plan import StepPlan
 from octavo.models.stages import balanced
 
 LONGER = LLAMA | EVEN | {"num_hidden_layers": 3}
+TWO_LAYERS = {"num_hidden_layers": 2}
 SLOW = pytest.mark.slow
 CROWDED = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "num_blocks": 12, "max_model_len": 160}
 """Chunks and preemption."""
@@ -38,7 +39,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
         (LONGER, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **CROWDED}),
         pytest.param(LONGER, {"pipeline_parallel_size": 2, "kv_cache_dtype": "int8"}, marks=SLOW),
         *(
-            pytest.param(model, {"pipeline_parallel_size": 2}, marks=() if name == "windows" else SLOW)
+            pytest.param(model | TWO_LAYERS, {"pipeline_parallel_size": 2}, marks=() if name == "windows" else SLOW)
             for name, model in MODELS.items()
         ),
     ],

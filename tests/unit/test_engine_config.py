@@ -105,7 +105,7 @@ def test_values_that_are_fine() -> None:
     ("settings", "says"),
     [
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2: context parallelism is not supported"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel=True: expert parallelism is not supported"),
+        ({"enable_eplb": True}, "enable_eplb=True: balancing experts over ranks is not supported"),
         ({"speculative_model": "m"}, "a draft model is not supported"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False: long prompts are always computed in chunks"),
     ],
@@ -117,7 +117,7 @@ def test_features_of_others_are_refused_with_the_reason(settings: dict[str, Any]
 
 
 def test_settings_of_others_that_ask_for_nothing_pass(caplog: pytest.LogCaptureFixture) -> None:
-    neutral = {"tensor_parallel_size": 1, "hf_overrides": {}, "quantization": None, "enable_expert_parallel": False}
+    neutral = {"tensor_parallel_size": 1, "hf_overrides": {}, "quantization": None, "enable_eplb": False}
     assert EngineConfig.of(**neutral, seed=None, block_size=None, max_model_len="auto") == EngineConfig()
     assert caplog.messages == []
     EngineConfig.of(swap_space=4, disable_log_stats=True)

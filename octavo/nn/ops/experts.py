@@ -12,7 +12,7 @@ from octavo.nn.ops.activation import ACTIVATIONS, act_mul
 from octavo.nn.ops.routing import Routing
 
 Expert = Callable[[int, Tensor], Tensor]
-"""(expert, x [N, K]) -> y [N, M]: a product with one expert's matrix."""
+"""(expert among those of this rank, x [N, K]) -> y [N, M]: a product with one expert's matrix."""
 
 
 def gate(gate_up: Tensor, form: ExpertsForm) -> Tensor:
@@ -35,8 +35,11 @@ def mix_reference(x: Tensor, routing: Routing, gate_up: Expert, down: Expert, fo
     for token, weights, experts in zip(x, routing.weights.tolist(), routing.experts.tolist(), strict=True):
         y = torch.zeros_like(token, dtype=torch.float32)
         for weight, expert in zip(weights, experts, strict=True):
+            if expert not in form.owned:
+                continue
             given = token * weight if form.on_inputs else token
-            out = down(expert, gate(gate_up(expert, given[None]), form))[0]
+            own = expert - form.owned.start
+            out = down(own, gate(gate_up(own, given[None]), form))[0]
             y += out.float() * (1.0 if form.on_inputs else weight)
         rows.append(y.to(x.dtype))
     return torch.stack(rows) if rows else torch.empty_like(x)
@@ -45,20 +48,21 @@ def mix_reference(x: Tensor, routing: Routing, gate_up: Expert, down: Expert, fo
 def mix(x: Tensor, routing: Routing, gate_up: Expert, down: Expert, form: ExpertsForm) -> Tensor:
     """Return each token's weighted sum of its experts: [T, hidden_size] for x [T, hidden_size].
 
-    Every expert multiplies all of its tokens at once. A token's outputs are added in the order of its own experts, so
-    the order of the sum does not depend on other tokens. Reads the number of tokens per expert on the host.
+    Choices of experts that this rank lacks add nothing. Every expert multiplies all of its tokens at once. A token's
+    outputs are added in the order of its own experts, so the order of the sum does not depend on other tokens. Reads
+    the number of tokens per expert on the host.
     """
     tokens, top_k = routing.experts.shape
     chosen = routing.experts.flatten()
     order = chosen.argsort(stable=True)
-    out = x.new_empty(tokens * top_k, x.shape[1])
+    out = (x.new_empty if form.own is None else x.new_zeros)(tokens * top_k, x.shape[1])
     parts = order.split(torch.bincount(chosen, minlength=form.num_experts).tolist())
-    for expert, part in enumerate(parts):
-        if len(part):
+    for own, expert in enumerate(form.owned):
+        if len(part := parts[expert]):
             given = x[part // top_k]
             if form.on_inputs:
                 given = given * routing.weights.flatten()[part, None].to(x.dtype)
-            out[part] = down(expert, gate(gate_up(expert, given), form))
+            out[part] = down(own, gate(gate_up(own, given), form))
     outputs: Tensor = out.unflatten(0, (tokens, top_k)).float()
     if not form.on_inputs:
         outputs = outputs * routing.weights[..., None]

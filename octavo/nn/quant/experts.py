@@ -40,7 +40,7 @@ class ExpertsScheme(Protocol):
     def prepare(
         self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
     ) -> None:
-        """Take one expert's tensors, once after loading. They may be views into a mapped file."""
+        """Take the tensors of one of this rank's experts, once after loading. They may be views into a mapped file."""
         ...
 
     def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
@@ -49,7 +49,7 @@ class ExpertsScheme(Protocol):
 
     def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
         """Return each token's sum of its experts' outputs, plus `added`: [T, hidden_size] for x and `added`
-        [T, hidden_size], as a new tensor."""
+        [T, hidden_size], as a new tensor. Experts of other ranks add nothing."""
         ...
 
     @property
@@ -65,15 +65,15 @@ class SeparateExperts:
     """An `ExpertsScheme` of ordinary schemes, two for each expert, so any form of storage will do.
 
     Attributes:
-        gate_ups, downs: each expert's scheme of the products before and after the gate.
+        gate_ups, downs: the scheme of the products before and after the gate, of each expert of this rank.
     """
 
     recordable = False
 
     def __init__(self, form: ExpertsForm, make: Callable[[], Scheme]) -> None:
         self.form = form
-        self.gate_ups: list[Scheme] = [make() for _ in range(form.num_experts)]
-        self.downs: list[Scheme] = [make() for _ in range(form.num_experts)]
+        self.gate_ups: list[Scheme] = [make() for _ in form.owned]
+        self.downs: list[Scheme] = [make() for _ in form.owned]
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
         return self.gate_ups[0].stored(part)

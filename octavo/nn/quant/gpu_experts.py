@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 class StackedExperts:
     """An `ExpertsScheme` of one tensor for each product of all experts.
 
+    E is the number of this rank's experts.
+
     Attributes:
-        gate_up: [num_experts, 2 * size, hidden_size]; empty before an expert is placed, like the others.
-        down: [num_experts, hidden_size, size].
-        gate_up_bias: [num_experts, 2 * size], if there are biases.
-        down_bias: [num_experts, hidden_size], on ranks that have it.
+        gate_up: [E, 2 * size, hidden_size]; empty before an expert is placed, like the others.
+        down: [E, hidden_size, size].
+        gate_up_bias: [E, 2 * size], if there are biases.
+        down_bias: [E, hidden_size], on ranks that have it.
     """
 
     takes_blocks = False
@@ -45,7 +47,7 @@ class StackedExperts:
     def prepare(
         self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
     ) -> None:
-        count, hidden, size = self.form.num_experts, self.form.hidden_size, self.form.size
+        count, hidden, size = len(self.form.owned), self.form.hidden_size, self.form.size
         if not len(self.down):
             self.gate_up = self._empty(count, 2 * size, hidden)
             self.down = self._empty(count, hidden, size)
@@ -64,7 +66,8 @@ class StackedExperts:
         return route_on_device(logits, spec, correction)
 
     def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
-        stacked = StackedWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        begin = self.form.owned.start
+        stacked = StackedWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, begin)
         return mix_stacked(x.contiguous(), routing, stacked, self.form, added)
 
     def _empty(self, *shape: int) -> Tensor:

@@ -207,9 +207,7 @@ def test_missing_features_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         parse("--config", write(tmp_path, "decode-context-parallel-size: 2"))
     assert "context parallelism is not supported" in capsys.readouterr().err
-    assert (
-        parse("--config", write(tmp_path, "decode-context-parallel-size: 1\nenable-expert-parallel: false")) == parse()
-    )
+    assert parse("--config", write(tmp_path, "decode-context-parallel-size: 1\nenable-eplb: false")) == parse()
 
 
 def test_a_model_that_a_flag_of_many_values_took_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["-pcp", "4"], "context parallelism is not supported"),
         (["--decode_context_parallel_size=8"], "--decode-context-parallel-size 8: context parallelism"),
         (["--quantization", "fp8"], "--quantization fp8: quantizing weights at load time is not supported"),
-        (["--enable-expert-parallel"], "expert parallelism is not supported"),
+        (["--enable-eplb"], "balancing experts over ranks is not supported"),
         (["--num-speculative-tokens", "3"], "another name of --spec-tokens"),
         (["--kv-transfer-config.kv_role", "x"], "transfer of KV cache between servers is not supported"),
         (["-cc.cudagraph_mode", "x", "--tool-server", "demo"], "tools run by the server are not supported"),
@@ -51,7 +51,7 @@ def test_missing_features_are_refused_with_the_reason(
     [
         ["-dcp", "1"],
         ["--quantization", "none"],
-        ["--no-enable-expert-parallel"],
+        ["--no-enable-eplb"],
         ["--tokenizer-mode", "auto"],
     ],
 )
