@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--disable-cascade-attn", action="store_true")
     parser.add_argument("--attention-backend", help="triton, flash_attn or flashinfer; by default the fastest")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8_e4m3 or fp8_e5m2")
+    parser.add_argument("--quantization", help="round the random weights: fp8, w8a16 or w4a16")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95, top-k 50, penalty 1.1")
     parser.add_argument("--settings", type=json.loads, default={}, help='others of EngineConfig: {"model_impl": "..."}')
     parser.add_argument("--output", type=Path)
@@ -73,7 +74,7 @@ def main() -> None:
         "kv_blocks": info.num_blocks,
     }
     report |= {"kv_form": info.kv_form, "attention_backend": args.attention_backend}
-    report |= {"model": args.model.name, "settings": args.settings}
+    report |= {"model": args.model.name, "quantization": args.quantization, "settings": args.settings}
     print(json.dumps(report), flush=True)
     report["workloads"] = {}
     for name in args.workloads:
@@ -97,6 +98,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
         enforce_eager=args.enforce_eager,
         disable_cascade_attn=args.disable_cascade_attn,
         kv_cache_dtype=args.kv_cache_dtype,
+        quantization=args.quantization,
         attention_backend=args.attention_backend,
         **args.settings,
     )

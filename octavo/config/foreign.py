@@ -131,10 +131,6 @@ FLAGS: dict[str, Missing | Needless] = {
     **_SERVER,
     "decode-context-parallel-size": _one("context parallelism"),
     "prefill-context-parallel-size": _one("context parallelism"),
-    "quantization": Missing(
-        "quantizing weights at load time is not supported; a quantized checkpoint needs no flag",
-        frozenset({"none", "None", "auto"}),
-    ),
     "kv-transfer-config": _value("transfer of KV cache between servers is"),
     "kv-events-config": _value("publishing of KV cache events is"),
     "kv-offloading-size": _value("offloading of the KV cache is", "0"),
@@ -163,7 +159,6 @@ ENGINE_FLAGS = {name: entry for name, entry in FLAGS.items() if name not in _SER
 SHORT = {
     "-pcp": "prefill-context-parallel-size",
     "-dcp": "decode-context-parallel-size",
-    "-q": "quantization",
     "-cc": "compilation-config",
     "-O": "optimization-level",
 }

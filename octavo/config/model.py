@@ -24,6 +24,7 @@ class ModelConfig:
             set): "int16" is as exact as bfloat16, "int8" computes prompts up to twice as fast. "bfloat16" also rounds
             the weights to bfloat16 in each product: with AMX the fastest for prompts and batches, but not for a
             single request.
+        quantization: None takes the weights as they are stored. A quantized checkpoint's own method changes nothing.
         load_format: "auto" depends on the files found; "dummy" makes random weights.
         max_model_len: None takes the model's, reduced to what the KV cache holds.
         logprobs_mode: log-probabilities or logits, "raw" (of the model) or "processed" (after penalties, bans,
@@ -73,6 +74,14 @@ class ModelConfig:
         "precision of activations multiplied with quantized weights on a CPU: int8 is faster on long prompts, "
         "int16 more exact; with AMX, bfloat16 is the fastest on prompts and batches, but slower for a single "
         "request",
+    )
+    quantization: str | None = setting(
+        None,
+        "round the weights when they are loaded, on a GPU: fp8, w8a16 or w4a16; a quantized checkpoint needs no flag",
+        shown="none",
+        read=parsing.method,
+        metavar="METHOD",
+        aliases=("-q",),
     )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = setting(
         "auto", "how to read the weights; dummy fills in random ones"

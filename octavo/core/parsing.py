@@ -18,6 +18,11 @@ def dtype(text: str) -> str:
     return {"float": "float32", "half": "float16"}.get(text, text)
 
 
+def method(text: str) -> str | None:
+    """Return the name of a method of quantization; None for the words that mean none."""
+    return None if text.lower() in ("none", "auto") else text
+
+
 def port(text: str) -> int:
     """Parse a TCP port; 0 lets the system choose."""
     if not text.isdecimal() or int(text) > 65535:

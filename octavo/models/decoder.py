@@ -20,6 +20,7 @@ from octavo.nn.linear import Projection
 from octavo.nn.norm import Norm
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.rope import Rope
+from octavo.nn.rounded import Activations
 from octavo.nn.shard import COL, NONE
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
@@ -62,7 +63,7 @@ class DecoderLayer(nn.Module):
         if self.mlp is not None:
             self._add(stream, self.mlp.out, self.mlp(stream, self.post_norm) if inner is None else inner, self.mlp_norm)
 
-    def _add(self, stream: Stream, out: StreamOutput, x: Tensor, norm: Norm | None) -> None:
+    def _add(self, stream: Stream, out: StreamOutput, x: Activations, norm: Norm | None) -> None:
         """Add norm(out(x)), times the multiplier, to the stream."""
         if norm is None and self.multiplier == 1.0:
             out.into(stream, x)

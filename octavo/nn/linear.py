@@ -14,8 +14,9 @@ from octavo.native.program import RESIDUAL, STORED, ProgramBuilder, Results, row
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import act_mul
-from octavo.nn.quant.base import Fusing, Part, Scheme
+from octavo.nn.quant.base import Fusing, Part, Rounding, Scheme
 from octavo.nn.quant.packed import Matrix, emit_lookup, packed
+from octavo.nn.rounded import Activations, Rounded
 from octavo.nn.shard import COL, ROW, Heads, Shard, cut
 from octavo.nn.stream import Stream
 from octavo.nn.weights import Stored, Wanted, WeightLayer
@@ -42,7 +43,7 @@ class Projection(WeightLayer):
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor, /) -> Tensor: ...
+        def __call__(self, x: Activations, /) -> Tensor: ...
 
     def __init__(self, path: str, device: torch.device, scheme: Scheme, mesh: Mesh = ALONE) -> None:
         super().__init__(path, device)
@@ -50,10 +51,14 @@ class Projection(WeightLayer):
         self.mesh = mesh
         self.delta: Delta | None = None
         self._fusing_scheme = scheme if isinstance(scheme, Fusing) else None
+        self._rounding_scheme = scheme if isinstance(scheme, Rounding) else None
         self._matrix: Matrix | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activations) -> Tensor:
         """Return x @ W^T + b: [..., in] to [..., out]."""
+        if isinstance(x, Rounded):
+            assert self._rounding_scheme is not None
+            return self._finished(self._rounding_scheme.multiply_rounded(x), None)
         addition = None if self.delta is None else self.delta.begin(x)
         return self._finished(self.scheme.apply(x), addition)
 
@@ -84,11 +89,26 @@ class Projection(WeightLayer):
         ):
             dtype = torch.float32 if wide else None
             return fusing.fused(stream.value, norm=scale, gated=gated, dtype=dtype, delta=self.delta)
-        x = stream.normed(norm)
-        return self.gated(x) if gated else self.wide(x) if wide else self(x)
+        rounding = self._rounding(stream.rows)
+        if rounding is None or scale is None:
+            x = stream.normed(norm)
+            return self.gated(x) if gated else self.wide(x) if wide else self(x)
+        rounded = stream.normed(rounding.round_norm(*scale))
+        y = self._finished(rounding.multiply_rounded(rounded, torch.float32 if wide else None), None)
+        return act_mul(y, self.activation) if gated else y
 
-    def into(self, stream: Stream, x: Tensor) -> None:
+    def gated_after_norm(self, stream: Stream, norm: Norm, following: Projection) -> Activations:
+        """Return `after_norm` with `gated`, rounded if the projection that follows takes it so."""
+        rounding = following._rounding(stream.rows)
+        if rounding is None or self._rounding(stream.rows) is None or self.activation != "silu":
+            return self.after_norm(stream, norm, gated=True)
+        return rounding.round_gated(self.after_norm(stream, norm))
+
+    def into(self, stream: Stream, x: Activations) -> None:
         """Add `forward` of x [T, in] to the stream."""
+        if isinstance(x, Rounded):
+            stream.add_later(self(x))
+            return
         fusing = self._fusing
         if fusing is not None and stream.settled:
             if 0 < stream.rows <= self._fused_rows(fusing):
@@ -205,6 +225,11 @@ class Projection(WeightLayer):
     @property
     def _fusing(self) -> Fusing | None:
         return self._fusing_scheme if self._whole else None
+
+    def _rounding(self, rows: int) -> Rounding | None:
+        """Return the scheme if it multiplies this number of rows in 8 bits, and nothing needs them unrounded."""
+        scheme = self._rounding_scheme
+        return scheme if scheme is not None and self.delta is None and scheme.takes_rounded(rows) else None
 
     def _fused_rows(self, fusing: Fusing) -> int:
         """Return the most rows for which `fusing.fused` can compute the layer."""

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from octavo.nn.norm import Norm
+from octavo.nn.rounded import Activations
+
+T = TypeVar("T", covariant=True)
+
+
+class StreamNorm(Protocol[T]):
+    """The forms of a norm that a stream needs; see `Norm`."""
+
+    def __call__(self, x: Tensor, /) -> T: ...
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[T, Tensor]: ...
+
+    def after(self, parts: Tensor | None, stream: Tensor) -> T: ...
 
 
 class Stream:
@@ -58,8 +70,8 @@ class Stream:
         self._settle()
         self._parts = parts
 
-    def normed(self, norm: Norm) -> Tensor:
-        """Apply pending additions and return norm(stream): [T, hidden_size] in the norm's dtype."""
+    def normed(self, norm: StreamNorm[T]) -> T:
+        """Apply pending additions and return norm(stream): [T, hidden_size] in the norm's form."""
         if self._output is not None:
             normed, self.value = norm.add(self._output, self.value)
             self._output, self._own = None, True
@@ -95,10 +107,10 @@ class Stream:
 class StreamOutput(Protocol):
     """The last operation of a layer's part: a projection, or what else makes [T, hidden_size] of the part's values."""
 
-    def __call__(self, x: Tensor, /) -> Tensor:
+    def __call__(self, x: Activations, /) -> Tensor:
         """Return the part's output, [T, hidden_size], as a new tensor."""
         ...
 
-    def into(self, stream: Stream, x: Tensor) -> None:
+    def into(self, stream: Stream, x: Activations) -> None:
         """Add the part's output to the stream."""
         ...

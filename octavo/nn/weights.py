@@ -50,13 +50,18 @@ class QuantizedBlocks:
     bits: int
     order: Tensor | None = None
 
+    def divides(self, index: Index) -> bool:
+        """Return whether `part` can be taken: inputs are divided between blocks only, and if they are in order."""
+        size = self.values.shape[1] // self.scales.shape[1]
+        begin, end, _ = index[1].indices(self.values.shape[1])
+        return not begin % size and not end % size and (self.order is None or end - begin == self.values.shape[1])
+
     def part(self, index: Index) -> QuantizedBlocks:
-        """Return the outputs and inputs of an index. Inputs are divided between blocks only, and if they are in
-        order."""
+        """Return the outputs and inputs of an index that divides the matrix."""
         outputs, inputs = index
         size = self.values.shape[1] // self.scales.shape[1]
         begin, end, _ = inputs.indices(self.values.shape[1])
-        if begin % size or end % size or (self.order is not None and end - begin < self.values.shape[1]):
+        if not self.divides(index):
             raise ValueError(f"inputs {begin} to {end} don't begin and end with blocks of {size}")
         groups = slice(begin // size, end // size)
         minima = None if self.minima is None else self.minima[outputs, groups]

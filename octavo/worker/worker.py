@@ -37,10 +37,7 @@ from octavo.nn.build import Build
 from octavo.nn.cached import CachedLayer
 from octavo.nn.linear import Linear
 from octavo.nn.pages import LargePages
-from octavo.nn.quant.base import Schemes, everywhere
-from octavo.nn.quant.blocks import BlockQuantized
-from octavo.nn.quant.none import Unquantized
-from octavo.nn.quant.onednn import OneDNN, packing_works
+from octavo.nn.quant.base import Schemes
 from octavo.nn.state import StateCache
 from octavo.nn.weights import Keep, fused
 from octavo.parallel.join import join
@@ -57,6 +54,7 @@ from octavo.worker.parts import NoReplay, Replay, Sampler
 from octavo.worker.relay import NO_RELAY, Relay, relay_of
 from octavo.worker.runner import Runner
 from octavo.worker.samplers import NativeSampler, TorchSampler
+from octavo.worker.schemes import online_of, schemes_of
 from octavo.worker.slots import HostSlots
 
 if TYPE_CHECKING:
@@ -99,6 +97,7 @@ class Worker:
         self.files, self.load_format = files, config.load_format
         self.spec: ModelSpec = self.spec_of(files.config)
         self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
+        online_of(config, files, self.device)  # raises the errors of its setting
         self.kv_dtype = kv_dtype(cache.kv_cache_dtype, self.dtype)
         if is_fp8(self.kv_dtype) and not self.device.resident:
             raise ConfigError(
@@ -202,8 +201,7 @@ class Worker:
                 keep something between steps, if this one has only those of a stage.
         """
         keep = LargePages().keep if self._takes_native else fused
-        schemes = everywhere(self._scheme(), self.dtype, device, keep)
-        build = self._build(schemes, device, keep)
+        build = self._build(self._schemes(keep), device, keep)
         model = self._implementation.build(build, self.spec)
         whole = model.cached_layers
         elsewhere = take_stage(model, self.stage, self.parallel.pipeline_layers) if self.stage.count > 1 else ()
@@ -280,16 +278,8 @@ class Worker:
             and reason_against(self.spec) is None
         )
 
-    def _scheme(self) -> type[Unquantized]:
-        """Return the quantization scheme of linear layers. Quantized weights are kept where that is fast and no dtype
-        is set."""
-        if self._takes_native:
-            return BlockQuantized if self.config.dtype == "auto" else Unquantized
-        if self.device.resident:
-            from octavo.nn.quant.gpu import OnGpu  # needs triton, which machines without a GPU may lack
-
-            return OnGpu
-        return OneDNN if packing_works(self.dtype) else Unquantized
+    def _schemes(self, keep: Keep = fused) -> Schemes:
+        return schemes_of(self.config, self.files, self.device, self.dtype, keep, native=self._takes_native)
 
     @property
     def weight_form(self) -> str:
@@ -397,8 +387,7 @@ class Worker:
     def _site(self, blocks: Blocks, room: Capacity) -> Site:
         """Return the context of the model for hooks."""
         device = self.device.torch_device
-        schemes = everywhere(self._scheme(), self.dtype, device)
-        return Site(self._build(schemes, device), self._reopen, self.device, blocks, room)
+        return Site(self._build(self._schemes(), device), self._reopen, self.device, blocks, room)
 
     def _reopen(self) -> Checkpoint:
         if self.weight_version != self.files_version:
@@ -428,6 +417,11 @@ class Worker:
                 max_model_len=self.config.max_model_len or self.spec.max_position,
                 groups=self.cache_groups,
             )
+            if self.config.quantization is not None:
+                from octavo.models.products import launch_packed
+
+                with self._ahead.collecting():
+                    launch_packed(model)
 
     def _make_resident(self, model: Model, blocks: Blocks, room: Capacity, hooks: Hooks) -> Runner:
         """Build a runner with slots on the device. `hooks` are attached."""

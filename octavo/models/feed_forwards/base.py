@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 from octavo.native.program import ProgramBuilder
 from octavo.nn.norm import Norm
+from octavo.nn.rounded import Activations
 from octavo.nn.stream import Stream, StreamOutput
 
 
@@ -23,10 +24,10 @@ class FeedForward(nn.Module, ABC):
 
     if TYPE_CHECKING:
 
-        def __call__(self, stream: Stream, norm: Norm, /) -> Tensor: ...
+        def __call__(self, stream: Stream, norm: Norm, /) -> Activations: ...
 
     @abstractmethod
-    def forward(self, stream: Stream, norm: Norm) -> Tensor:
+    def forward(self, stream: Stream, norm: Norm) -> Activations:
         """Return the argument of `out`, [T, ...], for norm(stream)."""
 
     def emit(self, b: ProgramBuilder, norm: Norm, after: Norm | None = None, scale: float = 1.0) -> None:

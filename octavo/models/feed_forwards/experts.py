@@ -13,6 +13,7 @@ from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
 from octavo.nn.build import Build
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.norm import Norm
+from octavo.nn.rounded import Activations
 from octavo.nn.shard import NONE
 from octavo.nn.stream import Stream
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
@@ -93,8 +94,9 @@ class Correction(WeightLayer):
 class _Added:
     """Adds a finished output to the stream."""
 
-    def __call__(self, x: Tensor, /) -> Tensor:
+    def __call__(self, x: Activations, /) -> Tensor:
+        assert isinstance(x, Tensor), "finished outputs are not rounded"
         return x
 
-    def into(self, stream: Stream, x: Tensor) -> None:
-        stream.add_later(x)
+    def into(self, stream: Stream, x: Activations) -> None:
+        stream.add_later(self(x))

@@ -12,6 +12,7 @@ from octavo.nn.build import Build
 from octavo.nn.linear import Linear
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import ACTIVATIONS
+from octavo.nn.rounded import Activations
 from octavo.nn.shard import COL, ROW
 from octavo.nn.stream import Stream
 
@@ -41,10 +42,10 @@ class Mlp(FeedForward):
         )
         self.out = b.linear("down_proj", inputs=spec.size, outputs=hidden_size, shard=ROW, bias=bias)
 
-    def forward(self, stream: Stream, norm: Norm) -> Tensor:
+    def forward(self, stream: Stream, norm: Norm) -> Activations:
         """Return what `down` multiplies: [T, size] for norm(stream)."""
         if self.gated:
-            return self.gate_up.after_norm(stream, norm, gated=True)
+            return self.gate_up.gated_after_norm(stream, norm, self.out)
         return self.activation(self.gate_up.after_norm(stream, norm))
 
     def of(self, x: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from octavo.nn.delta import Delta
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.quant.experts import ExpertsScheme
+from octavo.nn.rounded import Rounded
+from octavo.nn.stream import StreamNorm
 from octavo.nn.weights import Stored, TensorSpec
 
 P = ParamSpec("P")
@@ -79,6 +81,27 @@ class Everywhere:
 def everywhere(make: Callable[P, Scheme], *args: P.args, **kwargs: P.kwargs) -> Everywhere:
     """Return `Schemes` that make every layer's scheme with these arguments."""
     return Everywhere(partial(make, *args, **kwargs))
+
+
+@runtime_checkable
+class Rounding(Protocol):
+    """A scheme that can multiply activations in 8 bits, rounded by the operation before it."""
+
+    def takes_rounded(self, rows: int) -> bool:
+        """Return whether it multiplies this number of rows so; the methods below need it."""
+        ...
+
+    def round_norm(self, weight: Tensor, eps: float) -> StreamNorm[Rounded]:
+        """Return a root-mean-square norm that rounds its results."""
+        ...
+
+    def round_gated(self, gate_up: Tensor) -> Rounded:
+        """Return silu(first half) * second half of gate_up [T, 2 * in], rounded."""
+        ...
+
+    def multiply_rounded(self, x: Rounded, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the product of rounded x [T, in], [T, out] of this dtype; None for the scheme's."""
+        ...
 
 
 @runtime_checkable

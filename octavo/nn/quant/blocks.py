@@ -37,7 +37,7 @@ class BlockQuantized(Unquantized):
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
         blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
-        if len(blocks) < len(weights) or blocks[0].values.shape[1] % BLOCK or not _same_order(blocks):
+        if len(blocks) < len(weights) or blocks[0].values.shape[1] % BLOCK or not same_order(blocks):
             values = [weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype) for weight in weights]
             super().prepare([{**part, "weight": weight} for part, weight in zip(parts, values, strict=True)])
             return
@@ -80,7 +80,7 @@ def alike(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks]:
     ]
 
 
-def _same_order(parts: list[QuantizedBlocks]) -> bool:
+def same_order(parts: list[QuantizedBlocks]) -> bool:
     """Return whether all parts read the inputs in one order, so that these are rounded once for all."""
     first = parts[0].order
     return all(

@@ -22,6 +22,13 @@ class OnGpu(Unquantized):
     """
 
     fused_rows = 1
+    is_packed = False
+    """Whether the weights are in another form than a plain matrix."""
+
+    @property
+    def multiplied(self) -> Tensor | None:
+        """The plain matrix that the library multiplies with, if it is used."""
+        return self.weight
 
     def apply(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "weights are not loaded"

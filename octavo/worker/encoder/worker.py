@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.config import DeviceConfig, ModelConfig
+from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
@@ -36,6 +37,11 @@ class EncoderWorker:
     def __init__(self, config: ModelConfig, device: DeviceConfig, files: ModelFiles) -> None:
         self.device: Device = select_device(device.device)
         self.device.setup(device.threads, device.cpu_bind)
+        if config.quantization is not None:
+            raise ConfigError(
+                f"--quantization {config.quantization} is for generative models; encoders compute with unquantized "
+                "weights. Leave it out."
+            )
         self.spec = encoder_spec(files.config)
         # A configuration without a dtype means float32.
         stored = files.config.get("dtype") or files.config.get("torch_dtype") or "float32"

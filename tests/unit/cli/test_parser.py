@@ -31,7 +31,6 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--prefill-context-parallel-size", "2"], "--prefill-context-parallel-size 2: context parallelism is not"),
         (["-pcp", "4"], "context parallelism is not supported"),
         (["--decode_context_parallel_size=8"], "--decode-context-parallel-size 8: context parallelism"),
-        (["--quantization", "fp8"], "--quantization fp8: quantizing weights at load time is not supported"),
         (["--enable-eplb"], "balancing experts over ranks is not supported"),
         (["--num-speculative-tokens", "3"], "another name of --spec-tokens"),
         (["--kv-transfer-config.kv_role", "x"], "transfer of KV cache between servers is not supported"),
@@ -59,6 +58,11 @@ def test_neutral_values_pass_silently(capsys: pytest.CaptureFixture[str], argv: 
     args = make_parser().parse_args(["model", *argv, "--port", "5"])
     assert vars(args) == {"model_name": "model", "config": None, "server.port": 5}
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("word", "method"), [("none", None), ("auto", None), ("fp8", "fp8")])
+def test_a_method_of_quantization(word: str, method: str | None) -> None:
+    assert vars(make_parser().parse_args(["-q", word]))["model.quantization"] == method
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Products with packed matrices on a GPU: which kernel multiplies a number of rows, and memory for widened matrices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.nn.ops import floats, products, words
+from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.words import Words
+from octavo.nn.rounded import Rounded
+
+Matrix = Words | Floats
+
+FEW_WORDS = 256
+"""Most rows that are multiplied by kernels that read packed integers; the library multiplies more by widened ones."""
+FEW_FLOATS = 16
+"""Most rows that are multiplied without rounding them to 8 bits."""
+FEW_LEFT = 64
+"""The same, if the product may be left in parts."""
+
+
+class Scratch:
+    """Memory for one widened matrix at a time. All layers share it, since their products run one after another on one
+    stream."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def reserve(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Have at least `size` elements. Call it before steps are recorded: growing changes the address."""
+        held = self._memory.get((device, dtype))
+        if held is None or held.numel() < size:
+            self._memory.pop((device, dtype), None)
+            self._memory[device, dtype] = torch.empty(size, dtype=dtype, device=device)
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return [rows, columns] of the memory, without values."""
+        self.reserve(rows * columns, dtype, device)
+        return self._memory[device, dtype][: rows * columns].view(rows, columns)
+
+
+SCRATCH = Scratch()
+
+
+def product(x: Tensor | Rounded, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x [M, K] @ W^T + bias: [M, N], rounded once to `dtype`."""
+    if isinstance(x, Rounded):
+        assert isinstance(matrix, Floats), "only products in 8 bits take rounded activations"
+        return floats.rounded_product(x, matrix, bias, dtype)
+    rows = x.shape[0]
+    if not rows:
+        return torch.empty(0, matrix.outputs, dtype=dtype, device=x.device)
+    if isinstance(matrix, Floats):
+        x = x.contiguous()
+        if rows <= FEW_FLOATS:
+            return floats.product(x, matrix, bias, dtype)
+        return floats.rounded_product(floats.round_rows(x), matrix, bias, dtype)
+    x = words.in_order(x, matrix)
+    if rows <= FEW_WORDS:
+        return words.product(x, matrix, bias, dtype)
+    return products.linear(x, widened(matrix, x), bias, dtype)
+
+
+def parts(x: Tensor, matrix: Matrix) -> Tensor | None:
+    """Return x [M, K] @ W^T in parts over the inputs, [P, M, N] float32; None if that is not faster."""
+    rows = x.shape[0]
+    if not 0 < rows <= (FEW_WORDS if isinstance(matrix, Words) else FEW_LEFT):
+        return None
+    if isinstance(matrix, Words):
+        divided = words.rows_plan(matrix, rows, x.device)
+        return words.rows_product(words.in_order(x, matrix), matrix, divided, torch.float32)
+    return floats.rows_product(x.contiguous(), matrix, floats.rows_plan(matrix, rows, x.device), torch.float32)
+
+
+def widened(matrix: Words, x: Tensor) -> Tensor:
+    """Return the matrix's values [N, K] in x's dtype, in its order of inputs, until the next call."""
+    return words.widen(matrix, SCRATCH.matrix(matrix.outputs, matrix.inputs, x.dtype, x.device))

@@ -1,0 +1,231 @@
+"""Quantized weights on a GPU, kept packed and widened by the kernels that multiply with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from octavo.nn.delta import Delta
+from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.ops import floats, packed, products
+from octavo.nn.ops.activation import silu_mul
+from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.norm import rms_norm
+from octavo.nn.ops.words import Words, in_order
+from octavo.nn.quant.base import Part, Scheme
+from octavo.nn.quant.blocks import alike, dequantized, same_order
+from octavo.nn.quant.experts import ExpertsScheme
+from octavo.nn.quant.gpu import OnGpu
+from octavo.nn.quant.online import Online
+from octavo.nn.quant.words import pack_words
+from octavo.nn.rounded import Rounded
+from octavo.nn.stream import StreamNorm
+from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tensor_bytes
+
+_LAUNCHED = (1, 16, 32, 64, 128)
+"""Numbers of rows that have kernels of their own."""
+
+
+class PackedOnGpu(OnGpu):
+    """A packed matrix if the checkpoint's is quantized or is to be quantized when it is loaded, else a plain one.
+
+    Attributes:
+        matrix: the packed matrix; None if it is plain.
+        codes, scales, minima, order: its tensors.
+    """
+
+    takes_blocks = True
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, keep: Keep = fused, *, online: Online | None = None
+    ) -> None:
+        """
+        Args:
+            online: how to quantize a plain matrix; None for not at all.
+        """
+        super().__init__(dtype, device, keep)
+        self._online = online
+        self.matrix: Words | Floats | None = None
+        self.codes: Tensor | None = None
+        self.scales: Tensor | None = None
+        self.minima: Tensor | None = None
+        self.order: Tensor | None = None
+
+    def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
+        weights = [part["weight"] for part in parts]
+        blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
+        if len(blocks) == len(weights) and same_order(blocks):
+            self._take(pack_words(alike(blocks), self.device))
+        elif self._online is not None and not blocks and self._online.fits(plain(weights[0])):
+            self._take(self._online.pack([plain(weight) for weight in weights]))
+        else:
+            values = [
+                weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype).to(self.device)
+                for weight in weights
+            ]
+            super().prepare([{**part, "weight": value} for part, value in zip(parts, values, strict=True)])
+            return
+        if "bias" in parts[0]:
+            self.bias = torch.cat([plain(part["bias"]) for part in parts])
+
+    def share(self, weight: Stored) -> None:
+        super().share(dequantized(weight, self.dtype) if isinstance(weight, QuantizedBlocks) else weight)
+
+    def _take(self, matrix: Words | Floats) -> None:
+        self.matrix, self.codes, self.scales = matrix, matrix.codes, matrix.scales
+        if isinstance(matrix, Words):
+            self.minima, self.order = matrix.minima, matrix.order
+            packed.SCRATCH.reserve(matrix.outputs * matrix.inputs, self.dtype, self.device)
+
+    @property
+    def fused_rows(self) -> int:  # type: ignore[override]
+        """Return the most rows supported by `fused`.
+
+        A single row of integers is multiplied by matrix units, too: on an H200 that takes 60 % of the time of a kernel
+        without them, which could fuse norm and gate.
+        """
+        return 0 if isinstance(self.matrix, Words) else OnGpu.fused_rows
+
+    @property
+    def is_packed(self) -> bool:  # type: ignore[override]
+        return self.matrix is not None
+
+    @property
+    def multiplied(self) -> Tensor | None:
+        """The plain matrix, or the memory into which the packed one is widened for many rows."""
+        if isinstance(self.matrix, Words):
+            return packed.SCRATCH.matrix(self.matrix.outputs, self.matrix.inputs, self.dtype, self.device)
+        return self.weight
+
+    def experts(self, form: ExpertsForm) -> ExpertsScheme:
+        return OnGpu(self.dtype, self.device, self._keep).experts(form)
+
+    def takes_rounded(self, rows: int) -> bool:
+        return isinstance(self.matrix, Floats) and rows > packed.FEW_LEFT
+
+    def round_norm(self, weight: Tensor, eps: float) -> StreamNorm[Rounded]:
+        return floats.RoundedNorm(weight, eps)
+
+    def round_gated(self, gate_up: Tensor) -> Rounded:
+        return floats.round_gated(gate_up)
+
+    def multiply_rounded(self, x: Rounded, dtype: torch.dtype | None = None) -> Tensor:
+        assert self.matrix is not None
+        return packed.product(x, self.matrix, self.bias, dtype or self.dtype)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return super().apply(x) if self.matrix is None else self._product(x, self.matrix, x.dtype)
+
+    def wide(self, x: Tensor) -> Tensor:
+        return super().wide(x) if self.matrix is None else self._product(x, self.matrix, torch.float32)
+
+    def _product(self, x: Tensor, matrix: Words | Floats, dtype: torch.dtype) -> Tensor:
+        y = packed.product(x.flatten(0, -2), matrix, self.bias, dtype)
+        return y.view(*x.shape[:-1], matrix.outputs)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        delta: Delta | None = None,
+    ) -> Tensor:
+        if self.matrix is None:
+            return super().fused(x, norm=norm, gated=gated, add_to=add_to, dtype=dtype, delta=delta)
+        assert isinstance(self.matrix, Floats), "integers are multiplied without fusion"
+        multiply = partial(floats.row_product, floats=self.matrix, bias=self.bias, dtype=dtype or self.dtype)
+        if delta is None:
+            return multiply(x, norm=norm, gated=gated, add_to=add_to)
+        if norm is not None:
+            x = rms_norm(x, *norm, self.dtype)
+        addition = delta.begin(x)
+        y = multiply(x, add_to=add_to)
+        if gated:
+            return addition.gated(y)
+        addition.add_to(y)
+        return y
+
+    def gated(self, x: Tensor) -> Tensor:
+        return super().gated(x) if self.matrix is None else silu_mul(self.apply(x))
+
+    def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
+        matrix = self.matrix
+        if matrix is None:
+            return super().leave(stream, x)
+        parts = packed.parts(x, matrix)
+        if parts is not None or not stream.shape[0]:
+            return parts
+        if isinstance(matrix, Floats):
+            return packed.product(x, matrix, None, stream.dtype)[None]
+        ordered = in_order(x, matrix)
+        products.add_linear(stream, ordered, packed.widened(matrix, ordered))
+        return None
+
+    def launch(self, outputs: int, inputs: int, gates: bool, added: bool, biased: bool, residual: torch.dtype) -> None:
+        """Launch the kernels of a layer of these sizes, with a matrix of zeros, if it would be quantized online."""
+        weight = torch.zeros(outputs, inputs, dtype=self.dtype, device=self.device)
+        if self._online is None or not self._online.fits(weight):
+            return
+        layer = PackedOnGpu(self.dtype, self.device, online=self._online)
+        layer.prepare([{"weight": weight, **({"bias": weight[:, 0].contiguous()} if biased else {})}])
+        assert layer.matrix is not None
+        for rows in _LAUNCHED:
+            x, stream = weight.new_zeros(rows, inputs), weight.new_zeros(rows, outputs, dtype=residual)
+            if rows <= layer.fused_rows:
+                if added:
+                    layer.fused(x, add_to=stream)
+                else:
+                    layer.fused(x.to(residual), norm=(weight[0], 1e-5), gated=gates)
+            elif isinstance(layer.matrix, Words) and rows > packed.FEW_WORDS:
+                packed.widened(layer.matrix, x)
+            elif isinstance(layer.matrix, Floats) and rows > packed.FEW_FLOATS:
+                self._launch_rounding(x, stream, outputs, gates=gates, added=added)
+            elif added and residual == self.dtype:
+                packed.parts(x, layer.matrix)
+            else:
+                layer.apply(x)
+
+    def _launch_rounding(self, x: Tensor, stream: Tensor, outputs: int, *, gates: bool, added: bool) -> None:
+        """Launch the kernels that round rows before and after a layer."""
+        if added:
+            floats.round_rows(x)
+            return
+        norm = floats.RoundedNorm(x[0], 1e-5)
+        start = x.to(stream.dtype)
+        norm(start)
+        norm.add(x.clone(), start)
+        if gates:
+            floats.round_gated(x.new_zeros(x.shape[0], outputs))
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + tensor_bytes(self.codes, self.scales, self.minima, self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSchemes:
+    """`Schemes` of a GPU: packed matrices for linear layers, plain ones for tables of embeddings and heads that share
+    them.
+
+    Attributes:
+        online: how to quantize plain matrices, except an output head's, when they are loaded; None for not at all.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    keep: Keep = fused
+    online: Online | None = None
+
+    def at(self, path: str, parts: Sequence[Part]) -> Scheme:
+        name = parts[0].name
+        if not name:
+            return OnGpu(self.dtype, self.device, self.keep)
+        online = None if name == "lm_head" else self.online
+        return PackedOnGpu(self.dtype, self.device, self.keep, online=online)

@@ -1,0 +1,86 @@
+"""Convert matrices of integers to the words that the kernels of a GPU read; see `nn/ops/triton_words.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.nn.ops.words import Words
+from octavo.nn.weights import QuantizedBlocks
+
+_BLOCK = 32
+_WIDTHS = (64, 32, 16)
+_FILLED = 16
+"""Blocks may be filled up with at most this fraction of the inputs."""
+
+
+def pack_words(parts: Sequence[QuantizedBlocks], device: torch.device, group: int | None = None) -> Words:
+    """Return the parts, which have the same bits, zero point, inputs and order, as one matrix on a device.
+
+    Args:
+        group: inputs that share scale and minimum, which divide a block's or are a multiple, or all; None to find out.
+    """
+    bits, inputs = parts[0].bits, parts[0].values.shape[1]
+    width, group = _form(parts, group)
+    every = -(-group // _BLOCK)
+    has_minima = any(part.minima is not None for part in parts)
+    codes = torch.cat([_codes(part.values.to(device), bits, width) for part in parts])
+    scales = torch.cat([part.scales[:, ::every].to(device) for part in parts])
+    minima = torch.cat([_minima(part)[:, ::every].to(device) for part in parts]) if has_minima else None
+    order = None if parts[0].order is None else parts[0].order.to(device)
+    return Words(codes, scales, minima, order, codes.shape[0], inputs, bits, group)
+
+
+def unpack_words(words: Words) -> Tensor:
+    """Return the matrix's values [N, K] in float32, in its order of inputs."""
+    shifts = torch.arange(0, 16, words.bits, dtype=torch.int32, device=words.codes.device)
+    fields = words.codes[:, :, None, :].int() >> shifts[:, None] & ((1 << words.bits) - 1)
+    integers = fields.flatten(1)[:, : words.inputs] - (1 << (words.bits - 1))
+    place = torch.arange(words.inputs, device=integers.device) // words.group
+    values = integers * words.scales.float()[:, place]
+    return values if words.minima is None else values + words.minima.float()[:, place]
+
+
+def _codes(values: Tensor, bits: int, width: int) -> Tensor:
+    """Convert integers [N, K] uint8 to words [N, blocks, width]."""
+    fields = 16 // bits
+    padded = F.pad(values, (0, -values.shape[1] % (width * fields))).view(len(values), -1, fields, width)
+    words = torch.zeros(len(values), padded.shape[1], width, dtype=torch.int16, device=values.device)
+    for i in range(fields):
+        words |= padded[:, :, i].short() << bits * i
+    return words
+
+
+def _minima(blocks: QuantizedBlocks) -> Tensor:
+    return torch.zeros_like(blocks.scales) if blocks.minima is None else blocks.minima
+
+
+def _form(parts: Sequence[QuantizedBlocks], known: int | None) -> tuple[int, int]:
+    """Return the words of a block, and the inputs of a group: the widest blocks whose fields have one scale each, and
+    that need little filling up."""
+    inputs, fields = parts[0].values.shape[1], 16 // parts[0].bits
+    for width in _WIDTHS:
+        size = width * fields
+        if -inputs % size <= inputs // _FILLED or width == _WIDTHS[-1]:
+            group = known or min(_group(part, size) for part in parts)
+            if group >= width:
+                return width, group
+    raise AssertionError("each 32 inputs have one scale")
+
+
+def _group(blocks: QuantizedBlocks, size: int) -> int:
+    """Return the largest number of inputs that share scale and minimum everywhere: all inputs, a multiple of `size`, or
+    a divisor of it."""
+    inputs = blocks.values.shape[1]
+    sizes = [inputs, *(size << i for i in range(5, 0, -1)), *(size >> i for i in range(size.bit_length()))]
+    both = [blocks.scales] if blocks.minima is None else [blocks.scales, blocks.minima]
+    return next(one for one in sizes if one >= _BLOCK and inputs % one == 0 and _alike(both, one // _BLOCK))
+
+
+def _alike(tensors: Sequence[Tensor], count: int) -> bool:
+    """Return whether each `count` adjacent columns are equal."""
+    grouped = (tensor.unflatten(1, (-1, count)) for tensor in tensors)
+    return all(bool((one == one[:, :, :1]).all()) for one in grouped)

@@ -1,0 +1,24 @@
+"""`Rounded`: activations in 8 bits, between the operation that rounds them and the product that takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Rows [T, size] of 8-bit numbers: value = code * scale.
+
+    Attributes:
+        codes: [T, size] E4M3.
+        scales: [T, 1] float32.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+Activations = Tensor | Rounded
+"""What a layer's last projection takes."""

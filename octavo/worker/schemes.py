@@ -1,0 +1,90 @@
+"""Which schemes store a model's linear layers, by device, checkpoint and settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.config import ModelConfig
+from octavo.core.errors import ConfigError
+from octavo.device.base import Device
+from octavo.hub.files import ModelFiles
+from octavo.models.load.quantized.table import METHODS
+from octavo.nn.quant.base import Schemes, everywhere
+from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.quant.onednn import OneDNN, packing_works
+from octavo.nn.weights import Keep, fused
+
+if TYPE_CHECKING:
+    from octavo.nn.quant.online import Online
+
+
+def schemes_of(
+    config: ModelConfig,
+    files: ModelFiles,
+    device: Device,
+    dtype: torch.dtype,
+    keep: Keep = fused,
+    *,
+    native: bool = False,
+) -> Schemes:
+    """Return the schemes of a model. Quantized weights are kept where kernels multiply with them and no dtype is set.
+
+    Args:
+        native: the model will run as a native program.
+
+    Raises:
+        ConfigError: `config.quantization` is unknown, or does not fit the checkpoint or the device.
+    """
+    online = online_of(config, files, device)
+    where = device.torch_device
+    if native:
+        return everywhere(BlockQuantized if config.dtype == "auto" else Unquantized, dtype, where, keep)
+    if not device.resident:
+        return everywhere(OneDNN if packing_works(dtype) else Unquantized, dtype, where, keep)
+    # These need Triton, which machines without a GPU may lack.
+    if online is not None or (config.dtype == "auto" and method_name(files) is not None):
+        from octavo.nn.quant.packed_gpu import PackedSchemes
+
+        return PackedSchemes(dtype, where, keep, online)
+    from octavo.nn.quant.gpu import OnGpu
+
+    return everywhere(OnGpu, dtype, where, keep)
+
+
+def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online | None:
+    """Return how to quantize weights when they are loaded; None for not at all. Raises as `schemes_of`."""
+    wanted, stored = config.quantization, method_name(files)
+    if wanted is None or wanted == stored:
+        return None
+    if wanted in METHODS and (stored is not None or wanted != "fp8"):
+        raise ConfigError(
+            f"--quantization {wanted}: the checkpoint's quantization is {stored or 'none'}. Leave the flag out, or "
+            f"serve a checkpoint that was quantized by {wanted}."
+        )
+    if not device.resident:
+        raise ConfigError(
+            f"--quantization {wanted} quantizes weights on an NVIDIA GPU (--device cuda). On a CPU serve a quantized "
+            "checkpoint; `octavo quantize` makes one."
+        )
+    from octavo.nn.quant.online import ONLINE
+
+    if wanted not in ONLINE:
+        raise ConfigError(
+            f"--quantization {wanted}: weights can be quantized by {', '.join(ONLINE)}. Use one of these."
+        )
+    if stored is not None:
+        raise ConfigError(
+            f"--quantization {wanted}: the weights are quantized already, by {stored}. Leave the flag out."
+        )
+    return ONLINE[wanted]
+
+
+def method_name(files: ModelFiles) -> str | None:
+    """Return the method by which a checkpoint is quantized; None if it is not."""
+    if files.format == "gguf":
+        return "gguf"
+    settings = files.config.get("quantization_config") or files.config.get("compression_config") or {}
+    return settings.get("quant_method")

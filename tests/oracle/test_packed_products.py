@@ -1,0 +1,244 @@
+"""Products with packed matrices against float64; on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quantized_kit import EXAMPLES
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.models.load.quantized.table import dequantizing
+from octavo.models.load.tensors import TensorCheckpoint
+from octavo.nn.delta import Addition, Delta
+from octavo.nn.linear import Linear
+from octavo.nn.norm import RMSNorm
+from octavo.nn.ops import floats, packed, words
+from octavo.nn.quant.base import Part
+from octavo.nn.quant.online import ONLINE
+from octavo.nn.quant.packed_gpu import PackedOnGpu
+from octavo.nn.quant.words import pack_words, unpack_words
+from octavo.nn.rounded import Rounded
+from octavo.nn.shard import NONE
+from octavo.nn.stream import Stream
+from octavo.nn.weights import QuantizedBlocks
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter multiplies bfloat16 matrices by their bits
+TOLERANCE = 1e-2 if GPU else 1e-5
+# Bits, group, minima; outputs, inputs. Inputs of an odd number of groups; blocks that are filled up; whole columns.
+FORMS = {
+    "4 bits, groups of 128": (4, 128, False, 40, 1024),
+    "4 bits, groups of 64 with minima": (4, 64, True, 48, 320),
+    "4 bits, groups of 32": (4, 32, False, 34, 96),
+    "4 bits, whole columns": (4, 0, True, 33, 512),
+    "8 bits, groups of 128": (8, 128, True, 48, 384),
+    "8 bits, groups of 32": (8, 32, False, 20, 160),
+    "8 bits, whole columns": (8, 0, False, 48, 256),
+}
+ROWS = [1, 2, 7, 16, 33, 64, 257] if GPU else [1, 7, 33]
+
+
+def blocks_of(bits: int, group: int, minima: bool, outputs: int, inputs: int) -> QuantizedBlocks:
+    size = group or inputs
+
+    def grouped(values: Tensor) -> Tensor:
+        return values.half().repeat_interleave(size // 32, 1)
+
+    middle = 1 << (bits - 1)
+    values = torch.randint(0, 2 * middle, (outputs, inputs), dtype=torch.uint8)
+    scales = (torch.rand(outputs, inputs // size) + 0.5) / (middle * inputs**0.5)
+    least = torch.randn(outputs, inputs // size) * 0.2 / inputs**0.5
+    return QuantizedBlocks(values, grouped(scales), grouped(least) if minima else None, middle, bits)
+
+
+def value_of(blocks: QuantizedBlocks) -> Tensor:
+    scales = blocks.scales.double().repeat_interleave(32, 1)
+    least = 0.0 if blocks.minima is None else blocks.minima.double().repeat_interleave(32, 1)
+    return (blocks.values.double() - blocks.zero_point) * scales + least
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    return float((got.cpu().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_integers_are_multiplied_by_any_number_of_rows(form: str) -> None:
+    blocks = blocks_of(*FORMS[form])
+    exact, matrix = value_of(blocks), pack_words([blocks], DEVICE)
+    assert off(unpack_words(matrix), exact) < 1e-6
+    wide = torch.full((matrix.outputs, matrix.inputs), float("nan"), device=DEVICE)
+    assert off(words.widen(matrix, wide), exact) < 1e-6
+    bias = torch.randn(matrix.outputs)
+    for rows in ROWS:
+        x = torch.randn(rows, matrix.inputs).to(DTYPE)
+        expected = x.double() @ exact.T
+        got = packed.product(x.to(DEVICE), matrix, bias.to(DEVICE, DTYPE), torch.float32)
+        assert off(got, expected + bias.to(DTYPE).double()) < TOLERANCE
+        parts = packed.parts(x.to(DEVICE), matrix)
+        assert (parts is None) == (rows > packed.FEW_WORDS)
+        if parts is not None:
+            assert off(parts.sum(0), expected) < TOLERANCE
+
+
+def test_columns_are_multiplied_in_the_order_of_activations() -> None:
+    blocks = blocks_of(4, 64, False, 48, 320)
+    matrix, order = pack_words([blocks], DEVICE), torch.randperm(320)
+    matrix = replace(matrix, order=order.int().to(DEVICE))
+    exact = value_of(blocks)[:, order.argsort()]
+    for rows in (1, 20, packed.FEW_WORDS + 1):
+        x = torch.randn(rows, 320).to(DTYPE)
+        assert off(packed.product(x.to(DEVICE), matrix, None, torch.float32), x.double() @ exact.T) < TOLERANCE
+
+
+def check_fusion(matrix: floats.Floats, exact: Tensor) -> None:
+    x, scale = torch.randn(1, matrix.inputs).to(DTYPE), torch.randn(matrix.inputs).to(DTYPE)
+    bias, stream = (torch.randn(matrix.outputs).to(DTYPE) for _ in range(2))
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale.double()
+    gate, up = (normed @ exact.T).chunk(2, -1)
+    got = floats.row_product(x.to(DEVICE), matrix, norm=(scale.to(DEVICE), 1e-5), gated=True)
+    assert off(got, F.silu(gate) * up) < TOLERANCE
+    target = stream[None].to(DEVICE, copy=True)
+    assert floats.row_product(x.to(DEVICE), matrix, bias=bias.to(DEVICE), add_to=target) is target
+    assert off(target, wide @ exact.T + bias.double() + stream.double()) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (48, 1024)], ids=str)
+def test_packed_floats_are_multiplied_by_any_number_of_rows(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape) * shape[1] ** -0.5
+    matrix = floats.rounded(weight.to(DEVICE))
+    exact = matrix.codes.cpu().double() * matrix.scales.cpu().double()[:, None]
+    assert off(exact, weight.double()) < 0.03
+    check_fusion(matrix, exact)
+    bias = torch.randn(shape[0]).to(DTYPE)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1]).to(DTYPE)
+        expected = x.double() @ exact.T + bias.double()
+        # Activations of more rows are rounded to three bits of mantissa: at most 1/16, evenly spread.
+        limit = TOLERANCE if rows <= packed.FEW_FLOATS else 0.05
+        assert off(packed.product(x.to(DEVICE), matrix, bias.to(DEVICE), torch.float32), expected) < limit
+        parts = packed.parts(x.to(DEVICE), matrix)
+        if parts is not None:
+            assert off(parts.sum(0), expected - bias.double()) < TOLERANCE
+
+
+def test_rows_are_rounded_to_nearest() -> None:
+    x = torch.randn(5, 96).to(DTYPE)
+    made = floats.round_rows(x.to(DEVICE))
+    codes, scales = made.codes, made.scales
+    torch.testing.assert_close(scales.cpu()[:, 0], x.float().abs().amax(1) / floats.LARGEST)
+    expected = (x.float() / scales.cpu()).to(floats.DTYPE).float()
+    close = (codes.cpu().float() - expected).abs() <= expected.abs() / 8  # the quotient may be rounded otherwise
+    assert close.all()
+    assert (codes.cpu().float() != expected).float().mean() < 0.01
+
+
+class Doubled(Delta):
+    """Adds the input's product with ones."""
+
+    fused_rows = 1
+
+    def begin(self, x: Tensor) -> Addition:
+        class Sum(Addition):
+            def add_to(self, y: Tensor) -> None:
+                y += x.sum(1, keepdim=True)
+
+        return Sum()
+
+
+@pytest.mark.parametrize("scheme", ONLINE)
+def test_matrices_are_quantized_when_they_are_loaded(scheme: str) -> None:
+    weights = [torch.randn(size, 256) / 16 for size in (32, 16, 16)]
+    layer = PackedOnGpu(DTYPE, DEVICE, online=ONLINE[scheme])
+    layer.prepare([{"weight": weight.to(DEVICE, DTYPE)} for weight in weights])
+    assert layer.nbytes < 64 * 256 * (0.6 if scheme == "w4a16" else 1.1)
+    whole, limit = torch.cat(weights).double(), 0.2 if scheme == "w4a16" else 0.05
+    for rows in (1, 5, 40):
+        x = torch.randn(rows, 256).to(DTYPE)
+        expected = x.double() @ whole.T
+        assert off(layer.apply(x.to(DEVICE)), expected) < limit
+        assert off(layer.wide(x.to(DEVICE)), expected) < limit
+        gate, up = expected.chunk(2, -1)
+        assert off(layer.gated(x.to(DEVICE)), F.silu(gate) * up) < 2 * limit
+        stream = torch.randn(rows, 64).to(DTYPE)
+        total = stream.to(DEVICE, copy=True)
+        parts = layer.leave(total, x.to(DEVICE))
+        got = total.float() if parts is None else total.float() + parts.float().sum(0)
+        assert off(got, expected + stream.double()) < limit
+    x = torch.randn(1, 256).to(DTYPE)
+    if layer.fused_rows:
+        got = layer.fused(x.to(DEVICE), delta=Doubled())
+        assert off(got, x.double() @ whole.T + x.double().sum()) < limit
+
+
+def test_a_matrix_that_cannot_be_quantized_stays_plain() -> None:
+    layer = PackedOnGpu(DTYPE, DEVICE, online=ONLINE["w4a16"])
+    weight = torch.randn(32, 40)
+    layer.prepare([{"weight": weight.to(DEVICE, DTYPE)}])
+    assert layer.matrix is None
+    x = torch.randn(3, 40).to(DTYPE)
+    assert off(layer.apply(x.to(DEVICE)), x.double() @ weight.to(DTYPE).double().T) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name, example in EXAMPLES.items() if example.packs])
+def test_formats_of_checkpoints_stay_packed(name: str) -> None:
+    """Whole, and the slices that ranks of tensor parallelism read."""
+    stored, exact = EXAMPLES[name].write(torch.randn(48, 256) / 16)
+    tensors = {f"a.{suffix}": tensor for suffix, tensor in stored.items()}
+    view = dequantizing(TensorCheckpoint(tensors), {"quantization_config": EXAMPLES[name].settings})
+    blocks = view.blocks("a.weight")
+    assert blocks is not None
+    for index in ((slice(0, 48), slice(0, 256)), (slice(16, 32), slice(0, 256)), (slice(0, 48), slice(128, 256))):
+        if not blocks.divides(index):
+            assert blocks.order is not None, "only inputs in the order of activations can't be divided"
+            continue
+        layer = PackedOnGpu(DTYPE, DEVICE)
+        layer.prepare([{"weight": blocks.part(index)}])
+        assert layer.matrix is not None
+        values = exact[index]
+        x = torch.randn(3, values.shape[1]).to(DTYPE)
+        # A minimum has the precision of float16.
+        assert off(layer.apply(x.to(DEVICE)), x.double() @ values.T) < max(TOLERANCE, 2e-3)
+
+
+@pytest.mark.parametrize("rows", [packed.FEW_LEFT + 1, 150])
+def test_activations_are_rounded_by_the_operation_before_the_product(rows: int) -> None:
+    """The norm, with what it adds to the stream, and the gate; through the layers that call them."""
+    size = 64
+    up = Linear("", DEVICE, [Part("gate", size, 48), Part("up", size, 48)], NONE, scheme(), gates=True)
+    down = Linear("", DEVICE, [Part("down", 48, size)], NONE, scheme())
+    weights = [torch.randn(48, size) / 8, torch.randn(48, size) / 8, torch.randn(size, 48) / 7]
+    up.place([weight.to(DEVICE, DTYPE) for weight in weights[:2]])
+    down.place([weights[2].to(DEVICE, DTYPE)])
+    norm = RMSNorm("", DEVICE, DTYPE, size, 1e-5)
+    norm.place([torch.rand(size).to(DTYPE)])
+    value, added = (torch.randn(rows, size).to(DTYPE) for _ in range(2))
+    for pending in ("nothing", "an output", "parts"):
+        stream = Stream(value.to(DEVICE))
+        if pending == "an output":
+            stream.add_later(added.to(DEVICE, copy=True))
+        elif pending == "parts":
+            stream.add_parts_later(torch.stack([added / 2, added / 2]).to(DEVICE))
+        total = value.double() + (0 if pending == "nothing" else added.double())
+        inner = up.gated_after_norm(stream, norm, down)
+        assert isinstance(inner, Rounded)
+        assert off(stream.value, total) < TOLERANCE
+        normed = total * (total.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.weight.cpu().double()
+        gate, other = (normed @ torch.cat(weights[:2]).double().T).chunk(2, 1)
+        expected = F.silu(gate) * other
+        assert off(inner.codes.float() * inner.scales, expected) < 0.1
+        down.into(stream, inner)
+        assert off(stream.total().float(), total + expected @ weights[2].double().T) < 0.1
+    up.delta = Doubled()  # which needs them unrounded
+    assert isinstance(up.gated_after_norm(Stream(value.to(DEVICE)), norm, down), Tensor)
+
+
+def scheme() -> PackedOnGpu:
+    return PackedOnGpu(DTYPE, DEVICE, online=ONLINE["fp8"])
