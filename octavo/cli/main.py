@@ -24,6 +24,14 @@ COMMANDS = {
 WITH_ENGINE = {"serve", "generate", "run-batch", "replay-steps", "eval", "quantize"}
 """Commands that always start an engine, in this process or in another with the same limits."""
 
+
+def commands() -> dict[str, str]:
+    """Return all commands, those of features too, with a line about each."""
+    from octavo.features import parts
+
+    return COMMANDS | {module.NAME: module.ABOUT for _, module in parts("cli")}
+
+
 USAGE = """usage: octavo COMMAND [options]
 
 Octavo serves large language models.
@@ -47,12 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     if len(words) > 1 and words[0] == "help":
         words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
-        print(USAGE.format(commands="\n".join(f"  {name:14}{about}" for name, about in COMMANDS.items())), end="")
+        print(USAGE.format(commands="\n".join(f"  {name:14}{about}" for name, about in commands().items())), end="")
         return 0 if words else 2
     if words[0] in ("-V", "--version", "version"):
         print(f"octavo {__version__}")
         return 0
-    if words[0] not in COMMANDS:
+    if words[0] not in COMMANDS and words[0] not in commands():
         print(f"octavo: error: {_unknown(words[0])}", file=sys.stderr)
         return 2
     return _run(words[0], words[1:])
@@ -61,8 +69,17 @@ def main(argv: list[str] | None = None) -> int:
 def _unknown(word: str) -> str:
     from octavo.core.keywords import near
 
+    known = commands()
     what = "option" if word.startswith("-") else "command"
-    return f"unknown {what} {word!r}{near(word, COMMANDS, most=3) or '; the commands are ' + ', '.join(COMMANDS)}"
+    return f"unknown {what} {word!r}{near(word, known, most=3) or '; the commands are ' + ', '.join(known)}"
+
+
+def _module(name: str) -> Subcommand:
+    if name in COMMANDS:
+        return cast(Subcommand, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
+    from octavo.features import parts
+
+    return cast(Subcommand, next(module for _, module in parts("cli") if name == module.NAME))
 
 
 def _run(name: str, argv: list[str]) -> int:
@@ -73,8 +90,7 @@ def _run(name: str, argv: list[str]) -> int:
         with memory_errors():
             if name in WITH_ENGINE:
                 check_address_space()  # first, since the command's libraries may abort instead of raising
-            command = cast(Subcommand, importlib.import_module(f"octavo.cli.{name.replace('-', '_')}"))
-            return command.run(argv)
+            return _module(name).run(argv)
     except OctavoError as error:
         print(f"octavo: error: {error}", file=sys.stderr)
         return 1

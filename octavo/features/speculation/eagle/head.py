@@ -1,0 +1,164 @@
+"""`EagleHead`: a decoder layer that predicts a model's next hidden state (EAGLE-1), for training.
+
+After Li et al. 2024 (https://arxiv.org/abs/2401.15077). The model's own embeddings and output head make tokens of it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+_EMBEDDINGS = "embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """Fields of the head's config.json, those of the model that it drafts for."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> HeadShape:
+        return cls(**{name: config[name] for name in cls.__dataclass_fields__})
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self._shape = shape
+        size, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend causally among positions 0 to T - 1: [B, T, hidden_size] to the same shape."""
+        heads = [part(x).unflatten(-1, (-1, self._shape.head_dim)).transpose(1, 2) for part in self._inputs]
+        cos, sin = self._rotation(x.shape[1])
+        q, k = (_rotated(part, cos, sin) for part in heads[:2])
+        mixed = functional.scaled_dot_product_attention(q, k, heads[2], is_causal=True, enable_gqa=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    @property
+    def _inputs(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def _rotation(self, count: int) -> tuple[Tensor, Tensor]:
+        half = torch.arange(0, self._shape.head_dim, 2, dtype=torch.float64) / self._shape.head_dim
+        angles = torch.arange(count, dtype=torch.float64)[:, None] * self._shape.rope_theta**-half
+        angles = torch.cat([angles, angles], dim=-1).to(self.q_proj.weight.device)
+        return angles.cos().to(self.q_proj.weight.dtype), angles.sin().to(self.q_proj.weight.dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _Layer(nn.Module):
+    """A decoder layer without a norm of its input, as in the published heads."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.self_attn = _Attention(shape)
+        self.mlp = _Mlp(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(x)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class EagleHead(nn.Module):
+    """Predicts the model's hidden state after its final norm, at the next position.
+
+    Names of parameters are those of the published checkpoints. An untrained head returns its input state.
+    """
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size)
+        layer = _Layer(shape)
+        self.layers = nn.ModuleList([layer])
+        self._begin(layer)
+
+    def _begin(self, layer: _Layer) -> None:
+        size = self.shape.hidden_size
+        with torch.no_grad():
+            self.fc.weight[:, :size].zero_()
+            self.fc.weight[:, size:].copy_(torch.eye(size))
+            self.fc.bias.zero_()
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+
+    def forward(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """Return the predicted hidden states of the next positions, [B, T, hidden_size].
+
+        Args:
+            embeddings: [B, T, hidden_size], of the token after each position.
+            states: [B, T, hidden_size], the model's hidden states.
+        """
+        x: Tensor = self.fc(torch.cat([embeddings, states], dim=-1))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def save_head(head: EagleHead, embeddings: Tensor, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the head in the layout of the published ones: model.safetensors with the embedding table, and config.json.
+
+    Args:
+        embeddings: [vocab_size, hidden_size], those of the model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in head.state_dict().items()}
+    save_file(tensors | {_EMBEDDINGS: embeddings.to("cpu", dtype).contiguous()}, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "bias": True,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **asdict(head.shape),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_head(folder: Path) -> EagleHead:
+    """Read a head that `save_head` wrote, as float32."""
+    head = EagleHead(HeadShape.of(json.loads((folder / "config.json").read_text(encoding="utf-8"))))
+    stored = load_file(folder / "model.safetensors")
+    head.load_state_dict({name: value.float() for name, value in stored.items() if name != _EMBEDDINGS})
+    return head

@@ -1,0 +1,167 @@
+"""Heads that draft from hidden states: their layout, what training does to them, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from toy_models import save_decoder
+
+from octavo.cli.main import main
+from octavo.core.errors import ConfigError
+from octavo.features.speculation.eagle.corpus import Example, Target, read_prompts
+from octavo.features.speculation.eagle.head import EagleHead, HeadShape, load_head, save_head
+from octavo.features.speculation.eagle.training import Recipe, acceptance, train
+
+SHAPE = HeadShape(
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=40,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+)
+
+
+def scrambled(head: EagleHead) -> EagleHead:
+    """Give all parameters random values, also those that begin as zeros."""
+    with torch.no_grad():
+        for value in head.parameters():
+            value.copy_(torch.randn_like(value) * 0.2)
+    return head
+
+
+def test_a_head_is_written_as_published_ones_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    head, table = scrambled(EagleHead(SHAPE)), torch.randn(40, 32)
+    save_head(head, table, tmp_path, dtype=torch.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = "layers.0."
+    attention = [f"{layer}self_attn.{name}_proj.weight" for name in "qkvo"]
+    mlp = [f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    assert set(stored) == {
+        *("embed_tokens.weight", "fc.weight", "fc.bias", f"{layer}post_attention_layernorm.weight"),
+        *attention,
+        *mlp,
+    }
+    assert stored["fc.weight"].shape == (32, 64)
+    assert torch.equal(stored["embed_tokens.weight"], table)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["num_hidden_layers"] == 1
+    assert config["num_key_value_heads"] == 2
+    inputs = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
+    assert torch.equal(load_head(tmp_path)(*inputs), head(*inputs))
+
+
+def test_its_layer_is_that_of_llama_without_the_first_norm() -> None:
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    torch.manual_seed(0)
+    head = scrambled(EagleHead(SHAPE))
+    config = LlamaConfig(**{name: getattr(SHAPE, name) for name in HeadShape.__dataclass_fields__})
+    config._attn_implementation = "eager"
+    layer = LlamaDecoderLayer(config, 0)
+    layer.load_state_dict(head.layers[0].state_dict(), strict=False)
+    layer.input_layernorm = nn.Identity()
+    embeddings, states = torch.randn(1, 7, 32), torch.randn(1, 7, 32)
+    x = head.fc(torch.cat([embeddings, states], -1))
+    positions = LlamaRotaryEmbedding(config)(x, torch.arange(7)[None])
+    mask = torch.full((7, 7), float("-inf")).triu(1)[None, None]
+    out = layer(x, attention_mask=mask, position_embeddings=positions)
+    expected = out if isinstance(out, Tensor) else out[0]
+    torch.testing.assert_close(head(embeddings, states), expected, atol=1e-5, rtol=1e-5)
+
+
+def cycle(target: Target, begin: int, step: int, length: int = 12) -> Example:
+    """A model's answer in which each token is `step` more than the one before; its states name the next token."""
+    tokens = (begin + step * torch.arange(length)) % len(target.output)
+    states = target.output[(tokens + step) % len(target.output)]
+    return Example(tokens, states, num_prompt=3)
+
+
+def small_target() -> Target:
+    torch.manual_seed(0)
+    return Target(SHAPE, torch.randn(40, 32), torch.randn(40, 32))
+
+
+def test_a_trained_head_drafts_what_it_has_learned() -> None:
+    target = small_target()
+    examples = [cycle(target, begin, step) for begin in range(40) for step in (1, 3)]
+    torch.manual_seed(0)
+    head = EagleHead(SHAPE)
+    tests = [cycle(target, 7, 1), cycle(target, 20, 3)]
+    before = acceptance(head, target, tests)
+    train(head, target, examples, Recipe(epochs=8, batch=20, rate=1e-2))
+    after = acceptance(head, target, tests)
+    assert before.first < 0.1
+    assert after.first > 0.9
+    assert after.length > 1
+
+
+class Knowing(EagleHead):
+    """Returns the states of `example`, `late` positions too early or too late."""
+
+    def __init__(self, example: Example, late: int = 0) -> None:
+        super().__init__(SHAPE)
+        self.example, self.late = example, late
+
+    def forward(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        count = states.shape[1]
+        return self.example.states[1 + self.late :][:count][None]
+
+
+def test_acceptance_counts_the_drafts_that_are_the_models_tokens() -> None:
+    target = small_target()
+    example = cycle(target, 5, 1)
+    perfect = acceptance(Knowing(example), target, [example])
+    assert (perfect.first, perfect.length, perfect.chain) == (1.0, 3.0, 3)
+    short = cycle(target, 5, 1, length=16)
+    wrong = acceptance(Knowing(short, late=1), target, [example])
+    assert (wrong.first, wrong.length) == (0.0, 0.0)
+
+
+def test_prompts_are_read_from_lines_of_json_or_text(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text('{"prompt": "One"}\n\n{"messages": [{"role": "user", "content": "Two"}]}\nThree\n')
+    assert read_prompts(file) == ["One", [{"role": "user", "content": "Two"}], [{"role": "user", "content": "Three"}]]
+    for text, said in (
+        ("{oops}\nx\n", "line 1 is not valid JSON"),
+        ('x\n{"a": 1}\n', "line 2 has neither"),
+        ("x\n", "1 prompts"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            read_prompts(file)
+
+
+@pytest.mark.slow
+@pytest.mark.features("pooling")
+def test_the_command_trains_a_head_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_decoder(tmp_path / "model", 3, tie_word_embeddings=True)
+    (tmp_path / "prompts").write_text("".join(json.dumps({"prompt": f"abc {i}"}) + "\n" for i in range(4)))
+    words = ["spec-train", str(model), "--data", str(tmp_path / "prompts"), "-o", str(tmp_path / "head")]
+    words += ["--epochs", "2", "--max-tokens", "12", "--context", "64", "--device", "cpu"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert "before: " in printed.err
+    assert re.match(r"after: [\d.]+% of first drafts accepted; [\d.]+ of 3 drafts in a row\n", printed.out)
+    assert load_head(tmp_path / "head").shape.hidden_size == 64
+    assert main(words) == 1
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_the_command_is_listed_and_refuses_odd_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    assert "spec-train" in capsys.readouterr().out
+    for flag, value in (("--epochs", "0"), ("--held-out", "1"), ("--context", "2")):
+        assert main(["spec-train", "m", "--data", "d", "-o", str(tmp_path / "h"), flag, value]) == 1
+        assert f"{flag} {value.removesuffix('.0')}" in capsys.readouterr().err.replace("1.0", "1")
