@@ -1,7 +1,7 @@
 """Tokens a second with and without drafts, greedily, on texts to edit and to summarise (data/edits.json).
 
     python benchmarks/speculation.py [MODEL] [--config '{"method": "auto"}'] [--tokens 160] [--batch 1] [--chat]
-        [--settings {}] [--cpu-time]
+        [--settings {}] [--cpu-time] [--output FILE]
 
 Two engines take turns at each prompt, so that other load on the machine affects both alike. Their answers must be
 equal. Prompts are in the prefix cache when the clock starts. `--cpu-time` counts seconds of the processor with one
@@ -15,6 +15,8 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+
+from machine import describe
 
 from octavo import LLM, SamplingParams
 
@@ -45,7 +47,9 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true", help="ordinary questions in place of texts to edit")
     parser.add_argument("--settings", type=json.loads, default={}, help="of both engines, as keywords of LLM")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and its time on the processor")
+    parser.add_argument("--output", type=Path, help="a file of JSON to add the result to")
     args = parser.parse_args()
+    machine = describe()
 
     settings: dict[str, Any] = {"model": args.model, "max_model_len": 1024, "async_scheduling": False, **args.settings}
     if args.cpu_time:
@@ -57,6 +61,7 @@ def main() -> None:
     for engine in engines:
         engine.chat(warm * args.batch, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True), use_tqdm=False)
     spent, made = [0.0, 0.0], 0
+    rows: list[dict[str, Any]] = []
     for number, messages in enumerate(prompts(chat=args.chat)):
         answers: list[Any] = [None, None]
         took = [0.0, 0.0]
@@ -71,12 +76,19 @@ def main() -> None:
         made += count
         spent = [total + one for total, one in zip(spent, took, strict=True)]
         drafts = answers[1][0].outputs[0].drafts
+        seconds = [round(one, 4) for one in took]
+        rows.append({"tokens": count, "seconds": seconds, "accepted": drafts.accepted, "rejected": drafts.rejected})
         print(
             f"{number:2} {count:5} tokens  {count / took[0]:7.1f} -> {count / took[1]:7.1f} tokens/s"
             f"  x{took[0] / took[1]:.2f}  accepted {drafts.accepted}, rejected {drafts.rejected}",
             flush=True,
         )
-    print(f"all {made:4} tokens  {made / spent[0]:7.1f} -> {made / spent[1]:7.1f} tokens/s  x{spent[0] / spent[1]:.2f}")
+    gain = spent[0] / spent[1]
+    print(f"all {made:4} tokens  {made / spent[0]:7.1f} -> {made / spent[1]:7.1f} tokens/s  x{gain:.2f}")
+    if args.output is not None:
+        result = {"benchmark": "speculation", **machine, "gain": round(gain, 3), "prompts": rows}
+        known = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else []
+        args.output.write_text(json.dumps([*known, result], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ class World:
     poison: int | None = None
     watermark: float = 0.0
     faulty: bool = False
+    right_drafts: float = 0.6
     groups: tuple[CacheGroup, ...] = FULL
     extra: tuple[EngineHook, ...] = ()
     asked: dict[str, GenerateRequest] = field(default_factory=dict)
@@ -117,6 +118,7 @@ class World:
             seed=self.rng.random(),
             poison=self.poison,
             groups=self.groups,
+            right_drafts=self.right_drafts,
         )
         self.loop = EngineLoop(self.scheduler, self.device, self.depth)
         self.may_fail = self.faulty or self.poison is not None
@@ -221,6 +223,7 @@ def worlds(draw, layouts=(FULL,)):
         policy=draw(st.sampled_from(sorted(POLICIES))),
         share=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
+        right_drafts=draw(st.sampled_from([0.6, 0.0, 0.3, 0.9, 1.0])),
         groups=groups,
     )
 

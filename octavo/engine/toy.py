@@ -86,7 +86,7 @@ class ToyStep:
 class ToyDevice:
     """A FIFO of launched work.
 
-    It proposes drafts where the plan asks for them, as many or fewer; three out of five are right.
+    It proposes drafts where the plan asks for them, as many or fewer.
 
     Args:
         lazy: run work only when a result is requested; otherwise at random moments.
@@ -95,6 +95,7 @@ class ToyDevice:
         groups: cache groups of its layers, one layer each.
         lost_at: id of the plan whose result, like everything after it, raises DeviceLostError.
         mover: moves blocks from and to tiers.
+        right_drafts: chance that a draft is the token that follows.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class ToyDevice:
         groups: Sequence[CacheGroup] = FULL,
         lost_at: int | None = None,
         mover: ToyMover | None = None,
+        right_drafts: float = 0.6,
     ) -> None:
         self._cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
@@ -119,6 +121,7 @@ class ToyDevice:
         self._poison = poison
         self._lost_at = lost_at
         self._mover = mover
+        self._right_drafts = right_drafts
         self._lost = False
         self._queue: deque[Callable[[], None]] = deque()
         self._slots: dict[int, _Slot] = {}
@@ -260,6 +263,6 @@ class ToyDevice:
         count = most if self._random.random() < 0.5 else self._random.randint(0, most)
         drafts: list[int] = []
         while len(drafts) < count:
-            right = self._random.random() < 0.6
+            right = self._random.random() < self._right_drafts
             drafts.append(next_token(state.tokens + drafts, state.seed) if right else self._random.randrange(VOCAB))
         return drafts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from octavo.core.errors import ConfigError
@@ -13,6 +13,9 @@ MODEL_METHODS = ("draft_model",)
 """Those in which a model drafts."""
 MOST_DRAFTS = 15
 """Most drafts after one token."""
+_USUAL_DRAFTS = 7
+_CPU_DRAFTS = 4
+"""With the last token five rows: those of one register tile of the kernels. A sixth begins another."""
 _LONGEST = 64
 """Longest match that is looked for, in tokens."""
 
@@ -30,11 +33,15 @@ class DraftConfig:
     """
 
     method: str = _option("auto", "who drafts: " + ", ".join(METHODS))
-    num_speculative_tokens: int = _option(7, f"most drafts after one token, 1 to {MOST_DRAFTS}")
+    num_speculative_tokens: int | None = _option(
+        None,
+        f"most drafts after one token, 1 to {MOST_DRAFTS}; by default {_CPU_DRAFTS} of prompt lookup on a CPU, "
+        f"else {_USUAL_DRAFTS}",
+    )
     model: str | None = _option(None, "the drafting model of `draft_model`: a folder, a .gguf file or a name")
     revision: str | None = _option(None, "branch, tag or commit of its Hugging Face repository")
     adaptive: bool = _option(True, "choose the number of drafts by what they gain, 0 included")
-    prompt_lookup_min: int = _option(3, "least tokens that must match an earlier place")
+    prompt_lookup_min: int = _option(2, "least tokens that must match an earlier place")
     prompt_lookup_max: int = _option(16, "most tokens that are compared")
     suffix_decoding_max_cached_requests: int = _option(0, "outputs of earlier requests that `suffix` searches, too")
     suffix_decoding_max_spec_factor: float = _option(1.0, "most drafts of `suffix` for each token that matches")
@@ -51,7 +58,8 @@ class DraftConfig:
         if (self.method in MODEL_METHODS) != (self.model is not None):
             needs = "name the drafting model" if self.model is None else f"leave out model={self.model!r}"
             raise ConfigError(f"speculative_config: method={self.method} needs a change: {needs}.")
-        self._whole("num_speculative_tokens", 1, MOST_DRAFTS)
+        if self.num_speculative_tokens is not None:
+            self._whole("num_speculative_tokens", 1, MOST_DRAFTS)
         self._whole("prompt_lookup_min", 1, _LONGEST)
         self._whole("prompt_lookup_max", self.prompt_lookup_min, _LONGEST)
         self._whole("suffix_decoding_max_cached_requests", 0, 1_000_000)
@@ -62,6 +70,16 @@ class DraftConfig:
             )
         self._number("suffix_decoding_max_spec_factor", MOST_DRAFTS)
         self._number("suffix_decoding_min_token_prob", 1)
+
+    @property
+    def most_drafts(self) -> int:
+        return self.num_speculative_tokens or _USUAL_DRAFTS
+
+    def on(self, device: str) -> DraftConfig:
+        """Return the configuration with a number of drafts that suits the device, unless one was given."""
+        if self.num_speculative_tokens is None and device == "cpu" and self.method not in MODEL_METHODS:
+            return replace(self, num_speculative_tokens=_CPU_DRAFTS)
+        return self
 
     def _number(self, name: str, most: int) -> None:
         value = getattr(self, name)

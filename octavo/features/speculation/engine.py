@@ -68,7 +68,7 @@ class SpeculationEngine(EngineHook):
     admits_for_good = True
 
     def __init__(self, config: DraftConfig, clock: Callable[[], float] = perf_counter) -> None:
-        self.max_drafts = config.num_speculative_tokens
+        self.max_drafts = config.most_drafts
         self.writes_ahead = config.method in MODEL_METHODS
         self._adaptive = config.adaptive
         self._clock = clock
@@ -218,4 +218,4 @@ def build_engine(context: FeatureContext) -> SpeculationEngine | None:
         )
     if config.method in MODEL_METHODS:
         check_vocabulary(draft_files(config, context), context)
-    return SpeculationEngine(config)
+    return SpeculationEngine(config.on(context.device))
