@@ -125,19 +125,24 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafts", action="store_true", help="also an engine of each format that drafts (method auto)")
     parser.add_argument("--output", type=Path, default=RESULTS / "cpu_workloads.json")
     args = parser.parse_args()
 
     result: dict[str, Any] = {"benchmark": "cpu_workloads", **describe(), "threads": args.threads}
     result["limits"] = limits(args.threads)
     print(json.dumps(result["limits"]), flush=True)
+    settings: dict[str, dict[str, Any]] = {name: dict(FORMATS[name]) for name in args.formats}
+    if args.drafts:
+        drafting = {"speculative_config": {"method": "auto"}}
+        settings |= {f"{name}, drafts": settings[name] | drafting for name in args.formats}
     engines = {
-        name: LLM(args.model, threads=args.threads, kv_cache_memory_bytes=1 << 30, **FORMATS[name])
-        for name in args.formats
+        name: LLM(args.model, threads=args.threads, kv_cache_memory_bytes=1 << 30, **own)
+        for name, own in settings.items()
     }
     result["weights_mb"] = {name: round(llm.info.memory["weights"] / 1e6, 1) for name, llm in engines.items()}
     requests = Requests(args.seed, next(iter(engines.values())).info.vocab_size)
-    runs: dict[str, dict[str, list[float]]] = {w: {f: [] for f in args.formats} for w in args.workloads}
+    runs: dict[str, dict[str, list[float]]] = {w: {name: [] for name in engines} for w in args.workloads}
     for _ in range(args.rounds):
         for workload in args.workloads:
             for name, llm in engines.items():
