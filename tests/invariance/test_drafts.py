@@ -10,11 +10,14 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 from chi_square import chi_square
+from msgspec import structs
+from torch import Tensor
 from toy_drafter import DrafterEngine, DrafterWorker, News, check_same, news_of, runner_of, with_drafter
 from toy_engine import GPU, device_of, drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, VOCAB, model_files
@@ -24,8 +27,10 @@ from octavo.build import build_core
 from octavo.core.errors import ConfigError
 from octavo.core.output import FinishReason
 from octavo.core.params import SamplingParams
+from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
+from octavo.schedule.request import Request
 
 FEATURES: dict[str, dict[str, Any]] = {
     "overlap": {"async_scheduling": True},
@@ -98,6 +103,55 @@ def test_drafts_change_nothing(names: tuple[str, ...], monkeypatch: pytest.Monke
     assert drafter.rejected > 50
     if "preemption" in names and "small batches" not in names:
         assert loop.stats().num_preemptions > 0
+    loop.close()
+
+
+class LateEngine(DrafterEngine):
+    """Has a payload for sampling, which comes after a native program has drawn the tokens."""
+
+    opt_in = False
+
+    def before_sample(self, plan: StepPlan, rows: Sequence[Request]) -> Any:
+        return [] if any(plan.num_drafts) else None
+
+
+class LateWorker(DrafterWorker):
+    rows = 0
+
+    def apply(self, logits: Tensor, slots: Sequence[int], payload: Any) -> Mapping[int, str]:
+        assert len(logits) == len(slots)
+        self.rows += len(slots)
+        return {}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("names", [(), ("depth 2",), ("preemption",)], ids=lambda names: " + ".join(names))
+def test_without_reports_a_replay_draws_and_verifies(
+    names: tuple[str, ...], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with log-probabilities, which most steps above have, keep a step out of the CPU's replay.
+
+    Where a hook changes logits later, what the replay has drawn is taken back.
+    """
+    settings: dict[str, Any] = {}
+    for name in names:
+        settings |= FEATURES[name]
+    device = device_of(settings)
+    silent = [
+        structs.replace(one, params=structs.replace(one.params, logprobs=None, prompt_logprobs=None))
+        for one in requests()
+    ]
+    drafter = LateEngine() if late else DrafterEngine()
+    worker = (LateWorker if late else DrafterWorker)(texts(device), VOCAB)
+    with_drafter(monkeypatch, drafter, worker)
+    loop = engine(**settings)
+    found = {key: (tokens, end) for key, (tokens, _, _, end) in news_of(list(drive(loop, silent))).items()}
+    assert found == {key: (tokens, end) for key, (tokens, _, _, end) in truth(device).items()}
+    assert drafter.accepted > 50
+    assert drafter.rejected > 50
+    assert runner_of(loop).replay.count > 20
+    if isinstance(worker, LateWorker):
+        assert worker.rows > 100
     loop.close()
 
 
