@@ -138,7 +138,7 @@ class Server:
         command = [sys.executable, "-m", "octavo.cli.main", "serve", str(args.model), "--load-format", "dummy"]
         command += ["--served-model-name", "base", "--port", str(self.port), "--max-model-len", str(args.max_model_len)]
         command += ["--lora-dir", str(adapters.folder), "--max-lora-rank", str(max(*adapters.ranks, 16))]
-        command += ["--server-dev-mode", *args.serve_args]
+        command += ["--server-dev-mode", "--skip-tokenizer-init", *args.serve_args]
         began = time.perf_counter()
         self.process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
         while not self._ready():

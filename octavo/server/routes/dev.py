@@ -55,7 +55,8 @@ def _settings(ctx: ServerContext) -> dict[str, Any]:
     server = dataclasses.asdict(ctx.config)
     for name in _SECRETS:
         server[name] = "(hidden)" if server[name] else server[name]
-    return {"server": server, "model": msgspec.to_builtins(ctx.frontend.info)}
+    model = msgspec.msgpack.decode(msgspec.msgpack.encode(ctx.frontend.info))  # features' parts of it are encoded
+    return {"server": server, "model": model}
 
 
 def _environment() -> dict[str, str]:

@@ -261,11 +261,12 @@ def test_routes_for_development_are_there_only_then(house: House) -> None:
     paths = {"/server_info": "GET", "/is_sleeping": "GET", "/reset_prefix_cache": "POST", "/sleep": "POST"}
     assert {ask_now(house.app, path, method=method).status for path, method in paths.items()} == {404}
     secret = ServerConfig(server_dev_mode=True, api_keys=("k3y",))
-    dev = make_house(saying("hi"), secret)
+    dev = make_house(saying("hi"), secret, feature_info={"toy": msgspec.Raw(msgspec.msgpack.encode([7]))})
     key = {"authorization": "Bearer k3y"}
     assert get_now(dev.app, "/server_info").status == 401
     told = get_now(dev.app, "/server_info?config_format=json", headers=key)
     assert told.json()["vllm_config"]["server"]["port"] == 8000
+    assert told.json()["vllm_config"]["model"]["feature_info"] == {"toy": [7]}
     assert b"k3y" not in told.body + get_now(dev.app, "/server_info", headers=key).body
     assert isinstance(get_now(dev.app, "/server_info", headers=key).json()["vllm_config"], str)
     assert get_now(dev.app, "/server_info?config_format=xml", headers=key).status == 400
