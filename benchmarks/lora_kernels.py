@@ -1,11 +1,12 @@
 """Kernels of low-rank adapters on one GPU, alone and among the products of a decoder of Llama 3.1 8B's shape.
 
-    python benchmarks/lora_kernels.py [--rows 1 8 64 256] [--adapters 1 8 64] [--sweep] [--output FILE]
+    python benchmarks/lora_kernels.py [--rows 1 8 64 256] [--adapters 1 8 64] [--timeline] [--kernels] [--sweep]
 
 Adapters of one rank on all linear layers, in blocks of a KV cache, random weights. `layers` times all products of a
 decoding step with their norms and gates, recorded as a CUDA graph, without attention and head: without adapters, with
-adapters that no row uses, and with rows spread over some adapters. `kernels` times each kernel alone, and how many
-bytes of weights it reads a second.
+adapters that no row uses, and with rows spread over some adapters, in several forms of the additions. `timeline` lists
+the launches of one layer among the others. `kernels` times each kernel alone, and how many bytes of weights it reads a
+second.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import argparse
 import itertools
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,7 @@ class World:
         self.rows = Assigned(1024, count, link_of(DEVICE))
         self.rank = rank
 
-    def deltas(self, beside: torch.cuda.Stream | None = None) -> list[dict[str, LowRankDelta]]:
+    def deltas(self) -> list[dict[str, LowRankDelta]]:
         return [
             {
                 name: LowRankDelta(
@@ -89,7 +91,6 @@ class World:
                     layer * len(PARTS) + i,
                     self.max_rank,
                     self.rows,
-                    beside,
                 )
                 for i, name in enumerate(PARTS)
             }
@@ -178,30 +179,38 @@ def micros(graph: torch.cuda.CUDAGraph, rounds: int = 5, calls: int = 3) -> floa
 
 
 @contextmanager
-def shaped(shape: Shape | None) -> Iterator[None]:
-    """Launch in this shape; None for the module's own choice."""
-    own = gpu.shape_of
-    if shape is not None:
-        gpu.shape_of = lambda rows, inputs: shape
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes to other values."""
+    own = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        gpu.shape_of = own
+        for name, value in own.items():
+            setattr(owner, name, value)
 
 
-@contextmanager
-def row_formed(shrinks: int, ahead: int, *, early: bool) -> Iterator[None]:
-    """Multiply single rows in this form."""
-    own = gpu.row_form
+def forms_of(rows: int) -> dict[str, AbstractContextManager[None]]:
+    """Return forms of the additions by name, each with what enters it."""
+    if rows == 1:
+        return {"own": nullcontext()}
+    shapes = [
+        Shape(1, 64, 64, 4, 4, 128),
+        Shape(2, 64, 64, 8, 4, 128),
+        Shape(4, 64, 64, 8, 4, 128),
+        Shape(2, 64, 64, 4, 8, 256),
+        Shape(2, 64, 64, 4, 4, 256),
+        Shape(2, 64, 64, 4, 2, 64),
+        Shape(2, 64, 32, 4, 4, 128),
+    ]
+    return {"own": nullcontext()} | {
+        f"{_tuple(shape)}": replaced(gpu, shape_of=partial(_fixed, shape)) for shape in shapes
+    }
 
-    def chosen(*args: Any, **kwargs: Any) -> gpu.RowForm:
-        return gpu.RowForm(own(*args, **kwargs).plan._replace(ahead=ahead), shrinks, early)
 
-    gpu.row_form = chosen
-    try:
-        yield
-    finally:
-        gpu.row_form = own
+def _fixed(shape: Shape, rows: int, inputs: int) -> Shape:
+    return shape
 
 
 def set_deltas(layers: list[Layer], deltas: list[dict[str, LowRankDelta]] | None) -> None:
@@ -211,35 +220,71 @@ def set_deltas(layers: list[Layer], deltas: list[dict[str, LowRankDelta]] | None
 
 
 def measure_layers(layers: list[Layer], world: World, rows: int, adapters: list[int]) -> dict[str, Any]:
-    """Microseconds of all layers: alone, and with deltas, for rows of 0 to some adapters."""
+    """Microseconds of all layers: alone, and in each form with deltas, for rows of 0 to some adapters."""
     x = torch.randn(rows, WIDTH, dtype=DTYPE, device=DEVICE)
     run = partial(forward, layers, x)
     set_deltas(layers, None)
     base = graph_of(run)
     found: dict[str, Any] = {"base": round(micros(base), 1)}
-    for name, beside in (("one stream", None), ("two streams", torch.cuda.Stream())):
+    for name, form in forms_of(rows).items():
         world.assign(rows, 1)
-        set_deltas(layers, world.deltas(beside))
-        try:
+        set_deltas(layers, world.deltas())
+        with form:
             graph = graph_of(run)
-        except RuntimeError as error:
-            print(f"{name}: {error}", flush=True)
-            continue
         found[name] = {}
         for count in [0, *(count for count in adapters if count <= rows)]:
             world.assign(rows, count)
             found[name][count] = round(micros(graph), 1)
-    if rows == 1:
-        found["forms"] = {}
-        for shrinks, early, ahead in itertools.product((64, 192), (False, True), (0, 512, 2048)):
-            with row_formed(shrinks, ahead, early=early):
-                set_deltas(layers, world.deltas())
-                graph = graph_of(run)
-            world.assign(1, 1)
-            found["forms"][f"{shrinks} {'early' if early else 'late'} {ahead}"] = round(micros(graph), 1)
-        set_deltas(layers, None)
+        print(rows, name, found[name], flush=True)
+    set_deltas(layers, None)
     found["base again"] = round(micros(base), 1)
     return found
+
+
+def compile_layers(layers: list[Layer], world: World, rows: list[int]) -> float:
+    """Compile the kernels of all forms in parallel; return the seconds."""
+    began = time.perf_counter()
+    ahead = Ahead(target_of(DEVICE))
+    with ahead.collecting():
+        for count in rows:
+            x = torch.empty(count, WIDTH, dtype=DTYPE, device=DEVICE)
+            for form in forms_of(count).values():
+                set_deltas(layers[:1], world.deltas())
+                with form:
+                    forward(layers[:1], x)
+            set_deltas(layers[:1], None)
+            forward(layers[:1], x)
+    ahead.wait()
+    return round(time.perf_counter() - began, 1)
+
+
+def timeline(layers: list[Layer], world: World, rows: int, adapters: int) -> list[Any]:
+    """Launches of one layer in the middle: start and duration in microseconds, stream, programs, name."""
+    x = torch.randn(rows, WIDTH, dtype=DTYPE, device=DEVICE)
+    world.assign(rows, adapters)
+    set_deltas(layers, None if adapters == 0 else world.deltas())
+    graph = graph_of(partial(forward, layers, x))
+    graph.replay()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kernels = sorted((one for one in events if one.get("cat") == "kernel"), key=lambda one: one["ts"])
+    each = -(-len(kernels) // LAYERS)
+    some = kernels[each * 16 : each * 17 + 1]
+    return [
+        [
+            round(one["ts"] - some[0]["ts"], 1),
+            round(one["dur"], 1),
+            one["args"].get("stream"),
+            one["args"].get("grid"),
+            one["name"][:48],
+        ]
+        for one in some
+    ]
 
 
 def measure_kernels(
@@ -283,16 +328,14 @@ def _tuple(shape: Shape) -> tuple[int, ...]:
 
 def sweep_shapes() -> dict[str, list[Shape]]:
     """Shapes in which one kernel differs at a time."""
-    plain = Shape(2, 64, 32, 2, 3, 4)
+    plain = Shape(2, 64, 64, 4, 4, 128)
     shrinks = [
-        Shape(split, slots, 32, warps, stages, 4)
-        for split, slots, (warps, stages) in itertools.product(
-            (1, 2, 4, 8), (32, 64), ((1, 1), (2, 1), (2, 3), (4, 1), (4, 3))
-        )
+        Shape(split, slots, 64, warps, 4, 128)
+        for split, slots, warps in itertools.product((1, 2, 4, 8), (32, 64), (1, 2, 4, 8))
     ]
     expands = [
-        Shape(split, 64, slots, 2, 3, warps)
-        for split, slots, warps in itertools.product((2, 4), (16, 32, 64), (2, 4, 8))
+        Shape(2, 64, slots, 4, warps, columns)
+        for slots, warps, columns in itertools.product((16, 32, 64), (2, 4, 8), (64, 128, 256))
     ]
     return {"shrink": [plain, *shrinks], "expand": [plain, *expands]}
 
@@ -328,6 +371,8 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--max-rank", type=int, default=64)
+    parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="each kernel alone")
     parser.add_argument("--sweep", action="store_true", help="each kernel in many shapes, with the most rows")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -343,10 +388,14 @@ def main() -> None:
 
     with torch.inference_mode():
         layers = build_layers(args.rows)
+        note("compile_s", compile_layers(layers, world, args.rows))
         for rows in sorted(args.rows, reverse=True):
             note(f"layers, {rows} rows", measure_layers(layers, world, rows, args.adapters))
+        for rows, count in itertools.product(args.rows, args.adapters) if args.timeline else ():
+            if count <= rows:
+                note(f"timeline, {rows} rows, {count} adapters", timeline(layers, world, rows, count))
         own = {kind: [gpu.shape_of(max(args.rows), WIDTH)] for kind in ("shrink", "expand")}
-        for rows in args.rows:
+        for rows in args.rows if args.kernels else ():
             note(f"kernels, {rows} rows", fastest(measure_kernels(world, rows, args.adapters, own), 0))
         if args.sweep:
             shapes = sweep_shapes()

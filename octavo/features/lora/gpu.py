@@ -1,4 +1,4 @@
-"""`LowRankDelta`: the additions of adapters on a GPU, two launches beside each product."""
+"""`LowRankDelta`: the additions of adapters on a GPU, in two launches beside each product."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from torch import Tensor
 from octavo.features.lora.layout import Target
 from octavo.features.lora.tables import TILE_ROWS, Assigned, Tables, most_tiles
 from octavo.features.lora.triton_expand import expand_kernel, gate_kernel
-from octavo.features.lora.triton_row import adapted_row_kernel, row_shrink_kernel
+from octavo.features.lora.triton_row import adapted_row_kernel, row_addition_kernel
 from octavo.features.lora.triton_shrink import shrink_kernel
 from octavo.nn.delta import Addition, Delta
-from octavo.nn.ops.few_rows import RowPlan, row_plan
+from octavo.nn.ops.few_rows import row_plan
 from octavo.nn.ops.triton_overlap import overlap
 
 MAX_PARTS = 3
 _RANKS = 16
 """Ranks that a program multiplies at once, the least that the matrix units take."""
+_ROW_COLUMNS = 512
+"""Outputs of a program that multiplies a single row by an adapter's matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,41 +34,20 @@ class Shape:
         shrinks: programs side by side that multiply tiles of rows with A; each takes every so-manieth tile.
         expands: likewise for B.
         shrink_warps, expand_warps: warps of a program.
+        columns: most outputs of a program that multiplies with B.
     """
 
     split: int
     shrinks: int
     expands: int
     shrink_warps: int
-    shrink_stages: int
     expand_warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowForm:
-    """How a single row is multiplied.
-
-    Attributes:
-        plan: of the product with the matrix.
-        shrinks: programs that multiply with A.
-        early: read B before the matrix.
-    """
-
-    plan: RowPlan
-    shrinks: int
-    early: bool
-
-
-def row_form(inputs: int, *, gated: bool, normed: bool, device: torch.device) -> RowForm:
-    """Return the fastest measured form."""
-    plan = row_plan(inputs, gated=gated, normed=normed, device=device)
-    # Triton's interpreter runs programs in sequence.
-    return RowForm(plan, 192 if device.type == "cuda" else 3, early=False)
+    columns: int
 
 
 def shape_of(rows: int, inputs: int) -> Shape:
     """Return the fastest measured shape of launches for so many rows and inputs."""
-    return Shape(2 if inputs <= 8192 else 4, 64, 32, 2, 3, 4)
+    return Shape(2, 64, 64, 4, 4, 128)
 
 
 class LowRankDelta(Delta):
@@ -86,14 +67,12 @@ class LowRankDelta(Delta):
         index: int,
         max_rank: int,
         rows: Assigned,
-        beside: torch.cuda.Stream | None = None,
     ) -> None:
         """
         Args:
             pool: [slices, blocks, elements of a slice], the KV cache in the adapters' dtype.
             index: of the target in `tables`.
             max_rank: the largest rank of a part.
-            beside: multiply with A on this stream, beside the product.
         """
         if len(target.parts) > MAX_PARTS:
             raise AssertionError(f"{target.path} has {len(target.parts)} parts; the kernels take {MAX_PARTS}")
@@ -116,18 +95,12 @@ class LowRankDelta(Delta):
             "BLOCK_M": TILE_ROWS,
             "BLOCK_R": _RANKS,
         }
-        self._sums = torch.empty(self._ranks, dtype=torch.float32, device=pool.device)
-        self._overlap = overlap(pool.device) if beside is None else {"OVERLAPS": False}
-        self._beside = beside
+        self._row = torch.empty(sum(self._sizes), dtype=torch.float32, device=pool.device)
+        self._overlap = overlap(pool.device)
 
     def begin(self, x: Tensor) -> Addition:
         shape = self.shape(x.shape[0])
-        if self._beside is None:
-            return Shrunk(self, self.shrink(x, shape), shape)
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
-            value = self.shrink(x, shape)
-        return Shrunk(self, value, shape, self._beside)
+        return Shrunk(self, self.shrink(x, shape), shape)
 
     def fused(
         self,
@@ -143,53 +116,52 @@ class LowRankDelta(Delta):
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         out = torch.empty(1, outputs, dtype=dtype or weight.dtype, device=x.device) if add_to is None else add_to
         scale, eps = norm if norm is not None else (x, 0.0)
-        form = row_form(self._inputs, gated=gated, normed=norm is not None, device=x.device)
-        fixed = {name: value for name, value in self._fixed.items() if name not in ("RANKS", "BLOCK_M", "BLOCK_R")}
-        fixed |= overlap(x.device)
-        tables = self._pool, self._tables.blocks, self._meta, self.rows.adapter, self._sums
-        row_shrink_kernel[(min(form.shrinks, self._ranks),)](
-            x,
-            scale,
-            *tables,
-            eps,
-            self._pool.shape[1],
-            K=self._inputs,
-            PARTS=len(self._sizes),
-            WIDE=max(1, min(2048, triton.next_power_of_2(self._inputs)) // self._tile),
-            NORMED=norm is not None,
-            **fixed,
-        )
-        sizes = [*self._sizes, 0, 0]
-        plan = form.plan
+        plan = row_plan(self._inputs, gated=gated, normed=norm is not None, device=x.device)
+        self._add_row(x, scale, eps, normed=norm is not None)
         adapted_row_kernel[(triton.cdiv(outputs, plan.block_n),)](
             x,
             scale,
             weight,
             x if bias is None else bias,
             out,
+            self._row,
             out,
-            *tables,
             eps,
-            self._pool.shape[1],
             N=outputs,
             K=self._inputs,
-            SIZE_0=sizes[0],
-            SIZE_1=sizes[1],
-            SIZE_2=sizes[2],
-            PARTS=len(self._sizes),
             BLOCK_N=plan.block_n,
             BLOCK_K=plan.block_k,
-            BLOCK_R=_RANKS,
             NORMED=norm is not None,
             GATED=gated,
             BIASED=bias is not None,
             ADDED=add_to is not None,
-            AHEAD=plan.ahead,
-            EARLY=form.early,
             num_warps=plan.warps,
-            **fixed,
+            **self._overlap,
         )
         return out
+
+    def _add_row(self, x: Tensor, scale: Tensor, eps: float, *, normed: bool) -> None:
+        """Compute the addition to one row, in `_row`."""
+        tables = self._pool, self._tables.blocks, self._meta, self.rows.adapter
+        fixed = {name: value for name, value in self._fixed.items() if name not in ("RANKS", "BLOCK_M", "BLOCK_R")}
+        fixed |= {"K": self._inputs, "PARTS": len(self._sizes), "NORMED": normed} | self._overlap
+        sizes = [*self._sizes, 0, 0]
+        row_addition_kernel[(sum(triton.cdiv(size, _ROW_COLUMNS) for size in self._sizes),)](
+            x,
+            scale,
+            *tables,
+            self._row,
+            eps,
+            self._pool.shape[1],
+            SIZE_0=sizes[0],
+            SIZE_1=sizes[1],
+            SIZE_2=sizes[2],
+            BLOCK_R=_RANKS,
+            BLOCK_K=1024,
+            WIDE=_ROW_COLUMNS,
+            num_warps=8,
+            **fixed,
+        )
 
     def shrink(self, x: Tensor, shape: Shape) -> Tensor:
         """Return x [T, in] times A, by a row's place in `Assigned.order`: [splits, T, ranks] float32."""
@@ -210,7 +182,6 @@ class LowRankDelta(Delta):
             PARTS=parts,
             SPLIT=split,
             num_warps=shape.shrink_warps,
-            num_stages=shape.shrink_stages,
             **self._fixed,
             **self._overlap,
         )
@@ -222,7 +193,8 @@ class LowRankDelta(Delta):
         if not count:
             return
         slots = min(shape.expands, most_tiles(count, self._tables.max_adapters))
-        columns = sum(triton.cdiv(size, self._tile) for size in self._sizes)
+        width = min(self._tile, shape.columns)
+        columns = sum(triton.cdiv(size, width) for size in self._sizes)
         sizes = [*self._sizes, 0, 0]
         expand_kernel[(columns, slots)](
             shrunk,
@@ -234,6 +206,7 @@ class LowRankDelta(Delta):
             SIZE_2=sizes[2],
             PARTS=len(self._sizes),
             SPLITS=splits,
+            COLUMNS=width,
             num_warps=shape.expand_warps,
             **self._fixed,
             **self._overlap,
@@ -247,7 +220,8 @@ class LowRankDelta(Delta):
         if not count:
             return out
         slots = min(shape.expands, most_tiles(count, self._tables.max_adapters))
-        gate_kernel[(triton.cdiv(size, self._tile), slots + triton.cdiv(count, TILE_ROWS))](
+        width = min(self._tile, shape.columns)
+        gate_kernel[(triton.cdiv(size, width), slots + triton.cdiv(count, TILE_ROWS))](
             shrunk,
             *self._addresses(),
             self.rows.adapter,
@@ -255,19 +229,15 @@ class LowRankDelta(Delta):
             out,
             *self._counts(count),
             count,
+            slots,
             SIZE=size,
             SPLITS=splits,
-            SLOTS=slots,
+            COLUMNS=width,
             num_warps=shape.expand_warps,
             **self._fixed,
             **self._overlap,
         )
         return out
-
-    @property
-    def gates(self) -> bool:
-        """Whether the parts can be a gate and its operand."""
-        return len(self._sizes) == 2 and self._sizes[0] == self._sizes[1]
 
     def shape(self, rows: int) -> Shape:
         """Return the shape of launches for so many rows."""
@@ -284,22 +254,13 @@ class LowRankDelta(Delta):
 class Shrunk(Addition):
     """An input times A."""
 
-    def __init__(
-        self, delta: LowRankDelta, value: Tensor, shape: Shape, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def __init__(self, delta: LowRankDelta, value: Tensor, shape: Shape) -> None:
         self._delta = delta
         self._value = value
         self._shape = shape
-        self._stream = stream
 
     def add_to(self, y: Tensor) -> None:
-        self._join()
         self._delta.expand(self._value, y, self._shape)
 
     def gated(self, y: Tensor) -> Tensor:
-        self._join()
         return self._delta.gate(self._value, y, self._shape)
-
-    def _join(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
