@@ -136,10 +136,19 @@ class _Matcher:
         self._targets = targets
         self._max_rank = max_rank
         self._base = base
-        names = {target.name(j): (i, j) for i, target in enumerate(targets) for j in range(len(target.parts))}
+        self._places: dict[str, list[Place]] = {}
+        """Module of the checkpoint, or of the model -> the projections that it holds."""
+        self._name: dict[Place, str] = {}
+        self._outputs: dict[Place, int] = {}
+        for i, target in enumerate(targets):
+            for j, part in enumerate(target.parts):
+                stored = target.stored(j)
+                self._name[i, j], self._outputs[i, j] = stored.name, stored.outputs(part.outputs)
+                for name in {stored.name, target.name(j)}:
+                    self._places.setdefault(name, []).append((i, j))
         # Adapters of a model without a head lack the first part of the path.
-        self._places = {name.removeprefix("model."): place for name, place in names.items()} | names
-        self._name = {place: name for name, place in names.items()}
+        short = {name.partition(".")[2]: places for name, places in self._places.items() if "." in name}
+        self._places = short | self._places
 
     def find(self, names: Iterable[str], config: PeftConfig) -> dict[Place, dict[str, str]]:
         """Return what a file of PEFT has for each projection: role -> name of the tensor."""
@@ -159,12 +168,23 @@ class _Matcher:
 
     def placed(self, found: Mapping[str, dict[str, str]]) -> dict[Place, dict[str, str]]:
         """Return the same by place in the model."""
+        if not found:
+            raise ModelFileError(f"{self._path} has no tensors of an adapter.")
+        places: dict[Place, dict[str, str]] = {}
         for module, roles in found.items():
             if module not in self._places:
                 raise self._unknown(next(iter(roles.values())))
-        if not found:
-            raise ModelFileError(f"{self._path} has no tensors of an adapter.")
-        return {self._places[module]: roles for module, roles in found.items()}
+            for place in self._places[module]:
+                if place in places:
+                    raise ModelFileError(
+                        f"{self._path}: {module} and {self._name[place]} are the same weights of the model. Save the "
+                        "adapter for one of them."
+                    )
+                places[place] = roles
+                if module.endswith(self._targets[place[0]].name(place[1]).removeprefix("model.")):
+                    self._name[place] = module
+                    self._outputs[place] = self._targets[place[0]].parts[place[1]].outputs
+        return places
 
     def checked(
         self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
@@ -179,6 +199,7 @@ class _Matcher:
     ) -> Piece:
         target, name = self._targets[place[0]], self._name[place]
         part = target.parts[place[1]]
+        outputs = self._outputs[place]
         if WHOLE in roles:
             return self._saved(place, roles, shapes)
         if A not in roles or B not in roles:
@@ -188,8 +209,8 @@ class _Matcher:
         rank = a[0] if len(a) == 2 else 0
         if len(a) != 2 or a[1] != part.inputs:
             raise self._misfit(roles[A], a, f"[rank, {part.inputs}]")
-        if b != (part.outputs, rank):
-            raise self._misfit(roles[B], b, f"[{part.outputs}, {rank}]")
+        if b != (outputs, rank):
+            raise self._misfit(roles[B], b, f"[{outputs}, {rank}]")
         if not 0 < rank <= self._max_rank:
             raise ModelFileError(
                 f"{self._path}: {name} has rank {rank}; this engine takes 1 to {self._max_rank}. Start it with "
@@ -212,8 +233,8 @@ class _Matcher:
             raise ModelFileError(
                 f"{self._path}: {name} is an embedding with magnitudes (use_dora), which Octavo lacks."
             )
-        if gain and math.prod(shapes[roles[MAGNITUDE]]) != part.outputs:
-            raise self._misfit(roles[MAGNITUDE], shapes[roles[MAGNITUDE]], f"[{part.outputs}]")
+        if gain and math.prod(shapes[roles[MAGNITUDE]]) != outputs:
+            raise self._misfit(roles[MAGNITUDE], shapes[roles[MAGNITUDE]], f"[{outputs}]")
         return Piece(*place, rank=rank, scale=config.scale(name, rank), gain=gain)
 
     def _saved(self, place: Place, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Piece:
@@ -254,7 +275,14 @@ class _Matcher:
         return f"The adapter was made for another base model{stated} than the one served."
 
     def _unknown(self, name: str) -> ModelFileError:
-        return ModelFileError(f"{self._path}: tensor {name} belongs to no layer of the model. {self._other_base}")
+        if "experts" in name.split("."):
+            return ModelFileError(
+                f"{self._path}: tensor {name} belongs to experts, for which Octavo takes no adapters. Merge the "
+                "adapter into its base model, or train one without experts among its target_modules."
+            )
+        return ModelFileError(
+            f"{self._path}: tensor {name} belongs to no layer of the model that adapters can change. {self._other_base}"
+        )
 
     def _misfit(self, name: str, shape: Sequence[int], expected: str) -> ModelFileError:
         return ModelFileError(

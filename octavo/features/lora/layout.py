@@ -38,13 +38,32 @@ _MIN_TILE = 16
 _GAIN_BYTES = 4
 
 
+class StoredPart(msgspec.Struct, frozen=True):
+    """The module of the checkpoint that holds a projection; adapters are trained on it, and have its name.
+
+    Attributes:
+        name: its full path.
+        begin, end, run: its outputs [begin, end) of each `run` are those of the projection; run 0 for all.
+    """
+
+    name: str
+    begin: int = 0
+    end: int = 0
+    run: int = 0
+
+    def outputs(self, own: int) -> int:
+        """Return the outputs of the module, of which the projection has `own`."""
+        return own // (self.end - self.begin) * self.run if self.run else own
+
+
 class TargetPart(msgspec.Struct, frozen=True):
-    """One projection of a target, as checkpoints name it.
+    """One projection of a target, as the model names it.
 
     Attributes:
         name: last part of its path; "" if the target's path is the whole.
         inputs, outputs: features of the whole projection. An embedding's inputs are the token ids.
         own_inputs, own_outputs: those of one rank.
+        stored: where the checkpoint has it; None if it has the same name and rows there.
     """
 
     name: str
@@ -52,13 +71,14 @@ class TargetPart(msgspec.Struct, frozen=True):
     outputs: int
     own_inputs: int
     own_outputs: int
+    stored: StoredPart | None = None
 
 
 class Target(msgspec.Struct, frozen=True):
     """A layer that adapters can change: projections of the same input, computed in one product.
 
     Attributes:
-        path: its place in the model, in the checkpoint's names; a part's full name is `path.name`.
+        path: its place in the model; a part's full name is `path.name`.
         embedding: it maps token ids to vectors.
         head: it maps the states of the tokens that get logits.
         late: it comes after the last attention and computes only the chosen tokens of a step, if some are chosen
@@ -72,8 +92,12 @@ class Target(msgspec.Struct, frozen=True):
     late: bool = False
 
     def name(self, part: int) -> str:
-        """Return a part's full name, in the checkpoint's names."""
+        """Return a part's full name, in the model's names."""
         return ".".join(filter(None, (self.path, self.parts[part].name)))
+
+    def stored(self, part: int) -> StoredPart:
+        """Return where the checkpoint has a part."""
+        return self.parts[part].stored or StoredPart(self.name(part))
 
 
 class Piece(msgspec.Struct, frozen=True):

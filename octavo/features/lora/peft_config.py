@@ -25,7 +25,6 @@ _REFUSED = {
     "use_qalora": "its inputs are pooled (QA-LoRA)",
     "use_bdlora": "its matrices are block-diagonal (BD-LoRA)",
     "lora_bias": "its matrices have biases",
-    "fan_in_fan_out": "its matrices are transposed",
     "arrow_config": "it routes between adapters (Arrow)",
     "kasa_config": "it changes the base weights (KaSA)",
     "monteclora_config": "its weights are random (MonteCLoRA)",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from octavo.core.errors import ModelFileError
 from octavo.features.lora.checks import MAGNITUDE, WHOLE, A, AdapterFile, B, read_adapter
-from octavo.features.lora.layout import Geometry, Layout, Piece, Span, layout
+from octavo.features.lora.layout import Geometry, Layout, Piece, Span, TargetPart, layout
 from octavo.features.lora.payload import Reading
 from octavo.features.lora.targets import Targets
 from octavo.hub.gguf_file import read_gguf
@@ -45,12 +47,14 @@ class Reader:
     Attributes:
         dtype: of the elements in pages.
         gains: computes the gains of adapters with magnitudes.
+        threads: that copy, where the processor has nothing else to compute.
     """
 
     targets: Targets
     geometry: Geometry
     dtype: torch.dtype
     gains: Gains
+    threads: int = 1
 
     @torch.inference_mode()
     def read(self, reading: Reading) -> tuple[Layout, Tensor]:
@@ -68,12 +72,25 @@ class Reader:
             if file.manifest != source.manifest:
                 raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
             tensors = _open(file.weights)
+            jobs = []
             for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True):
                 place = piece.target, piece.part
-                self._fill(room, placed.spans[place], filled[place], piece, roles, file, tensors, source.weight)
+                span, first = placed.spans[place], filled[place]
+                jobs.append(partial(self._fill, room, span, first, piece, roles, file, tensors, source.weight))
                 filled[place] += piece.rank
+            self._run(jobs)
         return placed, room.view(placed.num_blocks, geometry.block_bytes)
 
+    def _run(self, jobs: list[Callable[[], None]]) -> None:
+        if self.threads == 1:
+            for job in jobs:
+                job()
+            return
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="octavo-adapter") as pool:
+            for ended in [pool.submit(job) for job in jobs]:
+                ended.result()
+
+    @torch.inference_mode()
     def _fill(
         self,
         room: Tensor,
@@ -96,12 +113,12 @@ class Reader:
         a, b = tensors(roles[A]), tensors(roles[B])
         if file.pairs:
             a, b = self._as_stored_by_peft(piece, a, b)
-        b = _in_order(b, order)
+        part = target.parts[piece.part]
+        b = _in_order(_selected(b, part), order)
         if piece.gain:
-            made = self.gains(piece, a, b, _in_order(tensors(roles[MAGNITUDE]).flatten(), order))
+            made = self.gains(piece, a, b, _in_order(_selected(tensors(roles[MAGNITUDE]).flatten(), part), order))
             self._rows(room, span.gain, 1, len(made), torch.float32).copy_(made)
         a, b = _cut(a, None, cut.inputs), _cut(b, cut.outputs, None)
-        part = target.parts[piece.part]
         inputs, outputs = self.geometry.row_tiles(part.own_inputs), self.geometry.row_tiles(part.own_outputs)
         into = self._rows(room, span.a + first * inputs, piece.rank, part.own_inputs, self.dtype)
         _store(a, into)
@@ -156,6 +173,14 @@ def _small(matrix: Tensor) -> Iterator[Tensor]:
     rows = max(1, _ALONE // matrix.shape[1])
     for part in matrix.split(rows):
         yield from part.split(_ALONE, dim=1)
+
+
+def _selected(outputs: Tensor, part: TargetPart) -> Tensor:
+    """Return a projection's rows of the matrix for the module that holds it; see `StoredPart`."""
+    stored = part.stored
+    if stored is None or not stored.run or len(outputs) == part.outputs:
+        return outputs
+    return outputs.unflatten(0, (-1, stored.run))[:, stored.begin : stored.end].flatten(0, 1)
 
 
 def _in_order(outputs: Tensor, order: tuple[int, ...] | None) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 from torch import nn
 
-from octavo.features.lora.layout import Target, TargetPart
+from octavo.features.lora.layout import StoredPart, Target, TargetPart
 from octavo.models.decoder import DecoderLayer
-from octavo.models.load.arranged import rotated_order
+from octavo.models.load.arranged import rotated_order, stored_module
 from octavo.models.spec import DecoderSpec
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.linear import Linear, Projection
@@ -36,13 +37,14 @@ class Targets:
     def of(cls, model: nn.Module) -> Targets:
         """Return the targets of a model, in the order of its modules."""
         late = _after_mixer(model)
+        spec = getattr(model, "spec", None)
         found = [
-            (_target(layer, head=layer is getattr(model, "head", None), late=layer in late), layer)
+            (_stored(_target(layer, head=layer is getattr(model, "head", None), late=layer in late), spec), layer)
             for layer in model.modules()
             if isinstance(layer, Linear | TiedHead | Embedding)
         ]
         targets, layers = zip(*found, strict=True) if found else ((), ())
-        orders = tuple(_orders(target, getattr(model, "spec", None)) for target in targets)
+        orders = tuple(_orders(target, spec) for target in targets)
         return cls(targets, layers, tuple(_cuts(layer) for layer in layers), orders)
 
 
@@ -71,6 +73,18 @@ def _target(layer: Layer, *, head: bool, late: bool) -> Target:
         for part, cut in zip(layer.parts, layer.cuts, strict=True)
     ]
     return Target(layer.path, tuple(parts), head=head, late=late)
+
+
+def _stored(target: Target, spec: object) -> Target:
+    """Return the target, with the modules of the checkpoint where they differ from its parts."""
+    if not isinstance(spec, DecoderSpec):
+        return target
+    parts = []
+    for i, part in enumerate(target.parts):
+        name, rows = stored_module(target.name(i), spec)
+        same = name == target.name(i) and not rows[2]
+        parts.append(part if same else msgspec.structs.replace(part, stored=StoredPart(name, *rows)))
+    return msgspec.structs.replace(target, parts=tuple(parts))
 
 
 def _cuts(layer: Layer) -> tuple[Cut, ...]:

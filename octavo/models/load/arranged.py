@@ -156,6 +156,22 @@ def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> I
             )
 
 
+def stored_module(name: str, spec: DecoderSpec) -> tuple[str, tuple[int, int, int]]:
+    """Return where a checkpoint has a module of the decoder: the name there, and which of the rows there are the
+    module's, [begin, end) of each run; a run of 0 for all."""
+    stored = spec.stored
+    below = name.removeprefix(f"{ROOT}.")
+    numbers, pattern = _NUMBER.findall(f".{below}."), _NUMBER.sub("{}", f".{below}.")[1:-1]
+    root = "" if below.startswith(_OUTSIDE) or not stored.root else f"{stored.root}."
+    for rule in stored.modules:
+        if pattern in rule.names:
+            i = rule.names.index(pattern)
+            begin = sum(rule.sizes[:i])
+            rows = (begin, begin + rule.sizes[i], sum(rule.sizes)) if rule.sizes else (0, 0, 0)
+            return root + rule.name.format(*numbers), rows
+    return root + below, (0, 0, 0)
+
+
 def _entries(name: str, layer: str, stack: StoredStack, shape: Sequence[int]) -> Iterator[tuple[str, _Selection]]:
     """Yield the tensors of each expert of a stack of this shape."""
     parts = len(stack.names)

@@ -16,7 +16,7 @@ from tiny_adapters import PREFIX, save_adapter
 
 from octavo.core.errors import ModelFileError
 from octavo.features.lora.checks import WHOLE, read_adapter
-from octavo.features.lora.layout import Piece, Target, TargetPart
+from octavo.features.lora.layout import Piece, StoredPart, Target, TargetPart
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -95,7 +95,6 @@ def test_the_base_of_an_embedding_is_no_saved_module(tmp_path: Path) -> None:
     [
         ("peft_type", "LOHA", "peft_type is 'LOHA'"),
         ("bias", "all", "bias is 'all'"),
-        ("fan_in_fan_out", True, "fan_in_fan_out is set"),
         ("layer_replication", [[0, 1]], "layer_replication is set"),
         ("alora_invocation_tokens", [3], "activated LoRA"),
         ("trainable_token_indices", [3], "trainable_token_indices is set"),
@@ -208,3 +207,43 @@ def test_gguf_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         read_adapter(written("adapter", "blk.9.attn_q.weight.lora_a"), TARGETS, 64)
     with pytest.raises(ModelFileError, match=r"adapter\.lora\.alpha is None"):
         read_adapter(written("adapter", "blk.0.attn_q.weight.lora_b", None), TARGETS, 64)
+
+
+def fused_targets() -> tuple[Target, ...]:
+    """Queries, keys and values that a checkpoint has as one module."""
+    sizes = (32, 16, 16)
+    ends = (32, 48, 64)
+    stored = [
+        StoredPart("model.layers.0.self_attn.qkv_proj", end - n, end, 64) for n, end in zip(sizes, ends, strict=True)
+    ]
+    names = zip("qkv", sizes, stored, strict=True)
+    parts = tuple(TargetPart(f"{name}_proj", 32, size, 32, size, one) for name, size, one in names)
+    return (Target("model.layers.0.self_attn", parts),)
+
+
+def fused_adapter(folder: Path, module: str, rows: int) -> Path:
+    path = f"base_model.model.model.layers.0.self_attn.{module}"
+    tensors = {f"{path}.lora_A.weight": torch.zeros(4, 32), f"{path}.lora_B.weight": torch.zeros(rows, 4)}
+    folder.mkdir(exist_ok=True)
+    before = load_file(folder / "adapter_model.safetensors") if (folder / "adapter_model.safetensors").exists() else {}
+    save_file(before | tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4}))
+    return folder
+
+
+def test_a_module_that_holds_several_projections(tmp_path: Path) -> None:
+    found = read_adapter(fused_adapter(tmp_path, "qkv_proj", 64), fused_targets(), 64)
+    assert [(piece.part, piece.rank) for piece in found.manifest.pieces] == [(0, 4), (1, 4), (2, 4)]
+    with pytest.raises(ModelFileError, match=r"lora_B.weight has shape \[60, 4\]; the served model makes it \[64, 4\]"):
+        read_adapter(fused_adapter(tmp_path, "qkv_proj", 60), fused_targets(), 64)
+
+
+def test_a_projection_twice_is_refused(tmp_path: Path) -> None:
+    fused_adapter(tmp_path, "qkv_proj", 64)
+    with pytest.raises(ModelFileError, match=r"are the same weights of the model"):
+        read_adapter(fused_adapter(tmp_path, "k_proj", 16), fused_targets(), 64)
+
+
+def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"belongs to experts, for which Octavo takes no adapters"):
+        read_adapter(fused_adapter(tmp_path, "experts.3.down_proj", 32), fused_targets(), 64)

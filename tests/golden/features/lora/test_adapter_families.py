@@ -1,0 +1,82 @@
+"""Adapters of every linear layer of Transformers' own model, under its names, for all families: the logits are those of
+the merged weights. Fused layers (qkv_proj, query_key_value, c_attn, gate_up_proj) have one pair of matrices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_kit import load
+from safetensors.torch import save_file
+from tiny import FAMILIES, make_checkpoint, model_files, reference_of
+from tiny_adapters import PREFIX
+from tiny_families import DENSE, MOE
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from octavo.features.lora.payload import LoraStep
+
+STRENGTH = 0.3
+_FAST = ("falcon", "glm", "gpt-neox", "gpt2", "phi3")
+"""Families whose checkpoints fuse projections, each in its own way."""
+_OTHERS = ("x_proj", "dt_proj", "router", "kv_b_proj")
+"""Layers whose weights only a kernel reads in some families, so that PEFT can't change them; and routers and what
+latent attention absorbs, which Octavo's adapters can't."""
+
+
+def linears(theirs: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    found = {}
+    for name, module in theirs.named_modules():
+        head = module is theirs.get_output_embeddings()
+        if isinstance(module, torch.nn.Linear | Conv1D) and not head and not name.endswith(_OTHERS):
+            found[name] = module
+    return found
+
+
+def adapt(theirs: torch.nn.Module, folder: Path, *, rank: int, seed: int, **settings: Any) -> Path:
+    """Write an adapter of all linear layers, and merge it into the model."""
+    folder.mkdir()
+    made = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, module in linears(theirs).items():
+        weight = module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
+        a = torch.randn(rank, weight.shape[1], generator=made) / weight.shape[1] ** 0.5
+        b = torch.randn(weight.shape[0], rank, generator=made) * STRENGTH / rank**0.5
+        tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = a, b
+        found = weight + b @ a
+        if settings.get("use_dora"):
+            gain = torch.rand(weight.shape[0], generator=made) + 0.5
+            tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = gain
+            found *= (gain / found.norm(dim=1))[:, None]
+        weight.copy_(found)
+    targets = sorted({name.rpartition(".")[2] for name in linears(theirs)})
+    stated = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(stated | settings))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["additions", "magnitudes"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow)
+        for name in sorted({**FAMILIES, **DENSE, **MOE})
+    ],
+)
+def test_logits_are_those_of_merged_weights(family: str, use_dora: bool, tmp_path: Path) -> None:
+    theirs = make_checkpoint(family, tmp_path)
+    files = model_files(tmp_path)
+    adapted = load(files, reference_of(files))
+    with torch.no_grad():
+        adapter = adapt(theirs, tmp_path / "adapter", rank=6, seed=1, use_dora=use_dora)
+        prompt = torch.randint(1, 199, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+        expected = theirs(torch.tensor([prompt]), use_cache=False).logits[0]
+    payload = adapted.enter(adapter)
+    row = adapted.runner.row(prompt, len(prompt))
+    step = LoraStep(payload.entries, [0], payload.general)
+    found = adapted.step([row], [len(prompt)], step, all_logits=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
