@@ -79,6 +79,7 @@ class LoraWorker(WorkerHook):
         self._attached: weakref.ref[Model] | None = None
         self._selected: Hashable | None = None
         self._native: Dtype | None = None
+        self._compiled = False
 
     # The model
 
@@ -131,6 +132,12 @@ class LoraWorker(WorkerHook):
         self._batch = Batch(max(max_rows, max_tokens), self._max_adapters, device)
         self._uids.clear()
         self._make_deltas()
+        build = self._site.build
+        if build.device.type == "cuda" and not self._compiled:
+            from octavo.features.lora.ahead import compile_ahead  # needs triton, which machines without a GPU may lack
+
+            compile_ahead(self._deltas[LOW_RANK], build.dtype, build.device)
+            self._compiled = True
         return {}
 
     def detach(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,8 +14,14 @@ pytest.importorskip("triton")
 
 from adapters_in_blocks import World
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
+from octavo.features.lora import ahead
 from octavo.features.lora.gpu import LowRankDelta
+from octavo.nn.build import Build
+from octavo.nn.quant.base import everywhere
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.shard import COL, ROW
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -154,3 +161,31 @@ def test_one_row_in_one_launch(case: str, extras: Sequence[str], dtype: torch.dt
         assert "add" not in extras or got is target
         assert got.dtype == (torch.float32 if "wide" in extras else dtype)
         assert off(got, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(GPU, reason="the stand-in of the compiler replaces the interpreter's launches")
+def test_what_layers_launch_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+
+    class Collector:
+        def __init__(self, target: object) -> None:
+            pass
+
+        @contextmanager
+        def collecting(self) -> Iterator[None]:
+            with monkeypatch.context() as patched:
+                patched.setattr(InterpretedFunction, "run", lambda self, *_, **__: launched.append(self.fn.__name__))
+                yield
+
+        def wait(self) -> int:
+            return len(launched)
+
+    monkeypatch.setattr(ahead, "Ahead", Collector)
+    monkeypatch.setattr(ahead, "target_of", lambda device: None)
+    _, delta = world("two halves", torch.float16, 1)
+    build = Build(torch.float16, DEVICE, None, everywhere(Unquantized, torch.float16, DEVICE))
+    up = build.linear("gate", "up", inputs=130, outputs=(150, 150), shard=COL, gates=True)
+    down = build.linear("down", inputs=130, outputs=300, shard=ROW)
+    ahead.compile_ahead([(up, delta), (down, delta)], torch.float16, DEVICE)
+    row = ["row_addition_kernel", "adapted_row_kernel"]
+    assert launched == ["shrink_kernel", "gate_kernel", *row, "shrink_kernel", "expand_kernel", *row]

@@ -1,0 +1,57 @@
+"""Compile the kernels of additions in parallel, before steps are recorded, which would compile one after the other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+import torch
+
+from octavo.device.ahead import Ahead, target_of
+from octavo.nn.delta import Delta
+from octavo.nn.linear import Linear, Projection
+from octavo.nn.shard import ROW
+
+log = logging.getLogger(__name__)
+
+_ROWS = 2
+"""Rows that are not computed by the kernels for one row; their number makes no other difference."""
+
+
+@torch.inference_mode()
+def compile_ahead(layers: Iterable[tuple[Projection, Delta]], dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what layers launch in steps of one and of several rows, for each shape once.
+
+    Kernels missing here are compiled at their first launch, so the forms need not be complete.
+    """
+    began = time.perf_counter()
+    ahead = Ahead(target_of(device))
+    one = torch.empty(16, dtype=dtype, device=device)
+    with ahead.collecting():
+        for layer, delta in layers:
+            if isinstance(layer, Linear):
+                _launch(layer, delta, one)
+    log.info("compiled or loaded %d kernels of adapters in %.1f s", ahead.wait(), time.perf_counter() - began)
+
+
+def _launch(layer: Linear, delta: Delta, one: torch.Tensor) -> None:
+    inputs = layer.parts[0].in_features if (own := layer.cuts[0].inputs) is None else len(own)
+    outputs = sum(layer.sizes)
+    gated = layer.gates and layer.activation == "silu"
+
+    def empty(*shape: int) -> torch.Tensor:
+        return one[:1].expand(shape)  # of the right size, without memory
+
+    addition = delta.begin(empty(_ROWS, inputs))
+    if gated:
+        addition.gated(empty(_ROWS, outputs))
+    else:
+        addition.add_to(empty(_ROWS, outputs))
+    if delta.fused_rows:
+        bias = empty(outputs) if layer.has_bias else None
+        if layer.shard is ROW:
+            delta.fused(empty(1, inputs), empty(outputs, inputs), bias=bias, add_to=empty(1, outputs))
+        else:
+            norm = empty(inputs), 1e-5
+            delta.fused(empty(1, inputs), empty(outputs, inputs), bias=bias, norm=norm, gated=gated)
