@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +215,71 @@ def test_loading_in_place_and_unloading_under_load(server: Server, client: opena
         '"code":404}}',
     )
     assert post("/v1/load_lora_adapter", lora_name="x", lora_path="/nowhere")[0] in (400, 404)
+
+
+def test_a_name_that_is_loaded_twice_at_once(server: Server, client: openai.OpenAI, files: Files) -> None:
+    """One of them wins, the others get the 400, and the name means the winner's files in all processes."""
+    names = ["red", "blue", "green", NEW] * 2
+
+    def load(name: str) -> int:
+        body = {"lora_name": "twice", "lora_path": str(files.adapters[name])}
+        return server.http.post("/v1/load_lora_adapter", json=body).status_code
+
+    statuses = together(load, names)
+    assert sorted(statuses) == [200] + [400] * 7
+    winner = names[statuses.index(200)]
+    assert together(lambda _: tokens(client, "twice"), range(4)) == [files.told[winner]] * 4
+    assert server.http.post("/v1/unload_lora_adapter", json={"lora_name": "twice"}).status_code == 200
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.slow)])
+def test_loads_and_unloads_leave_nothing_behind(
+    count: int, server: Server, client: openai.OpenAI, files: Files
+) -> None:
+    """Each under another name, beside streams of the base and of another adapter."""
+    pids = [server.process.pid, *server.children()]
+    ended = threading.Event()
+
+    def load(number: int) -> None:
+        name, path = f"brief-{number}", files.adapters[("red", "blue", NEW)[number % 3]]
+        body = {"lora_name": name, "lora_path": str(path)}
+        assert server.http.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert tokens(client, name) == files.told[("red", "blue", NEW)[number % 3]]
+        assert server.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+
+    def stream(name: str) -> None:
+        while not ended.is_set():
+            assert streamed(client, name) == files.told[name]
+
+    def state() -> tuple[list[int], float, float]:
+        opened = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
+        places = server.metric("octavo:lora_adapters", place="host"), server.metric("octavo:lora_blocks")
+        return opened, *places
+
+    with ThreadPoolExecutor(2) as streams:
+        running = [streams.submit(stream, name) for name in ("smollm2", "blue")]
+        try:
+            for number in range(count // 10):
+                load(number)
+            before, memory = state(), [_resident(pid) for pid in pids]
+            for number in range(count // 10, count):
+                load(number)
+            grown = [now - then for now, then in zip(map(_resident, pids), memory, strict=True)]
+        finally:
+            ended.set()
+        for one in running:
+            one.result()
+    # The engine's numbers are those of its last step.
+    wait_until(lambda: all(now <= then for now, then in zip(state()[1:], before[1:], strict=True)), "no more adapters")
+    opened = state()[0]
+    assert max(now - then for now, then in zip(opened, before[0], strict=True)) <= 4, "connections come and go"
+    assert max(grown) < 64 << 20
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process's memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_wrong_paths_end_the_start(files: Files) -> None:
