@@ -24,6 +24,10 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.features.lora.payload import NAME
 from octavo.features.lora.requests import Part, encode
+from octavo.models.load import open_checkpoint
+from octavo.models.save.folder import quantize
+from octavo.models.save.rounding import ROUNDINGS
+from octavo.nn.weights import TensorSpec
 
 RANKS = {"a": 4, "b": 8, "c": 16}
 MAGNITUDES = "d"
@@ -127,6 +131,42 @@ def test_tokens_are_those_of_merged_weights(kind: str, model: Path, adapters: di
     if kind == "one adapter at a time":
         assert stats["lora_evictions"][""] > 2
     loop.close()
+
+
+@pytest.mark.parametrize("form", ["w4a16", "w8a16", "fp8"])
+def test_quantized_bases(form: str, tmp_path: Path) -> None:
+    """The addition is not quantized: tokens are those of the dequantized weights with the adapter merged in."""
+    make_checkpoint("quantized", tmp_path / "base")
+    quantize(model_files(tmp_path / "base"), ROUNDINGS[form], tmp_path / "rounded", dtype=torch.float32)
+    rounded = open_checkpoint(model_files(tmp_path / "rounded"))
+    config = msgspec.json.decode((tmp_path / "base" / "config.json").read_bytes())
+    adapter = save_adapter(tmp_path / "adapter", config, seed=1, rank=6)
+    weights = {
+        name: rounded.tensor(name, TensorSpec(tuple(one.shape), torch.float32)).float().clone()
+        for name, one in load_file(tmp_path / "base" / "model.safetensors").items()
+    }
+    (tmp_path / "merged").mkdir()
+    save_file(merged(weights, adapter), tmp_path / "merged" / "model.safetensors")
+    (tmp_path / "merged" / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
+    found = {}
+    for name, modules, parts in (("rounded", {"a": adapter}, (("a", 1.0),)), ("merged", {}, ())):
+        loop = engine(tmp_path / name, modules, dtype="float32")
+        found[name] = tokens_of(drive(loop, [asking("x", 2, *parts)]))
+        loop.close()
+    assert found["rounded"] == found["merged"]
+
+
+def test_keys_and_values_in_int8(model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    """The model's form of the adapters' rows is not that of the cache."""
+    (tmp_path / "merged").mkdir()
+    save_file(merged(load_file(model / "model.safetensors"), adapters["b"]), tmp_path / "merged" / "model.safetensors")
+    (tmp_path / "merged" / "config.json").write_bytes((model / "config.json").read_bytes())
+    settings = {"attention_backend": "native", "kv_cache_dtype": "int8"}
+    adapted, plain = engine(model, adapters, **settings), engine(tmp_path / "merged", {}, **settings)
+    found = tokens_of(drive(adapted, [asking("x", 2, ("b", 1.0)), asking("y", 1, ("c", 1.0)), asking("z", 3)]))
+    assert found["x", 0] == tokens_of(drive(plain, [asking("x", 2)]))["x", 0]
+    adapted.close()
+    plain.close()
 
 
 def test_a_sleep_and_new_weights_bring_adapters_back(model: Path, adapters: dict[str, Path], expected: Any) -> None:
