@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +81,7 @@ class Reader:
             self._run(jobs)
         return placed, room.view(placed.num_blocks, geometry.block_bytes)
 
-    def _run(self, jobs: list[Callable[[], None]]) -> None:
+    def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
         if self.threads == 1:
             for job in jobs:
                 job()
@@ -180,7 +180,8 @@ def _selected(outputs: Tensor, part: TargetPart) -> Tensor:
     stored = part.stored
     if stored is None or not stored.run or len(outputs) == part.outputs:
         return outputs
-    return outputs.unflatten(0, (-1, stored.run))[:, stored.begin : stored.end].flatten(0, 1)
+    runs: Tensor = outputs.unflatten(0, (-1, stored.run))
+    return runs[:, stored.begin : stored.end].flatten(0, 1)
 
 
 def _in_order(outputs: Tensor, order: tuple[int, ...] | None) -> Tensor:
