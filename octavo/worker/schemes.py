@@ -17,6 +17,9 @@ from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.weights import Keep, fused
 
+_PACKED = ("auto-round", "awq", "gptq")
+"""Methods whose matrices are all integers."""
+
 if TYPE_CHECKING:
     from octavo.nn.quant.online import Online
 
@@ -80,6 +83,15 @@ def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online 
             f"--quantization {wanted}: the weights are quantized already, by {stored}. Leave the flag out."
         )
     return ONLINE[wanted]
+
+
+def needed_bytes(wanted: int, config: ModelConfig, files: ModelFiles, device: Device) -> int:
+    """Return at most how many bytes the weights will take, of `wanted` bytes without quantization.
+
+    Packed integers take no more than twice their bytes on disk: those of 2 and 3 bits get 4.
+    """
+    packs = device.resident and config.dtype == "auto" and method_name(files) in _PACKED
+    return min(wanted, 2 * files.weight_bytes) if packs and files.weight_bytes else wanted
 
 
 def method_name(files: ModelFiles) -> str | None:

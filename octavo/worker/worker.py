@@ -54,7 +54,7 @@ from octavo.worker.parts import NoReplay, Replay, Sampler
 from octavo.worker.relay import NO_RELAY, Relay, relay_of
 from octavo.worker.runner import Runner
 from octavo.worker.samplers import NativeSampler, TorchSampler
-from octavo.worker.schemes import online_of, schemes_of
+from octavo.worker.schemes import needed_bytes, online_of, schemes_of
 from octavo.worker.slots import HostSlots
 
 if TYPE_CHECKING:
@@ -224,7 +224,8 @@ class Worker:
         if all(isinstance(layer, StateCache) for layer in layers):
             self._state_bytes = states.largest(layers)
         states.check(layers, self.block_size, self._block_bytes)
-        self.device.check_fits(wanted_bytes(model), self.files.weight_bytes, self._utilization)
+        needed = needed_bytes(wanted_bytes(model), self.config, self.files, self.device)
+        self.device.check_fits(needed, self.files.weight_bytes, self._utilization)
         self._compile_ahead(model)
 
     def _groups_of(self, layers: Sequence[CachedLayer]) -> tuple[CacheGroup, ...]:

@@ -68,7 +68,7 @@ def parts(x: Tensor, matrix: Matrix) -> Tensor | None:
     if not 0 < rows <= (FEW_WORDS if isinstance(matrix, Words) else FEW_LEFT):
         return None
     if isinstance(matrix, Words):
-        divided = words.rows_plan(matrix, rows, x.device)
+        divided = words.rows_plan(matrix, x)
         return words.rows_product(words.in_order(x, matrix), matrix, divided, torch.float32)
     return floats.rows_product(x.contiguous(), matrix, floats.rows_plan(matrix, rows, x.device), torch.float32)
 

@@ -45,7 +45,7 @@ class Words:
 
 def product(x: Tensor, words: Words, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x [M, K] @ W^T + bias: [M, N], rounded once to `dtype`; x in the matrix's order of inputs."""
-    plan = rows_plan(words, x.shape[0], x.device)
+    plan = rows_plan(words, x)
     if plan.parts == 1 and bias is None:
         return rows_product(x, words, plan, dtype)[0]
     return sum_parts(rows_product(x, words, plan, torch.float32), bias, dtype)
@@ -145,15 +145,16 @@ _PROGRAMS = 400
 """Programs of a product that keep an H200 busy."""
 
 
-def rows_plan(words: Words, rows: int, device: torch.device) -> RowsPlan:
-    """Return how programs divide a product, as measured on an H200: enough of them to read at full speed."""
-    blocks = words.codes.shape[1]
-    if device.type != "cuda":
+def rows_plan(words: Words, x: Tensor) -> RowsPlan:
+    """Return how programs divide the product with x [M, K], as measured on an H200: enough of them to read at full
+    speed."""
+    rows, blocks = x.shape[0], words.codes.shape[1]
+    if not x.is_cuda:
         return RowsPlan(16 if rows <= 16 else 64, 128, 2 if blocks > 1 else 1, 1, 1)
-    if rows > _SMALL:
+    if rows > _SMALL and x.dtype.itemsize == 2:
         block_m, block_n, warps, stages = 128, 128, 8, 2
     else:
-        block_m, block_n, warps, stages = max(16, triton.next_power_of_2(rows)), 64, 4, 3
+        block_m, block_n, warps, stages = min(_SMALL, max(16, triton.next_power_of_2(rows))), 64, 4, 3
     programs = triton.cdiv(words.outputs, block_n) * triton.cdiv(rows, block_m)
     wanted = min(_MOST_PARTS, _PROGRAMS * 64 // block_n // programs, blocks // 2)
     parts = 1 << max(0, wanted.bit_length() - 1)
