@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from machine import describe
 from torch import Tensor
@@ -30,6 +31,7 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.features.speculation.config import DraftConfig
 from octavo.features.speculation.engine import SpeculationEngine
+from octavo.features.speculation.payload import NAME, SpeculationOption
 from octavo.hub.files import ModelFiles
 from octavo.worker.drafts import Drafting, Drafts
 from octavo.worker.hooks import WorkerHook
@@ -78,14 +80,16 @@ def engine(way: str, drafts: int, most: int, *, adaptive: bool) -> EngineLoop:
     return loop
 
 
-def measure(loop: EngineLoop, streams: int, tokens: int) -> dict[str, Any]:
+def measure(loop: EngineLoop, streams: int, tokens: int, *, drafts: bool) -> dict[str, Any]:
     """Decode `streams` requests at once; the clock starts when all prompts are computed."""
     rng = random.Random(streams)
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
     loop.forget_past()
     for number in range(streams):
         prompt = [rng.randrange(1000, 100_000) for _ in range(128)]
-        loop.add(GenerateRequest(id=f"{time.perf_counter()}-{number}", tokens=prompt, params=params))
+        options = {NAME: msgspec.Raw(msgspec.msgpack.encode(SpeculationOption(num_prompt=len(prompt))))}
+        name = f"{time.perf_counter()}-{number}"
+        loop.add(GenerateRequest(id=name, tokens=prompt, params=params, options=options if drafts else {}))
     begun: set[str] = set()
     made, began, steps = 0, 0.0, 0
     while loop.busy:
@@ -119,7 +123,7 @@ def main() -> None:
         found = report["ways"][way] = {}
         for streams in args.streams:
             for _ in range(2):
-                found[streams] = measure(loop, streams, args.tokens)
+                found[streams] = measure(loop, streams, args.tokens, drafts=way != "plain")
             if "plain" in report["ways"]:
                 found[streams]["times"] = round(found[streams]["tok_s"] / report["ways"]["plain"][streams]["tok_s"], 3)
             print(way, streams, json.dumps(found[streams]), flush=True)

@@ -25,6 +25,7 @@ from octavo.nn.shard import COL, NONE
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream, StreamOutput
+from octavo.nn.taps import Taps
 
 
 class DecoderLayer(nn.Module):
@@ -108,6 +109,7 @@ class CausalLM(nn.Module):
         device: of its weights.
         attention_layers: in layer order.
         layer_range: the layers that it has, of those of `spec`.
+        taps: keeps states of chosen layers; None keeps none.
         recordable: whether steps can be recorded in graphs: no layer passes data between host and device.
         cached_layers: these, those with latent attention and the recurrent layers' states, in layer order; the worker
             binds each one's `cache`.
@@ -151,6 +153,7 @@ class CausalLM(nn.Module):
             )
         )
         self.score = ScoreHead(b.device, spec.hidden_size, spec.num_labels) if spec.num_labels else None
+        self.taps: Taps | None = None
         self.recordable = all(getattr(m, "recordable", True) for m in self.modules())
         self.entry: Tensor | None = None
         self.layer_range = range(spec.num_layers)
@@ -199,10 +202,15 @@ class CausalLM(nn.Module):
 
         Reads and writes the KV caches. Does not modify x.
         """
-        stream, last = Stream(self._entering(x, step)), len(self.layers) - 1
+        stream, last, taps = Stream(self._entering(x, step)), len(self.layers) - 1, self.taps
         for i, layer in enumerate(self.layers):
+            if taps is not None and i in taps.places:
+                taps.keep(i, stream.total())
             layer(stream, step, step.hidden_rows if i == last else None)
-        return stream.total()
+        hidden = stream.total()
+        if taps is not None and taps.last:
+            taps.keep(last + 1, hidden)
+        return hidden
 
     def _entering(self, x: Tensor, step: StepInput) -> Tensor:
         """Return the first layer's input for embeddings x: with learned positions, and normalized, if the model is."""
@@ -233,6 +241,7 @@ class CausalLM(nn.Module):
         attended = b.scratch("attended", self.spec.num_heads * self.spec.head_dim * 4)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
+            b.mark(f"layer {i}")
             layer.emit(b, self.embedding.dtype, attended if i < len(self.layers) - 1 else ATTENDED)
         b.mark("head")
         cap, scale = self.spec.logit_cap, self.spec.multipliers.logits

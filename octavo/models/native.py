@@ -24,6 +24,7 @@ from octavo.nn.linear import Projection
 from octavo.nn.quant.packed import NAMES
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.step import StepInput
+from octavo.nn.taps import Taps
 
 
 def reason_against(spec: DecoderSpec) -> str | None:
@@ -51,6 +52,7 @@ class _CompiledProgram:
         layers_from: the first operation after the look-up of embeddings.
         rest_from: the first operation after the last layer's attention, from where tokens are independent.
         head_from, end: the operations of the final norm and the head.
+        layers: the first operation of each layer.
     """
 
     program: Program
@@ -59,6 +61,7 @@ class _CompiledProgram:
     rest_from: int
     head_from: int
     end: int
+    layers: list[int]
 
 
 class NativeDecoder:
@@ -68,6 +71,7 @@ class NativeDecoder:
     Attributes:
         source: the model whose layers emit the programs.
         attention_layers: the model's layers; the worker binds each one's `cache`, and may bind another later.
+        taps: keeps states of chosen layers; None keeps none.
         adoptions: number of times the weights were replaced; each replacement invalidates laid-out batches.
     """
 
@@ -81,6 +85,7 @@ class NativeDecoder:
         self.spec = model.spec
         self.attention_layers = model.attention_layers
         self.adoptions = 0
+        self.taps: Taps | None = None
         self.source = model
         self._pool = pool
         self._activation_dtype, self._planes = activation_dtype, PLANES[activation_dtype]
@@ -137,15 +142,28 @@ class NativeDecoder:
         compiled, rows = self._program, step.hidden_rows
         if self._attended.shape[0] < hidden.shape[0]:
             self._attended = torch.empty(hidden.shape[0], self._query_width)
+        begin = self._run_taps(compiled, step.attn, hidden)
         if rows is None:
-            self._run(compiled.layers_from, compiled.head_from, step.attn, hidden)
+            self._run(begin, compiled.head_from, step.attn, hidden)
             return hidden
-        self._run(compiled.layers_from, compiled.rest_from, step.attn, hidden)
+        self._run(begin, compiled.rest_from, step.attn, hidden)
         hidden = hidden[rows]
         if len(rows):
             self._attended[: len(rows)] = self._attended[rows]
             self._run(compiled.rest_from, compiled.head_from, StepArgs(tokens=len(rows), of_logits=1), hidden)
         return hidden
+
+    def _run_taps(self, compiled: _CompiledProgram, batch: StepArgs, hidden: Tensor) -> int:
+        """Run the layers up to the last place of `taps`, and keep the states there; return the next operation."""
+        begin, taps = compiled.layers_from, self.taps
+        if taps is None:
+            return begin
+        for place in taps.places:
+            end = compiled.layers[place] if place < len(compiled.layers) else compiled.head_from
+            self._run(begin, end, batch, hidden)
+            taps.keep(place, hidden)
+            begin = end
+        return begin
 
     def final(self, hidden: Tensor) -> Tensor:
         """Apply the final norm: [S, hidden_size] to the same shape, float32."""
@@ -259,4 +277,6 @@ class NativeDecoder:
         program = Program(self._pool, b.ops, b.widths, b.kept)
         if self._spans is not None:
             program.watch(self._spans)
-        return _CompiledProgram(program, caches, b.marks["layers"], b.marks["rest"], b.marks["head"], len(b.ops))
+        layers = [b.marks[f"layer {i}"] for i in range(len(self.source.layers))]
+        marks = (b.marks["layers"], b.marks["rest"], b.marks["head"], len(b.ops))
+        return _CompiledProgram(program, caches, *marks, layers)

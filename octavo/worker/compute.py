@@ -30,4 +30,10 @@ def compute(
     x = model.embed(step)
     if fed and payload is not None:
         hooks.embed(x, payload)
-    return model.forward(x, step)
+    taps, rows = getattr(model, "taps", None), step.hidden_rows
+    if rows is None or taps is None or not taps.last:
+        return model.forward(x, step)
+    step.hidden_rows = None  # the last layer's states are kept of all tokens
+    hidden = model.forward(x, step)
+    step.hidden_rows = rows
+    return hidden.index_select(0, rows)

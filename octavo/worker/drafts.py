@@ -63,16 +63,16 @@ class Following:
         index: [D] int64, the slots.
         length: [D] int64, number of known tokens.
         tokens: [D, W] integers, the last W known tokens; if there are fewer, the first one is repeated in front.
-        counts: [D] int64, how many of the known tokens are not computed, at least 1.
+        counts: [D] int64, how many of the known tokens are not computed; None leaves what is computed as it is.
         most_length, least_length: [D] int64 on the host, bounds of `length`.
-        most_counts: [D] int64 on the host, equal to `counts`.
+        most_counts: [D] int64 on the host, equal to `counts`, if there are any.
     """
 
     slots: Sequence[int]
     index: Tensor
     length: Tensor
     tokens: Tensor
-    counts: Tensor
+    counts: Tensor | None
     most_length: Ints
     least_length: Ints
     most_counts: Ints
@@ -84,7 +84,8 @@ class Following:
         places = (self.length[:, None] - width + order).clamp_(min=0)
         tokens[self.index[:, None], places] = self.tokens.to(tokens.dtype)
         length[self.index] = self.length.to(length.dtype)
-        computed[self.index] = (self.length - self.counts).to(computed.dtype)
+        if self.counts is not None:
+            computed[self.index] = (self.length - self.counts).to(computed.dtype)
 
 
 @dataclass(frozen=True, slots=True)

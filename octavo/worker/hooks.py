@@ -94,7 +94,7 @@ class WorkerHook:
     `apply` only makes its sampling unrecorded.
 
     Order of calls in a step: `add`, `lay_out`, `variant`, `select`, `embed`, `after_forward`, `allowed`, `apply`,
-    `propose`, `after_sample`.
+    `drawn`, `propose`, `after_sample`.
     """
 
     name: str = ""
@@ -188,6 +188,14 @@ class WorkerHook:
         """
         return {}
 
+    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor) -> None:
+        """Follow a plan's tokens, which were drawn and appended. Must not wait for the device.
+
+        Args:
+            tokens: [slots, max_model_len], the tokens of each slot, on the device; not to be changed.
+            length: [slots], number of known tokens, likewise.
+        """
+
     def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
         """Return tokens that may follow those just drawn; None leaves it to the next hook, or to none.
 
@@ -243,6 +251,8 @@ class Hooks:
         self._reading = _with_own(hooks, "after_forward")
         self._allowing = _with_own(hooks, "allowed")
         self._changing = _with_own(hooks, "apply")
+        self.drawing = _with_own(hooks, "drawn")
+        """The hooks that follow the tokens drawn."""
         self._proposing = _with_own(hooks, "propose")
         self._following = _with_own(hooks, "after_sample")
         self.tiers = {hook.name: hook for hook in _with_own(hooks, "load")}
@@ -331,6 +341,10 @@ class Hooks:
         for hook in _concerned(self._changing, payload):
             failed.update(hook.apply(logits, slots, payload[hook.name]))
         return failed
+
+    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor) -> None:
+        for hook in self.drawing:
+            hook.drawn(plan, tokens, length)
 
     def propose(self, drafting: Drafting, payload: Mapping[str, Any]) -> Drafts | None:
         """The drafts of the first hook that proposes some."""

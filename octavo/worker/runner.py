@@ -106,11 +106,12 @@ class Runner:
         if plan.copies:
             self._blocks.copy(plan.copies)
 
-    def run(self, plan: StepPlan) -> None:
+    def run(self, plan: StepPlan) -> Step:
         """Compute a plan for the tokens that it leaves in the slots; its result is not read."""
         step = self.forward(plan)
         self.sample(step, {})
         step.retired = True
+        return step
 
     def _move(self, plan: StepPlan) -> None:
         """Begin the plan's transfers."""
@@ -171,6 +172,9 @@ class Runner:
             return
         if step.drawn is None or payload:
             self._sample(step, payload)
+        if self.hooks.drawing and step.plan.slots:
+            with torch.inference_mode():
+                self.hooks.drawn(step.plan, *self.slots.known())
         if step.plan.proposals:
             self._propose(step, payload)
 

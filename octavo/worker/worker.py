@@ -164,7 +164,7 @@ class Worker:
     def load(self) -> None:
         """Build the model and pull its weights."""
         device = self.device.torch_device
-        loaded = self.read(self._open(), device, self._before_weights)
+        loaded = self.read(self.checkpoint(), device, self._before_weights)
         self.model, self._stored_scales, self.weight_version = loaded.model, loaded.scales, self.files_version
         model, report = loaded.source, loaded.report
         self.weight_bytes = report.nbytes
@@ -393,9 +393,10 @@ class Worker:
     def _reopen(self) -> Checkpoint:
         if self.weight_version != self.files_version:
             raise UnsupportedError("The model's weights were received as tensors, so no file has them.")
-        return self._open()
+        return self.checkpoint()
 
-    def _open(self) -> Checkpoint:
+    def checkpoint(self) -> Checkpoint:
+        """Open the files of the weights."""
         return open_checkpoint(self.files, self.load_format, self.config.seed, self.device.torch_device.type)
 
     def _compile_ahead(self, model: LayeredModel) -> None:

@@ -7,10 +7,12 @@ from typing import Any, Literal, get_args
 
 from octavo.core.errors import ConfigError
 
-Method = Literal["auto", "ngram", "suffix", "draft_model"]
+Method = Literal["auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa"]
 METHODS: tuple[str, ...] = get_args(Method)
-MODEL_METHODS = ("draft_model",)
-"""Those in which a model drafts."""
+HEAD_METHODS = ("eagle", "eagle3", "mtp")
+"""Those in which a head drafts from the model's hidden states."""
+MODEL_METHODS = ("draft_model", *HEAD_METHODS, "medusa")
+"""Those in which a model or a head drafts."""
 MOST_DRAFTS = 15
 """Most drafts after one token."""
 _USUAL_DRAFTS = 7
@@ -38,7 +40,7 @@ class DraftConfig:
         f"most drafts after one token, 1 to {MOST_DRAFTS}; by default {_CPU_DRAFTS} of prompt lookup on a CPU, "
         f"else {_USUAL_DRAFTS}",
     )
-    model: str | None = _option(None, "the drafting model of `draft_model`: a folder, a .gguf file or a name")
+    model: str | None = _option(None, "the drafting model, or EAGLE head: a folder, a .gguf file or a name")
     revision: str | None = _option(None, "branch, tag or commit of its Hugging Face repository")
     adaptive: bool = _option(True, "choose the number of drafts by what they gain, 0 included")
     prompt_lookup_min: int = _option(2, "least tokens that must match an earlier place")
@@ -55,8 +57,12 @@ class DraftConfig:
         for name in ("adaptive",):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"speculative_config: {name}={getattr(self, name)!r} must be true or false.")
-        if (self.method in MODEL_METHODS) != (self.model is not None):
-            needs = "name the drafting model" if self.model is None else f"leave out model={self.model!r}"
+        if (self.method in MODEL_METHODS and self.method != "mtp") != (self.model is not None):
+            needs = (
+                "set model to the folder or the name of what drafts"
+                if self.model is None
+                else f"leave out model={self.model!r}"
+            )
             raise ConfigError(f"speculative_config: method={self.method} needs a change: {needs}.")
         if self.num_speculative_tokens is not None:
             self._whole("num_speculative_tokens", 1, MOST_DRAFTS)

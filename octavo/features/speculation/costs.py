@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
 
 _DECAY = 0.95
 """Weight of what is known against a new measurement."""
 _OUTLIER = 4.0
-"""A step that takes this many times what is usual was delayed by something else, such as a pause of the process."""
+"""A step that takes this many times what is usual, or this part of it, was delayed by something else, such as a pause
+of the process, or planned ahead of its turn."""
+_FEW, _MEMORY = 3, 15
+"""Steps that are few, and those whose median counts."""
 _SPREAD = 0.25
 """Variance of the number of drafts from which their cost can be told from the rest of the step's."""
 _PRIOR = 0.4
@@ -59,11 +64,18 @@ class _Measured:
     """Steps of about the same number of rows.
 
     Attributes:
-        plain: mean seconds of steps without drafts; 0.0 before the first.
+        times: seconds of the last steps without drafts.
+        odd: measurements in a row that were left out.
     """
 
-    line: _Line
-    plain: float = 0.0
+    line: _Line = field(default_factory=_Line)
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
+    odd: int = 0
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a step without drafts; 0.0 before the first."""
+        return median(self.times) if self.times else 0.0
 
 
 class StepCosts:
@@ -74,14 +86,23 @@ class StepCosts:
 
     def add(self, rows: int, drafts: int, seconds: float) -> None:
         """Note that a step of `rows` rows, with `drafts` drafts in all of them together, took `seconds`."""
-        one = self._measured.setdefault(_size(rows), _Measured(_Line()))
-        usual = sum(self.step(rows, drafts)) if drafts else one.plain
-        if usual and seconds > _OUTLIER * usual:
+        one = self._measured.setdefault(_size(rows), _Measured())
+        if not drafts:
+            one.times.append(seconds)
             return
-        if drafts:
-            one.line.add(drafts, seconds)
-        else:
-            one.plain = one.plain * _DECAY + seconds * (1 - _DECAY) if one.plain else seconds
+        usual = sum(self.step(rows, drafts))
+        if usual and not usual / _OUTLIER <= seconds <= _OUTLIER * usual:
+            one.odd += 1
+            if one.odd < _FEW:
+                return
+            one.line = _Line()  # what was thought usual was not: kernels were loaded, or two steps planned at once
+        one.odd = 0
+        one.line.add(drafts, seconds)
+
+    def needs_plain(self, rows: int) -> bool:
+        """Return whether steps of this many rows were measured with drafts, but hardly any without."""
+        one = self._measured.get(_size(rows))
+        return one is not None and len(one.times) < _FEW and one.line.weight >= _FEW - 1
 
     def plain(self, rows: int) -> float:
         """Return the seconds of a step without drafts; 0.0 if unknown."""

@@ -30,6 +30,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 64, 1024
 """Tokens that a request decodes without drafts before they are tried again; each failed trial doubles it."""
 _TRIAL, _TRIAL_ROWS = 2, 2
 """Drafts of each row of a trial, and its most rows."""
+_PLAIN = 5
+"""Steps without drafts in a row, to measure what drafts save. The first one may overlap with a step before."""
 _PATIENCE, _LONGEST_PERIOD = 2, 8
 """Each time that this many searches in a row found nothing, the next ones are twice as many steps apart, up to the
 second number: a step that may be followed by drafts is planned anew, which takes longer than to repeat the last one."""
@@ -69,7 +71,7 @@ class SpeculationEngine(EngineHook):
 
     def __init__(self, config: DraftConfig, clock: Callable[[], float] = perf_counter) -> None:
         self.max_drafts = config.most_drafts
-        self.writes_ahead = config.method in MODEL_METHODS
+        self.writes_ahead = config.method in MODEL_METHODS and config.method != "medusa"
         self._adaptive = config.adaptive
         self._clock = clock
         self._costs = StepCosts()
@@ -77,8 +79,11 @@ class SpeculationEngine(EngineHook):
         self._counters = DraftCounters(self.max_drafts)
         self._overall = Acceptance()
         self._steps = 0
+        self._drafted_last = False
         self._last: tuple[float, int, int] | None = None
         """When the last step was planned, its rows and its drafts; None if it did not only decode."""
+        self._plain = 0
+        """Steps without drafts that are left for measuring."""
         self._prices: tuple[float, float, float] | None = None
         """Seconds that an accepted draft saves, and that a row with drafts and each of them cost; None if unknown."""
 
@@ -88,7 +93,12 @@ class SpeculationEngine(EngineHook):
         self._steps += 1
         if last is not None:
             began, count, drafts = last
-            self._costs.add(count, drafts, now - began)
+            if drafts or not self._drafted_last:
+                self._costs.add(count, drafts, now - began)
+            self._drafted_last = drafts > 0
+            self._plain = max(0, self._plain - 1)
+            if self._adaptive and not self._plain and self._costs.needs_plain(count):
+                self._plain = _PLAIN
             self._counters.step(now - began, count, self._costs.plain(count))
             self._prices = self._priced(count)
         drafts = 0 if draft.repeats else sum(draft.num_drafts)
@@ -117,6 +127,8 @@ class SpeculationEngine(EngineHook):
             return 0
         if not self._adaptive:
             return None
+        if self._plain and request.spec.options:  # without options, `on_plan` is not called for each step
+            return 0
         length = request.num_output + request.pending
         if self._steps < one.ask_from or length < one.resume:
             return 0
@@ -216,6 +228,6 @@ def build_engine(context: FeatureContext) -> SpeculationEngine | None:
             "speculative_config: method=suffix searches in the host's memory, which would make a GPU wait; "
             "set method=ngram."
         )
-    if config.method in MODEL_METHODS:
+    if config.method == "draft_model":
         check_vocabulary(draft_files(config, context), context)
     return SpeculationEngine(config.on(context.device))

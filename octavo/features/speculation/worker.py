@@ -13,7 +13,7 @@ from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
 from octavo.features import FeatureContext
 from octavo.features.speculation import device, lookup
-from octavo.features.speculation.config import DraftConfig
+from octavo.features.speculation.config import HEAD_METHODS, DraftConfig
 from octavo.features.speculation.history import History
 from octavo.features.speculation.lookup import NOTHING, Tokens
 from octavo.features.speculation.payload import NAME, SpeculationOption, option_of
@@ -159,4 +159,12 @@ def build_worker(context: FeatureContext) -> WorkerHook | None:
         from octavo.features.speculation.draft_model import ModelDrafter  # needs the worker, which imports this module
 
         return ModelDrafter(config, context)
+    if config.method in HEAD_METHODS:
+        from octavo.features.speculation.heads.drafter import HeadDrafter
+
+        return HeadDrafter(config, context)
+    if config.method == "medusa":
+        from octavo.features.speculation.heads.medusa import MedusaDrafter
+
+        return MedusaDrafter(config, context)
     return HostDrafter(config) if context.device == "cpu" else DeviceDrafter(config, context.device)

@@ -188,6 +188,8 @@ def rotated_order(name: str, spec: DecoderSpec) -> tuple[tuple[int, ...] | None,
     """Return the order of each head's channels in a tensor or module of this name, in the decoder's names; None if it
     is as stored. The second value: the tensor has elements of channels, not rows."""
     match = _ROTATED.match(name)
+    if match is not None and int(match[1]) >= spec.num_layers:
+        return None, False  # of a layer behind the model's, such as one for multi-token prediction
     order = None if match is None else spec.rope_of(int(match[1])).order
     if match is None or order is None:
         return None, False

@@ -51,9 +51,9 @@ def token_counts(max_tokens: int) -> list[int]:
 
 def draft_counts(max_tokens: int, max_drafts: int, max_rows: int) -> list[int]:
     """Return the token counts of steps with drafts to record, ascending: up to 16 rows with all their drafts."""
-    most = min(max_tokens, (1 + max_drafts) * min(max_rows, _MAX_DRAFTED))
-    wanted = [8, 16, 32, 48, 64, 96, 128]
-    return [count for count in wanted if count <= most] + [count for count in wanted if count > most][:1]
+    most = (1 + max_drafts) * min(max_rows, _MAX_DRAFTED)
+    wanted = [count for count in (8, 16, 32, 48, 64, 96, 128) if count <= max(token_counts(max_tokens), default=0)]
+    return [count for i, count in enumerate(wanted) if i == 0 or wanted[i - 1] < most]
 
 
 def least(sorted_sizes: Sequence[int], wanted: int) -> int:
@@ -276,7 +276,8 @@ class Drafted(Ragged):
 
     def step(self, size: int) -> StepInput:
         step = super().step(size)
-        step.max_query_len = self._attention.most_few
+        for one in (step, *step.others):
+            one.max_query_len = self._attention.most_few
         return step
 
     def foreseen(self, size: int, step: StepInput) -> object:

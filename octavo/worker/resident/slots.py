@@ -236,7 +236,8 @@ class DeviceSlots:
         """Continue these slots elsewhere: take over their last tokens, lengths and computed positions."""
         where.write(self.tokens, self.length, self.computed)
         rows = np.asarray(where.slots, dtype=np.int64)
-        self._computed[rows] = where.most_length - where.most_counts
+        if where.counts is not None:
+            self._computed[rows] = where.most_length - where.most_counts
         if self.drafts is not None:
             self.drafts.unsure[rows] = where.most_length - where.least_length
 

@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.core.plan import PlanDraft
@@ -13,6 +14,9 @@ from octavo.features.speculation.acceptance import Acceptance
 from octavo.features.speculation.config import DraftConfig
 from octavo.features.speculation.costs import StepCosts
 from octavo.features.speculation.engine import SpeculationEngine
+from octavo.features.speculation.payload import NAME, SpeculationOption
+
+OPTIONS = {NAME: msgspec.Raw(msgspec.msgpack.encode(SpeculationOption()))}
 
 
 class Row(SimpleNamespace):
@@ -28,7 +32,9 @@ class World:
     def __init__(self, rows: int, chance: float, draft_s: float, *, drafting_s: float = 0.0) -> None:
         self.now = 0.0
         self.hook = SpeculationEngine(DraftConfig(), clock=lambda: self.now)
-        self.requests: list[Any] = [Row(spec=SimpleNamespace(options={}), num_output=1, pending=0) for _ in range(rows)]
+        self.requests: list[Any] = [
+            Row(spec=SimpleNamespace(options=OPTIONS), num_output=1, pending=0) for _ in range(rows)
+        ]
         self.chance, self.draft_s, self.drafting_s = chance, draft_s, drafting_s
         self.wanted = [0] * rows
         self.random = random.Random(1)
@@ -66,6 +72,7 @@ class World:
         (1, 0.0, 0.001, 0.97, (0, 0.3)),  # always wrong
         (1, 0.5, 0.002, 1.05, (0.7, 3)),
         (64, 0.8, 0.00015, 0.98, (0, 0.1)),  # the device computes as much as it can
+        (256, 0.8, 0.00004, 0.98, (0, 0.1)),  # it does, and every step before had all drafts
         (64, 0.8, 0.000001, 2.0, (5, 7)),  # it does not
     ],
 )
@@ -120,6 +127,26 @@ def test_costs_are_a_line_over_drafts() -> None:
     assert costs.plain(4) == pytest.approx(0.01)
 
 
+def test_first_steps_that_load_kernels_are_forgotten() -> None:
+    costs = StepCosts()
+    for seconds in (0.3, 0.01, 0.01, 0.01, 0.0001, 0.01):
+        costs.add(4, 0, seconds)
+        costs.add(4, 8, 2 * seconds)
+    assert costs.plain(4) == pytest.approx(0.01)
+    assert sum(costs.step(4, 8)) == pytest.approx(0.02)
+
+
+def test_steps_without_drafts_are_measured_too() -> None:
+    costs = StepCosts()
+    for _ in range(5):
+        assert not costs.needs_plain(7)
+        costs.add(4, 8, 0.02)
+    assert costs.needs_plain(4)
+    for _ in range(3):
+        costs.add(4, 0, 0.01)
+    assert not costs.needs_plain(4)
+
+
 def test_acceptance_forgets() -> None:
     one = Acceptance()
     for _ in range(60):
@@ -146,3 +173,11 @@ def test_searches_that_find_nothing_become_rare_together() -> None:
         asked.append(wishes)
     assert all(wishes in ([], [0, 1]) for wishes in asked[-100:])
     assert sum(map(bool, asked[-96:])) == 12
+
+
+def test_steps_without_drafts_are_measured_if_all_so_far_had_some() -> None:
+    world = World(256, 0.8, 0.00004)
+    world.wanted = [7] * 256
+    gain, mean = world.run(400)
+    assert gain > 0.95
+    assert mean < 0.2

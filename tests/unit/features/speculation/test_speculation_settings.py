@@ -29,7 +29,10 @@ def context(device: str = "cpu", **settings: Any) -> FeatureContext:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"method": "medusa"}, "method='medusa' is not supported; choose one of auto, ngram, suffix"),
+        ({"method": "magic"}, "method='magic' is not supported; choose one of auto, ngram, suffix"),
+        ({"method": "eagle"}, "method=eagle needs a change: set model to the folder"),
+        ({"method": "mtp", "model": "x"}, "method=mtp needs a change: leave out model='x'"),
+        ({"model": "x", "speculative_token_tree": "[(0,)]"}, "speculative_token_tree is not supported: drafts are"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 must be a whole number from 1 to 15"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens=True must be a whole number"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_max=3 must be a whole number from 4 to 64"),

@@ -1,0 +1,224 @@
+"""`HeadDrafter`: the worker half if a head drafts from the target's hidden states.
+
+After each step, the head computes the step's tokens, each beside the target's state at the position before it (see
+`model.py`), into memory of its own for the same KV blocks. To draft, it first computes the last of them again and draws
+from it, then goes on with its own outputs in place of the target's states. Nothing waits for the device: where the host
+knows only bounds of a slot's length, the steps read the true one there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError
+from octavo.core.output import StepOutput
+from octavo.core.plan import NewRow, StepPlan
+from octavo.features import FeatureContext
+from octavo.features.speculation.config import DraftConfig
+from octavo.features.speculation.draft_files import draft_files
+from octavo.features.speculation.heads.layers import HeadLayers
+from octavo.features.speculation.heads.model import HeadModel
+from octavo.features.speculation.heads.pairs import LastPairs
+from octavo.features.speculation.heads.spec import HeadSpec, Kind
+from octavo.features.speculation.payload import NAME, option_of
+from octavo.features.speculation.reach import Reach
+from octavo.hub.files import ModelFiles
+from octavo.models.decoder import CausalLM
+from octavo.models.load import open_checkpoint
+from octavo.models.model import EncoderModel, Model
+from octavo.models.native import NativeDecoder
+from octavo.models.spec import DecoderSpec
+from octavo.nn.taps import Taps
+from octavo.worker.companion import Companion
+from octavo.worker.drafts import Drafting, Drafts, Following, Ints
+from octavo.worker.hooks import Reserved, Site, WorkerHook
+from octavo.worker.runner import Runner
+from octavo.worker.step import Step
+from octavo.worker.worker import Worker
+
+
+class HeadDrafter(WorkerHook):
+    """A head and its slots, which have the numbers of the target's, and its tokens but the first."""
+
+    name = NAME
+
+    def __init__(self, config: DraftConfig, context: FeatureContext) -> None:
+        self._config = config
+        self._context = context
+        self._off: set[int] = set()
+        self._runner: Runner | None = None
+
+    def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
+        model, spec = worker.model, worker.spec
+        if not isinstance(model, CausalLM | NativeDecoder) or not isinstance(spec, DecoderSpec):
+            raise ConfigError(
+                f"speculative_config: method={self._config.method} reads hidden states, which a model of another "
+                "implementation does not keep. Choose another method."
+            )
+        files = self._files(worker)
+        random = worker.load_format == "dummy" and not files.weights
+        device = worker.device.torch_device.type
+        own = open_checkpoint(files, "dummy" if random else "auto", worker.config.seed, device)
+        shared = model if isinstance(model, CausalLM) else None
+        kind = cast("Kind", self._config.method)
+        layers = HeadLayers(kind, spec, shared, own.names(), worker.checkpoint())
+        self._companion = Companion(worker, files, layers)
+        self._companion.prepare_kernels()
+        self._companion.load()
+        self._dtype = worker.dtype
+        kept = self._head_spec
+        tokens = max(limits) + 2
+        states = tokens * (len(kept.places) * kept.target_size + 2 * kept.hidden_size) * worker.dtype.itemsize
+        return self._companion.reserved_for(limits) + Reserved(workspace=states)
+
+    def _files(self, worker: Worker) -> ModelFiles:
+        if self._config.method == "mtp":
+            return worker.files
+        return draft_files(self._config, self._context, download_dir=worker.config.download_dir)
+
+    @property
+    def _head_spec(self) -> HeadSpec:
+        return cast("HeadSpec", self._companion.spec)
+
+    @property
+    def _head(self) -> HeadModel:
+        return cast("HeadModel", self._companion.model)
+
+    def attach(self, model: Model | EncoderModel, site: Site) -> None:
+        assert site.room is not None
+        assert isinstance(model, CausalLM | NativeDecoder)
+        if self._companion.model is None:
+            self._companion.load()  # it slept
+        spec, device = self._head_spec, site.device.torch_device
+        tokens = max(site.room.max_step_tokens, site.room.num_slots) + 2
+        model.taps = Taps(spec.places, model.spec.num_layers, tokens, spec.target_size, self._dtype, device)
+        if isinstance(model, CausalLM):
+            self._head.share(model)
+        self._head.reserve(tokens, device)
+        self._target = model
+        self._runner = self._companion.runner(site.blocks.count, site.room)
+        self._reach = Reach(site.room.num_slots)
+        self._pairs = LastPairs(site.room.num_slots, site.device)
+        self._device = site.device
+        self._off.clear()
+
+    def detach(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+            self._target.taps = None
+        self._companion.model = None
+
+    def add(self, slot: int, options: msgspec.Raw | None) -> None:
+        self._off.discard(slot)
+        if not option_of(options).enabled:
+            self._off.add(slot)
+
+    def lay_out(self, plan: StepPlan, payload: Any) -> None:
+        runner = self._runner
+        assert runner is not None
+        new = [_own_row(row) for row in plan.new]
+        if new or plan.block_writes or plan.copies:
+            runner.change(self._companion.changes(plan, new))
+        self._reach.plan(plan)
+
+    def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
+        self._reach.settle(plan, output)
+
+    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor) -> None:
+        """Compute the plan's tokens in the head."""
+        taps, runner = self._target.taps, self._runner
+        assert taps is not None
+        assert runner is not None
+        count = plan.total_tokens
+        states = self._head.states(taps.states[:count], cast("CausalLM", self._target))
+        self._head.given[:count].copy_(states)
+        index = self._device.upload(np.array(plan.slots))
+        known = length[index].long()
+        width = 1 + max(plan.num_drafts)
+        self._follow(plan.slots, index, known, tokens, width, None)
+        self._last = self._pairs.of(plan, index, known)
+        self._run(plan.slots, plan.num_tokens)
+        sampled = [row for row, samples in enumerate(plan.samples) if samples]
+        if len(sampled) < len(plan.slots):
+            index = self._device.upload(np.array([plan.slots[row] for row in sampled], dtype=np.int64))
+            known = length[index].long()
+        if sampled:
+            self._follow([plan.slots[row] for row in sampled], index, known, tokens, 1, 0)
+
+    def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
+        plan, runner, given = drafting.plan, self._runner, self._head.given
+        assert runner is not None
+        limits = [plan.proposals[row] for row in drafting.rows]
+        chosen = [i for i, row in enumerate(drafting.rows) if plan.slots[row] not in self._off]
+        if not chosen:
+            return None
+        rows = [drafting.rows[i] for i in chosen]
+        slots, most = [plan.slots[row] for row in rows], max(limits[i] for i in chosen)
+        index = drafting.slots if len(chosen) == len(limits) else self._device.upload(np.array(slots))
+        known = drafting.length[index].long()
+        self._follow(slots, index, known, drafting.tokens, 1, 1)
+        last = self._last if len(rows) == len(plan.slots) else self._last[self._device.upload(np.array(rows))]
+        given[: len(rows)].copy_(given.index_select(0, last))
+        going = list(range(len(chosen)))
+        for count in range(most):
+            step = self._run([slots[i] for i in going], [1] * len(going), samples=True)
+            left = [place for place, i in enumerate(going) if limits[chosen[i]] > count + 1]
+            hidden = step.hidden
+            assert hidden is not None
+            if left and len(left) < len(going):
+                hidden = hidden.index_select(0, self._device.upload(np.array(left)))
+            given[: len(left)].copy_(hidden[: len(left)])
+            going = [going[place] for place in left]
+        tokens, _ = runner.slots.known()
+        places = drafting.length[drafting.slots].long()[:, None] - 1 + torch.arange(most, device=tokens.device)
+        found = tokens[drafting.slots[:, None], places.clamp_(max=tokens.shape[1] - 1)].clone()
+        self._follow(slots, index, known, drafting.tokens, 1, 0)
+        if len(chosen) == len(limits):
+            return Drafts(found, drafting.limits)
+        drafted = np.zeros(len(limits), dtype=np.int64)
+        drafted[chosen] = 1
+        return Drafts(found, drafting.limits * self._device.upload(drafted))
+
+    def _follow(
+        self, slots: Sequence[int], index: Tensor, known: Tensor, tokens: Tensor, width: int, behind: int | None
+    ) -> None:
+        """Take over the last `width` tokens of the target's slots; the last `behind` of them are not computed, None
+        leaves that as it is."""
+        runner = self._runner
+        assert runner is not None
+        places = (known[:, None] - width + torch.arange(width, device=known.device)).clamp_(min=1)
+        last = tokens[index[:, None], places].clamp(min=0)
+        most, least, _ = self._reach.of(slots)
+        counts = None if behind is None else torch.full_like(known, behind)
+        own: tuple[Ints, Ints] = (most - 1, np.maximum(least - 1, 0))
+        runner.slots.follow(Following(slots, index, known - 1, last, counts, *own, np.full(len(most), behind or 0)))
+
+    def _run(self, slots: list[int], counts: list[int], *, samples: bool = False) -> Step:
+        """Run a step of the head; append the tokens drawn if it `samples`."""
+        assert self._runner is not None
+        plan = StepPlan(
+            id=0,
+            new=[],
+            slots=slots,
+            num_tokens=counts,
+            num_drafts=[0] * len(slots),
+            samples=[samples] * len(slots),
+            block_writes=[],
+            copies=[],
+            freed=[],
+        )
+        return self._runner.run(plan)
+
+
+def _own_row(row: NewRow) -> NewRow:
+    """Return a row for the head's slots: without reports, and without the first token."""
+    params = msgspec.structs.replace(row.params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None)
+    tokens = np.maximum(row.tokens[1:], 0).tolist()
+    return msgspec.structs.replace(row, params=params, tokens=tokens, num_prompt=row.num_prompt - 1)

@@ -1,0 +1,243 @@
+"""Heads of decoder layers that draft from the target's hidden states, as models for a `Runner`.
+
+A head's sequence is the target's without the first token: position p pairs the target's state at p with the token at
+p + 1, and predicts the token at p + 2. Its logits are over the target's vocabulary, with minus infinity for tokens that
+it can't draw.
+
+- EAGLE (https://arxiv.org/abs/2401.15077): x = fc([embedding, state]), through decoder layers, the first of them
+  without a norm of its input; the output stands for the target's next state (after the final norm), so it goes to the
+  target's head as it is.
+- EAGLE-3 (https://arxiv.org/abs/2503.01840): state = fc([states of three layers]); one layer attends over
+  [norm(embedding), norm(state)]; an own norm and head, often over fewer tokens.
+- Multi-token prediction (https://arxiv.org/abs/2412.19437, section 2.2): x = eh_proj([norm(embedding), norm(state)]),
+  through one layer like the target's last, with a norm of its own before the target's head.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from octavo.features.speculation.heads.spec import HeadSpec
+from octavo.models.decoder import CausalLM, DecoderLayer
+from octavo.models.feed_forwards.table import make_feed_forward
+from octavo.models.mixers.attention import Attention
+from octavo.models.norms import make_norm
+from octavo.models.spec import PRE
+from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.build import Build
+from octavo.nn.embedding import Embedding, TiedHead
+from octavo.nn.latent.layer import PagedLatents
+from octavo.nn.linear import Linear
+from octavo.nn.norm import NoNorm
+from octavo.nn.rope import Rope
+from octavo.nn.shard import COL, NONE, ROW, Heads
+from octavo.nn.step import StepInput
+from octavo.nn.stream import Stream
+from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, plain, tensor_bytes
+
+
+class DraftTokens(WeightLayer):
+    """The target's id of each token that a head can draw: `d2t` of checkpoints has the differences."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        super().__init__("", device)
+        self._count = count
+        self.ids = torch.empty(0, dtype=torch.int64)
+
+    def wanted(self) -> list[Wanted]:
+        return [Wanted("d2t", TensorSpec((self._count,), torch.int64))]
+
+    def place(self, tensors: Sequence[Stored | None]) -> None:
+        self.ids = plain(tensors[0]) + torch.arange(self._count, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.ids)
+
+
+class HeadModel(nn.Module):
+    """What the kinds of heads share.
+
+    Attributes:
+        given: [tokens, hidden_size], the state beside each token of a step; set before the step, at fixed addresses.
+    """
+
+    layers: nn.ModuleList
+
+    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None) -> None:
+        """
+        Args:
+            target: gives its embedding and its head; None if the head has copies of them.
+        """
+        super().__init__()
+        self.spec = spec
+        self.residual_dtype = b.residual_dtype(spec.hidden_size)
+        self.given = torch.empty(0)
+        self._dtype = b.dtype
+        self._target = [] if target is None else [target]  # in a list, so that the loader does not walk it
+        shares = target is not None and target.spec.hidden_size == spec.hidden_size
+        self.embedding = None if shares else b.embedding("embed_tokens", spec.vocab_size, spec.hidden_size, plain=True)
+        rows = spec.draft_vocab or spec.vocab_size
+        shard = NONE if rows % b.mesh.size else COL
+        self.head = (
+            None
+            if shares and not spec.draft_vocab and spec.kind != "eagle3"
+            else b.linear("lm_head", inputs=spec.hidden_size, outputs=rows, shard=shard, gather=True)
+        )
+        self.draft_tokens = DraftTokens(b.device, spec.draft_vocab) if spec.draft_vocab else None
+
+    def finish(self) -> None:
+        """Collect the layers that keep keys and values."""
+        self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
+        self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | PagedLatents)]
+        self.recordable = all(getattr(m, "recordable", True) for m in self.modules() if m is not self)
+
+    def reserve(self, tokens: int, device: torch.device) -> None:
+        """Allocate `given` for steps of up to this many tokens, padding included."""
+        self.given = torch.zeros(tokens, self.spec.hidden_size, dtype=self.residual_dtype, device=device)
+
+    def share(self, target: CausalLM) -> None:
+        """Use the embedding and the head of this model, if the head has none of its own."""
+        if self._target:
+            self._target = [target]
+
+    @abstractmethod
+    def states(self, kept: Tensor, target: CausalLM) -> Tensor:
+        """Return the states beside the tokens, from those kept of the target: [T, places, size] to [T, hidden_size]."""
+
+    def embed(self, step: StepInput) -> Tensor:
+        """Return the embeddings of `step.input_ids`, [T, hidden_size]."""
+        embedding: Embedding = self.embedding or self._target[0].embedding
+        return embedding(step.input_ids)
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """Return the input of the output head, [S, hidden_size]."""
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [S, vocab_size] float32."""
+        head: Linear | TiedHead = self.head or self._target[0].head
+        delta, head.delta = head.delta, None  # an adapter of the target is for the target's rows
+        found = head.wide(self.final(hidden).to(self._dtype)).float()
+        head.delta = delta
+        if self.draft_tokens is None:
+            return found
+        whole = found.new_full((len(found), self.spec.vocab_size), float("-inf"))
+        return whole.index_copy_(1, self.draft_tokens.ids, found)
+
+
+class EagleModel(HeadModel):
+    """EAGLE, the first version."""
+
+    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None) -> None:
+        super().__init__(b, spec, target)
+        size, own = spec.hidden_size, spec.decoder
+        self.fc = b.linear("fc", inputs=2 * size, outputs=size, shard=NONE, bias=spec.bias)
+        self.rope = b.rope(own.rope)
+        self.layers = nn.ModuleList(
+            DecoderLayer(b.at("layers", i), own if i == 0 else replace(own, norms=PRE), i, self.rope)
+            for i in range(own.num_layers)
+        )
+        self.finish()
+
+    def states(self, kept: Tensor, target: CausalLM) -> Tensor:
+        return target.final(kept[:, 0].to(_stream_dtype(target)))
+
+    def forward(self, x: Tensor, step: StepInput) -> Tensor:
+        """See `CausalLM.forward`."""
+        joined = self.fc(torch.cat([x, self.given[: len(x)].to(x.dtype)], 1))
+        stream, last = Stream(joined.to(self.residual_dtype)), len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            layer(stream, step, step.hidden_rows if i == last else None)
+        return stream.total()
+
+
+class Eagle3Model(HeadModel):
+    """EAGLE-3: one layer that attends over embeddings and states side by side."""
+
+    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None) -> None:
+        super().__init__(b, spec, target)
+        size, own, at = spec.hidden_size, spec.decoder, b.at("midlayer")
+        self.fc = b.linear("fc", inputs=len(spec.places) * spec.target_size, outputs=size, shard=NONE, bias=spec.bias)
+        self.rope = b.rope(own.rope)
+        self.input_norm = make_norm(at, "input_layernorm", size, own.norm)
+        self.state_norm = make_norm(at, "hidden_norm", size, own.norm)
+        self.post_norm = make_norm(at, "post_attention_layernorm", size, own.norm)
+        self.attention = _WideAttention(at.at("self_attn"), spec, self.rope)
+        self.none = NoNorm("", b.device, b.dtype, 2 * size)
+        self.mlp = make_feed_forward(at.at("mlp"), own, 0)
+        self.norm = make_norm(b, "norm", size, own.norm)
+        self.finish()
+
+    def states(self, kept: Tensor, target: CausalLM) -> Tensor:
+        return self.fc(kept.flatten(1).to(self._dtype))
+
+    def final(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+    def forward(self, x: Tensor, step: StepInput) -> Tensor:
+        """See `CausalLM.forward`."""
+        given = self.given[: len(x)]
+        pair = torch.cat([self.input_norm(x.to(self.residual_dtype)), self.state_norm(given)], 1)
+        attended = self.attention(Stream(pair), self.none, step)
+        stream = Stream(given)
+        if step.hidden_rows is not None:
+            stream.choose(step.hidden_rows)
+            attended = attended.index_select(0, step.hidden_rows)
+        self.attention.out.into(stream, attended)
+        assert self.mlp is not None
+        self.mlp.out.into(stream, self.mlp(stream, self.post_norm))
+        return stream.total()
+
+
+class _WideAttention(Attention):
+    """Attention whose input is twice as wide as its output."""
+
+    def __init__(self, b: Build, spec: HeadSpec, rope: Rope) -> None:
+        own = spec.decoder
+        super().__init__(b, replace(own, hidden_size=2 * own.hidden_size), 0, rope)
+        inputs = Heads(own.num_heads, own.num_kv_heads, own.head_dim).outputs[0]
+        self.out = b.linear("o_proj", inputs=inputs, outputs=own.hidden_size, shard=ROW, bias="o" in own.biases)
+
+
+class MtpModel(HeadModel):
+    """The first layer for multi-token prediction that a checkpoint has behind the target's layers."""
+
+    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None) -> None:
+        super().__init__(b, spec, target)
+        size, own = spec.hidden_size, spec.decoder
+        last = own.num_layers - 1
+        at = b.at("model", "layers", last)
+        self.embedding_norm = make_norm(at, "enorm", size, own.norm)
+        self.state_norm = make_norm(at, "hnorm", size, own.norm)
+        self.fc = at.linear("eh_proj", inputs=2 * size, outputs=size, shard=NONE)
+        self.rope = b.rope(own.rope_of(last))
+        self.layers = nn.ModuleList([DecoderLayer(at, own, last, self.rope)])
+        self.norm = make_norm(at.at("shared_head"), "norm", size, own.norm)
+        self.finish()
+
+    def states(self, kept: Tensor, target: CausalLM) -> Tensor:
+        return target.final(kept[:, 0].to(_stream_dtype(target)))
+
+    def final(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+    def forward(self, x: Tensor, step: StepInput) -> Tensor:
+        """See `CausalLM.forward`. The first pair of a sequence has no embedding, as in training."""
+        x = torch.where(step.positions[:, None] == 0, 0, x).to(self.residual_dtype)
+        pair = torch.cat([self.embedding_norm(x), self.state_norm(self.given[: len(x)])], 1)
+        stream = Stream(self.fc(pair).to(self.residual_dtype))
+        self.layers[0](stream, step, step.hidden_rows)
+        return stream.total()
+
+
+def _stream_dtype(target: CausalLM) -> torch.dtype:
+    return getattr(target, "residual_dtype", torch.float32)
+
+
+MODELS: dict[str, type[HeadModel]] = {"eagle": EagleModel, "eagle3": Eagle3Model, "mtp": MtpModel}

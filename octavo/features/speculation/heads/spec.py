@@ -1,0 +1,135 @@
+"""`HeadSpec`: a drafting head's architecture, from its checkpoint's configuration and the target's spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+from octavo.core.errors import ConfigError
+from octavo.models.families.llama import llama
+from octavo.models.hf_config import Config, value_or, whole
+from octavo.models.spec import DecoderSpec, LayerNorms
+
+Kind = Literal["eagle", "eagle3", "mtp"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """A head of one or a few decoder layers.
+
+    Attributes:
+        kind: how the layers' input is made; see `model.py`.
+        decoder: its layers, in the target's positions; for `mtp` all layers of the target and the head's behind them.
+        places: where the target's stream is read; see `Taps`.
+        target_size: hidden size of the target.
+        draft_vocab: tokens that the head can draw; 0 for all of the target's.
+        bias: the product that joins states and embeddings has a bias.
+    """
+
+    kind: Kind
+    decoder: DecoderSpec
+    places: tuple[int, ...]
+    target_size: int
+    vocab_size: int
+    draft_vocab: int = 0
+    bias: bool = False
+    windows: Sequence[int | None] = field(default=(None,))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.decoder.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.decoder.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.decoder.head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        return max(self.decoder.intermediate_size, len(self.places) * self.target_size)
+
+    @property
+    def tied(self) -> bool:
+        return False
+
+    @property
+    def max_position(self) -> int:
+        return self.decoder.max_position
+
+    def within(self, max_length: int | None) -> Self:
+        return self
+
+    def without_windows(self) -> Self:
+        return self
+
+
+def head_spec(kind: Kind, config: Config, target: DecoderSpec, *, bias: bool) -> HeadSpec:
+    """Return the spec of an EAGLE head's configuration, or of the layers for multi-token prediction of the target's.
+
+    Raises:
+        ConfigError: the head does not fit the target.
+        ModelFileError: a field of the configuration is missing.
+    """
+    last = target.num_layers
+    if kind == "mtp":
+        return HeadSpec("mtp", _with_layer(config, target), (last,), target.hidden_size, target.vocab_size)
+    limits = {"max_position_embeddings": target.max_position}
+    decoder = llama({**config, **limits, "tie_word_embeddings": False})
+    stated = _stated_size(config, decoder)
+    if stated != target.hidden_size:
+        raise ConfigError(
+            f"speculative_config: the head is for a model of hidden size {stated}, and the model has "
+            f"{target.hidden_size}. Name a head that was trained for this model."
+        )
+    if kind == "eagle":
+        first = replace(decoder, norms=LayerNorms(before_mixer=None))
+        return HeadSpec("eagle", first, (last,), target.hidden_size, target.vocab_size, _draft_vocab(config), bias)
+    own: dict[str, Any] = value_or(config, "eagle_config", {})
+    places = value_or(own, "eagle_aux_hidden_state_layer_ids", config.get("eagle_aux_hidden_state_layer_ids"))
+    chosen = tuple(places) if places else (2, last // 2, last - 3)
+    if sorted(set(chosen)) != list(chosen) or not all(0 <= place <= last for place in chosen):
+        raise ConfigError(
+            f"speculative_config: the head reads layers {list(chosen)} of a model with {last} layers; they must be "
+            "ascending. Name a head that was trained for this model."
+        )
+    return HeadSpec("eagle3", decoder, chosen, target.hidden_size, target.vocab_size, _draft_vocab(config), bias)
+
+
+def _stated_size(config: Config, decoder: DecoderSpec) -> int:
+    return whole(config, "target_hidden_size", decoder.hidden_size)
+
+
+def _draft_vocab(config: Config) -> int:
+    draft = value_or(config, "draft_vocab_size", 0)
+    return 0 if draft == config.get("vocab_size") else int(draft)
+
+
+def _with_layer(config: Config, target: DecoderSpec) -> DecoderSpec:
+    """Return the target's spec with one more layer, like its last."""
+    count = value_or(config, "num_nextn_predict_layers", 0)
+    if not count:
+        raise ConfigError(
+            "speculative_config: method=mtp needs a model with layers for multi-token prediction "
+            "(num_nextn_predict_layers in its config). Choose another method."
+        )
+    return replace(
+        target,
+        num_layers=target.num_layers + 1,
+        mlps=(*target.mlps, target.mlps[-1]),
+        windows=(*target.windows, target.windows[-1]),
+        mixers=(*target.mixers, target.mixers[-1]) if target.mixers else (),
+        ropes=(*target.ropes, target.ropes[-1]) if target.ropes else (),
+        tied=False,
+    )

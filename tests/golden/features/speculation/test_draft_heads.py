@@ -1,0 +1,211 @@
+"""Drafts of heads in the published layouts are those of a slow reference, at every step of an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from head_reference import Weights, draft
+from safetensors.torch import save_file
+from torch import Tensor
+from toy_engine import drive, tiny_config, tokens_of
+
+from octavo.build import build_core
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.features.speculation.heads.drafter import HeadDrafter
+from octavo.features.speculation.heads.medusa import MedusaDrafter
+from octavo.hub.resolve import resolve
+from octavo.worker.drafts import Drafting, Drafts
+from octavo.worker.hooks import WorkerHook
+
+SIZE, HEADS, KV_HEADS, VOCAB, INNER, LAYERS, DRAFT_VOCAB = 32, 4, 2, 97, 48, 4, 40
+TAPPED = [1, 2, 4]
+CONFIG: dict[str, Any] = {
+    "hidden_size": SIZE,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, transformers.LlamaForCausalLM]:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(num_hidden_layers=LAYERS, initializer_range=0.2, **CONFIG)
+    model = transformers.LlamaForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("target")
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def random_head(kind: str, folder: Path, **changes: Any) -> tuple[Path, Weights]:
+    """A head with random weights in its published layout, and its tensors."""
+    rng = torch.Generator().manual_seed(5)
+
+    def made(*shape: int) -> Tensor:
+        return 0.2 * torch.randn(*shape, generator=rng)
+
+    dim, inputs = SIZE // HEADS, SIZE * (1 if kind == "eagle" else 2)
+    at = "layers.0" if kind == "eagle" else "midlayer"
+    weights = {
+        f"{at}.self_attn.q_proj.weight": made(SIZE, inputs),
+        f"{at}.self_attn.k_proj.weight": made(KV_HEADS * dim, inputs),
+        f"{at}.self_attn.v_proj.weight": made(KV_HEADS * dim, inputs),
+        f"{at}.self_attn.o_proj.weight": made(SIZE, SIZE),
+        f"{at}.mlp.gate_proj.weight": made(INNER, SIZE),
+        f"{at}.mlp.up_proj.weight": made(INNER, SIZE),
+        f"{at}.mlp.down_proj.weight": made(SIZE, INNER),
+        f"{at}.post_attention_layernorm.weight": 1 + made(SIZE),
+    }
+    own: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "num_hidden_layers": 1}
+    if kind == "eagle":
+        weights |= {"fc.weight": made(SIZE, 2 * SIZE), "fc.bias": made(SIZE)}
+    else:
+        ids = torch.randperm(VOCAB, generator=rng)[:DRAFT_VOCAB].sort().values
+        reachable = torch.zeros(VOCAB, dtype=torch.bool)
+        reachable[ids] = True
+        weights |= {
+            "fc.weight": made(SIZE, 3 * SIZE),
+            f"{at}.input_layernorm.weight": 1 + made(SIZE),
+            f"{at}.hidden_norm.weight": 1 + made(SIZE),
+            "norm.weight": 1 + made(SIZE),
+            "lm_head.weight": made(DRAFT_VOCAB, SIZE),
+            "d2t": ids - torch.arange(DRAFT_VOCAB),
+            "t2d": reachable,
+        }
+        own |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB}
+        own |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": TAPPED}}
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG | own | changes), encoding="utf-8")
+    return folder, weights
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, drafter: type[WorkerHook]) -> list[tuple[list[int], list[int]]]:
+    """Return a list that gets what is known and what is drafted, each time that drafts are proposed."""
+    proposed: list[tuple[list[int], list[int]]] = []
+    propose = drafter.propose
+
+    def noting(self: WorkerHook, drafting: Drafting, payload: Any) -> Drafts | None:
+        drafts = propose(self, drafting, payload)
+        assert drafts is not None
+        for row, slot in enumerate(drafting.slots.tolist()):
+            known = drafting.tokens[slot, : int(drafting.length[slot])].tolist()
+            proposed.append((known, drafts.tokens[row, : int(drafts.counts[row])].tolist()))
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", noting)
+    return proposed
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_drafts_are_the_references(
+    kind: str, backend: str | None, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = target
+    head, weights = random_head(kind, tmp_path / "head")
+    if kind == "eagle":
+        weights["lm_head.weight"] = model.lm_head.weight.detach()
+    proposed = spied(monkeypatch, HeadDrafter)
+    settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "attention_backend": backend}
+    own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    asked = [
+        GenerateRequest(id=str(n), tokens=list(range(3 + n, 3 + n + size)), params=params)
+        for n, size in enumerate((1, 7, 25))
+    ]
+    found = tokens_of(drive(loop, asked))
+    assert len(proposed) > 15
+    for known, drafts in proposed:
+        with torch.no_grad():
+            states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
+            final = states[-1][0]  # after the norm, as transformers has it
+            if kind == "eagle":
+                h = final
+            else:
+                h = torch.cat([_before_layer(model, known, place) for place in TAPPED], -1)
+            table = model.model.embed_tokens.weight
+            expected = draft(kind, weights, known, h[:-1], len(drafts), HEADS, KV_HEADS, table)
+        assert drafts == expected
+    with torch.no_grad():
+        for request in asked:
+            tokens = request.tokens + found[request.id, 0]
+            logits = model(torch.tensor([tokens])).logits[0]
+            assert logits.argmax(-1)[len(request.tokens) - 1 : -1].tolist() == found[request.id, 0]
+    loop.close()
+
+
+def _before_layer(model: transformers.LlamaForCausalLM, tokens: list[int], place: int) -> Tensor:
+    """The residual stream before a layer; after the last one, without the norm."""
+    kept: list[Tensor] = []
+    module = model.model.layers[place] if place < LAYERS else model.model.norm
+
+    def keep(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        kept.append((args or (kwargs["hidden_states"],))[0][0])
+
+    hook = module.register_forward_pre_hook(keep, with_kwargs=True)
+    model(torch.tensor([tokens]))
+    hook.remove()
+    return kept[0]
+
+
+@pytest.mark.parametrize(
+    "layout", ["{}.0.linear.{}|{}.1.weight", "medusa_heads.blocks.{}.layers.0.{}|lm_heads.{}.weight"]
+)
+def test_medusas_drafts_are_the_references(
+    layout: str, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Head i is lm_head(h + silu(W h + b)) of the last computed state (https://arxiv.org/abs/2401.10774, 2.1)."""
+    folder, model = target
+    rng = torch.Generator().manual_seed(8)
+    block, out = layout.split("|")
+    weights = {}
+    for head in range(2):
+        weights[block.format(head, "weight")] = 0.3 * torch.randn(SIZE, SIZE, generator=rng)
+        weights[block.format(head, "bias")] = 0.3 * torch.randn(SIZE, generator=rng)
+        weights[out.format(head)] = 0.3 * torch.randn(VOCAB, SIZE, generator=rng)
+    path = tmp_path / "head"
+    path.mkdir()
+    save_file(weights, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    proposed = spied(monkeypatch, MedusaDrafter)
+    settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    own = {"method": "medusa", "model": str(path), "num_speculative_tokens": 3, "adaptive": False}
+    loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    asked = [GenerateRequest(id=str(n), tokens=list(range(3, 3 + n)), params=params) for n in (1, 7, 25)]
+    assert len(tokens_of(drive(loop, asked))) == 3
+    assert len(proposed) > 15
+    with torch.no_grad():
+        for known, drafts in proposed:
+            h = model(torch.tensor([known]), output_hidden_states=True).hidden_states[-1][0, -2]
+            for head, token in enumerate(drafts):
+                inner = weights[block.format(head, "weight")] @ h + weights[block.format(head, "bias")]
+                logits = weights[out.format(head)] @ (h + torch.nn.functional.silu(inner))
+                assert token == int(logits.argmax())
+    loop.close()
+
+
+def test_a_head_of_another_model_is_refused(target: Any, tmp_path: Path) -> None:
+    folder, _ = target
+    head, _ = random_head("eagle", tmp_path / "a", hidden_size=64)
+    own = {"method": "eagle", "model": str(head)}
+    with pytest.raises(ConfigError, match="for a model of hidden size 64, and the model has 32"):
+        build_core(tiny_config(load_format="auto", speculative_config=own), resolve(str(folder)))
+    head, _ = random_head("eagle3", tmp_path / "b", draft_vocab_size=41)
+    own = {"method": "eagle3", "model": str(head)}
+    with pytest.raises(ModelFileError, match=r"lm_head\.weight .* has shape"):
+        build_core(tiny_config(load_format="auto", speculative_config=own), resolve(str(folder)))

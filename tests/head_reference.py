@@ -1,0 +1,85 @@
+"""Drafting heads in plain torch, written from the papers: whole sequences, no cache, one draft after the other.
+
+Weights are those of a checkpoint in the published layout, by name. `h` are the target's hidden states of all known
+tokens but the last; position p pairs h[p] with the token at p + 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Weights = dict[str, Tensor]
+EPS = 1e-5
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotated(x: Tensor, theta: float) -> Tensor:
+    """Rotary positions (https://arxiv.org/abs/2104.09864) of x [T, heads, dim], halves paired."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def attention(x: Tensor, w: Weights, at: str, heads: int, kv_heads: int, theta: float = 10000.0) -> Tensor:
+    """Causal attention over x [T, inputs] in full."""
+    q, k, v = (F.linear(x, w[f"{at}.{name}_proj.weight"]) for name in "qkv")
+    q = rotated(q.unflatten(-1, (heads, -1)), theta)
+    k = rotated(k.unflatten(-1, (kv_heads, -1)), theta)
+    k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v.unflatten(-1, (kv_heads, -1))))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(torch.ones(len(x), len(x), dtype=torch.bool).triu(1), float("-inf"))
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+    return F.linear(mixed, w[f"{at}.o_proj.weight"])
+
+
+def mlp(x: Tensor, w: Weights, at: str) -> Tensor:
+    gate, up = (F.linear(x, w[f"{at}.{name}_proj.weight"]) for name in ("gate", "up"))
+    return F.linear(F.silu(gate) * up, w[f"{at}.down_proj.weight"])
+
+
+def eagle(w: Weights, embedded: Tensor, h: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """EAGLE (https://arxiv.org/abs/2401.15077, section 4.1): predicted states [T, size]."""
+    x = F.linear(torch.cat([embedded, h], -1), w["fc.weight"], w.get("fc.bias"))
+    x = x + attention(x, w, "layers.0.self_attn", heads, kv_heads)  # no norm before it
+    return x + mlp(rms(x, w["layers.0.post_attention_layernorm.weight"]), w, "layers.0.mlp")
+
+
+def eagle3(w: Weights, embedded: Tensor, h: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """EAGLE-3 (https://arxiv.org/abs/2503.01840, section 3.2): states [T, size] before the final norm."""
+    at = "midlayer"
+    pair = [rms(embedded, w[f"{at}.input_layernorm.weight"]), rms(h, w[f"{at}.hidden_norm.weight"])]
+    x = h + attention(torch.cat(pair, -1), w, f"{at}.self_attn", heads, kv_heads)
+    return x + mlp(rms(x, w[f"{at}.post_attention_layernorm.weight"]), w, f"{at}.mlp")
+
+
+def draft(
+    kind: str, w: Weights, tokens: list[int], h: Tensor, count: int, heads: int, kv_heads: int, table: Tensor
+) -> list[int]:
+    """Return `count` greedy drafts after `tokens`.
+
+    Args:
+        h: [len(tokens) - 1, size], the states that the head reads; for EAGLE-3 [len(tokens) - 1, 3 size].
+        table: the target's embedding [vocab, size].
+    """
+    if kind == "eagle3":
+        h = F.linear(h, w["fc.weight"])
+    following, drafts = list(tokens[1:]), []
+    for _ in range(count):
+        embedded = table[torch.tensor(following)]
+        out = (eagle if kind == "eagle" else eagle3)(w, embedded, h, heads, kv_heads)[-1:]
+        if kind == "eagle":
+            token = int(F.linear(out, w["lm_head.weight"])[0].argmax())
+        else:
+            token = int(F.linear(rms(out, w["norm.weight"]), w["lm_head.weight"])[0].argmax())
+            token += int(w["d2t"][token])
+        drafts.append(token)
+        following.append(token)
+        h = torch.cat([h, out])
+    return drafts
