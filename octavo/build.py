@@ -62,6 +62,11 @@ def build_core(
             f"--data-parallel-size {replicas}: replicas are for octavo serve and AsyncLLM, which run engines in "
             "processes of their own. Leave it out."
         )
+    config.parallel.check()
+    if config.parallel.node_rank:
+        raise ConfigError(
+            f"--node-rank {config.parallel.node_rank}: the engine runs on node 0. Start others with octavo serve."
+        )
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
     if config.model.config_overrides:

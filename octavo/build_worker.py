@@ -5,8 +5,13 @@ Settings are the only input, so that it also runs in a separate process.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 from functools import partial
+from hashlib import blake2b
+
+import msgspec
 
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
@@ -14,10 +19,12 @@ from octavo.core.worker_info import CacheSizes, LoadedFacts, RankPlace, WorkerFa
 from octavo.device.visible import environment_of
 from octavo.engine.executor import WorkerBuild
 from octavo.engine.multiproc import RankBuild
+from octavo.engine.node import run_node
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
-from octavo.engine.rank_group import RankGroup
+from octavo.engine.rank_group import AnyRank, RankGroup
 from octavo.engine.rank_process import RankProcess
+from octavo.engine.remote_rank import NodeListener
 from octavo.engine.ring import RingHandles
 from octavo.features import FeatureContext, build_worker_halves, other_implementation, payload_types
 from octavo.hub.files import ModelFiles
@@ -31,6 +38,7 @@ from octavo.models.overrides import blamed
 from octavo.parallel.join import LOCAL, MeetingPoint
 from octavo.text.sources import tokenizer_files
 from octavo.text.tokenizers.tokenizer import load_tokenizer
+from octavo.version import __version__
 from octavo.worker.encoder.worker import EncoderWorker
 from octavo.worker.hooks import Reserved, WorkerHook
 from octavo.worker.port import LocalWorker
@@ -85,23 +93,58 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
     if size > 1:
         _check_divisible(config, files)
     meeting = MeetingPoint() if size > 1 else None
-    level = logging.getLogger().getEffectiveLevel()
+    parallel = config.parallel
+    each, nodes = parallel.ranks_per_node, parallel.nnodes
+    host = LOCAL if nodes == 1 else parallel.master_addr
+    listener = NodeListener(parallel.master_port, settings_digest(config, files)) if nodes > 1 else None
 
-    def start(number: int, ring: RingHandles) -> RankProcess:
-        place = RankPlace(number, size, LOCAL, meeting.port, stages) if meeting else RankPlace()
-        payload = (config, files, level, place)
-        own = environment_of(number, size) if config.device.device != "cpu" else {}
-        prefix = f"[rank {number}] "
-        return RankProcess("octavo.rank_main", payload, ring, number=number, prefix=prefix, environment=own)
+    def start(number: int, ring: RingHandles) -> AnyRank:
+        place = RankPlace(number, size, host, meeting.port, stages, each) if meeting else RankPlace()
+        if listener is None or number < each:
+            return rank_process(config, files, place, ring)
+        return listener.admit(number, place, number // each, ring)
 
     answering = next(rank for rank in range(size) if RankPlace(rank, size, stages=stages).answers)
-    ranks = RankGroup(size, start, config.parallel.rank_timeout_s, keep=meeting, answering=answering)
+    with contextlib.closing(listener) if listener else contextlib.nullcontext():
+        ranks = RankGroup(size, start, parallel.rank_timeout_s, keep=meeting, answering=answering)
     try:
         build = RankBuild(ranks, PlanCodec(payload_types()), stages)
     except BaseException:
         ranks.kill()
         raise
     return build, feature_context(config, files, build.facts)
+
+
+def rank_process(config: EngineConfig, files: ModelFiles, place: RankPlace, ring: RingHandles) -> RankProcess:
+    """Start the process of a rank on this machine."""
+    payload = (config, files, logging.getLogger().getEffectiveLevel(), place)
+    own = environment_of(*place.local) if config.device.device != "cpu" else {}
+    number, prefix = place.rank, f"[rank {place.rank}] "
+    return RankProcess("octavo.rank_main", payload, ring, number=number, prefix=prefix, environment=own)
+
+
+def serve_ranks(config: EngineConfig, files: ModelFiles) -> int:
+    """Run the ranks of this machine, which is not that of the engine, until the engine ends; return the exit code.
+
+    Raises:
+        ConfigError: the engine's machine can't be reached, or has other settings.
+    """
+    parallel = config.parallel
+    parallel.check()
+    each = parallel.ranks_per_node
+    own = range(parallel.node_rank * each, (parallel.node_rank + 1) * each)
+    address = parallel.master_addr, parallel.master_port
+    return run_node(own, address, settings_digest(config, files), partial(rank_process, config, files))
+
+
+def settings_digest(config: EngineConfig, files: ModelFiles) -> str:
+    """Return a digest of what must be equal on all machines that compute a model: Octavo, the model, the settings."""
+    alike = dataclasses.replace(config.parallel, node_rank=0)
+    model = dataclasses.replace(config.model, model="")
+    data = msgspec.json.encode(
+        [__version__, files.config, alike, model, config.cache, config.scheduler], order="sorted"
+    )
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def _check_divisible(config: EngineConfig, files: ModelFiles) -> None:

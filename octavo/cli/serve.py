@@ -11,6 +11,7 @@ from octavo.cli.flags.environment import notices
 from octavo.cli.flags.parser import OctavoParser, say
 from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.start import open_frontend
+from octavo.config import EngineConfig, ServerConfig
 from octavo.hub.catalogue import CATALOGUE
 
 
@@ -21,9 +22,21 @@ def run(argv: list[str]) -> int:
     for line in notices(os.environ, {flag.env for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS) if flag.env}):
         say(line)
     engine, server = engine_from(found), server_from(found)
+    if engine.parallel.node_rank:
+        return run_ranks(engine, server)
     from octavo.server.process.run import run_server
 
     return run_server(lambda: open_frontend(engine, server), server, announce=announce)
+
+
+def run_ranks(engine: EngineConfig, server: ServerConfig) -> int:
+    """Run the ranks of a machine without an engine, until the engine ends."""
+    from octavo.build_worker import serve_ranks
+    from octavo.server.process.log import log_settings
+    from octavo.text.sources import model_files
+
+    log_settings(server).set_up("%(levelname)s %(asctime)s %(name)s: %(message)s")
+    return serve_ranks(engine, model_files(engine.model, weights=engine.needs_weights))
 
 
 def refuse_swallowed_model(parser: OctavoParser, found: Mapping[str, Any]) -> None:

@@ -71,8 +71,6 @@ _MODEL: dict[str, Missing | Needless] = {
     "calculate-kv-scales": Needless("scales of an FP8 KV cache are measured if the checkpoint has none"),
 }
 _ENGINE: dict[str, Missing | Needless] = {
-    "nnodes": _one("more than one host"),
-    "node-rank": _value("more than one host is", "0"),
     "data-parallel-backend": _value("data parallelism is"),
     "data-parallel-rank": _value("data parallelism is", "0"),
     "data-parallel-size-local": _one("data parallelism"),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from octavo.core import quantities
+from octavo.core.errors import ConfigError
 from octavo.core.flag import setting
 
 
@@ -43,6 +44,20 @@ class ParallelConfig:
         False,
         "give each rank of --tensor-parallel-size some of a layer's experts, instead of a part of each",
     )
+    nnodes: int = setting(
+        1,
+        "machines that compute the model together, each with an equal part of the ranks",
+        read=quantities.count,
+        metavar="N",
+    )
+    node_rank: int = setting(
+        0,
+        "number of this machine; 0 runs the engine, the others only ranks",
+        read=quantities.natural,
+        metavar="N",
+    )
+    master_addr: str = setting("127.0.0.1", "address of node 0, where the other nodes reach it", metavar="ADDRESS")
+    master_port: int = setting(29501, "port of node 0 for the other nodes", read=quantities.count, metavar="PORT")
     data_parallel_size: int = setting(
         1,
         "replicas of the model, each an engine of its own with its own devices; a request goes to the one with the "
@@ -59,9 +74,32 @@ class ParallelConfig:
         metavar="SECONDS",
     )
 
+    def check(self) -> None:
+        """Raise ConfigError for machines that can't be used together."""
+        nodes = f"--nnodes {self.nnodes}"
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"--node-rank {self.node_rank}: nodes have numbers from 0 to {self.nnodes - 1} ({nodes})."
+            )
+        if self.num_ranks % self.nnodes:
+            raise ConfigError(
+                f"{nodes}: the number of ranks, {self.num_ranks}, must be a multiple of it. It is the product of "
+                "--tensor-parallel-size and --pipeline-parallel-size."
+            )
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size}: a model on several machines ({nodes}) has one "
+                "replica. Start a server for each, behind a load balancer."
+            )
+
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks of each machine."""
+        return self.num_ranks // self.nnodes
 
     @property
     def division(self) -> str:

@@ -16,6 +16,7 @@ class RankPlace(msgspec.Struct, frozen=True):
         rank, size: its number, and the number of ranks.
         host, port: where the ranks find each other.
         stages: of the pipeline; each has consecutive ranks, which divide its layers.
+        per_node: ranks of one machine, which are consecutive; 0 if all are on one.
     """
 
     rank: int = 0
@@ -23,6 +24,13 @@ class RankPlace(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     stages: int = 1
+    per_node: int = 0
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """The rank's number among those of its machine, and their number."""
+        count = self.per_node or self.size
+        return self.rank % count, count
 
     @property
     def shards(self) -> int:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -18,7 +18,6 @@ from octavo.core.output import StepOutput
 from octavo.engine import rank_wire as wire
 from octavo.engine.failure import Failure
 from octavo.engine.frames import frame
-from octavo.engine.rank_process import RankProcess
 from octavo.engine.ring import RingHandles, RingWriter
 
 log = logging.getLogger(__name__)
@@ -32,6 +31,32 @@ T = TypeVar("T")
 
 class RankError(RuntimeError):
     """A step or call failed in a rank; the rank's log has the traceback."""
+
+
+class AnyRank(Protocol):
+    """A rank's process: `RankProcess` on this machine, `RemoteRank` on another one."""
+
+    number: int
+    device: str
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def code(self) -> int | None: ...
+
+    @property
+    def stopped(self) -> bool: ...
+
+    def listen(self, take: Callable[[int, wire.FromRank], None], ended: Callable[[int, str], object]) -> None: ...
+
+    def lost(self, reason: str) -> DeviceLostError: ...
+
+    def hang_up(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class _Call:
@@ -53,7 +78,7 @@ class RankGroup:
     def __init__(
         self,
         size: int,
-        start: Callable[[int, RingHandles], RankProcess],
+        start: Callable[[int, RingHandles], AnyRank],
         timeout_s: float | None = None,
         keep: object = None,
         answering: int = 0,
@@ -78,7 +103,7 @@ class RankGroup:
         self._lost: DeviceLostError | None = None
         self._closed = threading.Event()
         self._ring = RingWriter(size)
-        self.processes: list[RankProcess] = []
+        self.processes: list[AnyRank] = []
         try:
             for number in range(size):
                 self.processes.append(start(number, self._ring.handles(number)))

@@ -102,6 +102,11 @@ class RankProcess:
         self._listener.start()
 
     @property
+    def last_lines(self) -> list[str]:
+        """The last lines of its log."""
+        return list(self._lines)
+
+    @property
     def stopped(self) -> bool:
         """Whether a signal such as SIGSTOP has stopped the process (Linux only)."""
         try:

@@ -111,6 +111,7 @@ class AsyncLLM(OnlineMethods, AsyncWorkerMethods):
             config = model
         else:
             config = EngineConfig.of(model=model, **settings) if model else EngineConfig.of(**settings)
+        config.parallel.check()
         for own in config.features.values():
             own.check_sendable("the engine runs in a separate process")
         files = await asyncio.to_thread(model_files, config.model, weights=config.needs_weights, progress=progress)

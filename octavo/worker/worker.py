@@ -128,7 +128,7 @@ class Worker:
 
     def _prepared_device(self, settings: DeviceConfig) -> Device:
         device = select_device(settings.device)
-        device.setup(settings.threads, settings.cpu_bind, self._place.rank, self._place.size)
+        device.setup(settings.threads, settings.cpu_bind, *self._place.local)
         return device
 
     def spec_of(self, config: Config) -> ModelSpec:

@@ -28,6 +28,7 @@ def engine(**settings: Any) -> EngineLoop:
     return build_core(tiny_config(device="cpu", cpu_bind="nobind", **settings), model_files(MODEL))[0]
 
 
+@pytest.mark.slow
 def test_tokens_and_the_loss_of_a_stage() -> None:
     alone = engine()
     expected = tokens_of(drive(alone, requests(9)))
