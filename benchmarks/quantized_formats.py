@@ -6,7 +6,8 @@
 
 `write` rounds the matrices of the layers to the nearest values of each format, with the writers of the tests
 (`tests/quantized_kit.py`), so formats are compared without what calibration adds to each. Embeddings are left in
-bfloat16. `gguf:NAME` is the file of that name in the folder; "bfloat16" is the model that the others were made from.
+bfloat16. `gguf:NAME` is the file of that name in the folder; "bfloat16" is the model that the others were made from;
+`NAME+head` is a format with `--head-dtype int8`.
 
 `quality` compares each with the original (perplexity, divergence), and its greedy answers with those of the same
 matrices expanded to bfloat16. `speed` runs workloads of `cpu_workloads.py`; all engines take turns.
@@ -69,7 +70,7 @@ def write(source: str, folder: Path, names: list[str]) -> None:
     shapes = {name: checkpoint.shape(name) or () for name in sorted(checkpoint.names())}
     for name in ["bfloat16", *names]:
         to, stored = folder / name, {}
-        if to.exists() or name.startswith("gguf:"):
+        if to.exists() or name.startswith("gguf:") or name.endswith("+head"):
             continue
         torch.manual_seed(0)
         for key, shape in shapes.items():
@@ -87,9 +88,12 @@ def write(source: str, folder: Path, names: list[str]) -> None:
 
 
 def opened(folder: Path, name: str, source: str, **settings: Any) -> LLM:
-    path = folder / name.removeprefix("gguf:")
+    path = folder / name.removeprefix("gguf:").removesuffix("+head")
     own = {"kv_cache_memory_bytes": 1 << 30, "threads": 2, "tokenizer": str(resolve(source).path)}
-    return LLM(str(path), **own, **settings)
+    head = {"head_dtype": "int8"} if name.endswith("+head") else {}
+    if name == "bfloat16":
+        settings = {"dtype": "bfloat16", **settings}
+    return LLM(str(path), **own, **head, **settings)
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -105,7 +109,7 @@ def quality(folder: Path, names: list[str], source: str) -> dict[str, Any]:
         with opened(folder, name, source, max_logprobs=TOP) as llm:
             reading, own = read(llm, text), answers(llm)
             form, size = llm.info.weights, llm.info.memory["weights"]
-        with opened(folder, name, source, dtype="float32") as llm:
+        with opened(folder, name.removesuffix("+head"), source, dtype="float32") as llm:
             same = sum(mine == its for mine, its in zip(own, answers(llm), strict=True))
         found[name] = {
             "mb": round(size / 1e6, 1),

@@ -25,6 +25,8 @@ class ModelConfig:
             the weights to bfloat16 in each product: with AMX the fastest for prompts and batches, but not for a
             single request.
         quantization: None takes the weights as they are stored. A quantized checkpoint's own method changes nothing.
+        head_dtype: "auto" keeps the head as the checkpoint stores it; "int8" rounds one that is not quantized to 8-bit
+            integers with a scale per 32 inputs, and with it the embeddings if the two share a table.
         load_format: "auto" depends on the files found; "dummy" makes random weights.
         max_model_len: None takes the model's, reduced to what the KV cache holds.
         logprobs_mode: log-probabilities or logits, "raw" (of the model) or "processed" (after penalties, bans,
@@ -82,6 +84,11 @@ class ModelConfig:
         read=parsing.method,
         metavar="METHOD",
         aliases=("-q",),
+    )
+    head_dtype: Literal["auto", "int8"] = setting(
+        "auto",
+        "on a CPU, int8 rounds the output head (and embeddings that it shares) to 8-bit integers: beside quantized "
+        "layers, reading it is a large part of each step",
     )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = setting(
         "auto", "how to read the weights; dummy fills in random ones"

@@ -52,6 +52,7 @@ class Companion(Worker):
             disable_sliding_window=False,
             load_format="dummy" if random else "auto",
             activation_dtype=chosen.activation_dtype if gguf else "int16",
+            head_dtype="auto",
             logprobs_mode="raw_logprobs",
         )
         cache = CacheConfig(block_size=beside.block_size, kv_cache_dtype=beside.kv_cache_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,8 @@ from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.hub.files import ModelFiles
 from octavo.models.load.quantized.table import METHODS
-from octavo.nn.quant.base import Schemes, everywhere
-from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.base import Apart, Schemes, everywhere
+from octavo.nn.quant.blocks import BlockQuantized, RoundedBlocks
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.weights import Keep, fused
@@ -22,6 +23,8 @@ _PACKED = ("auto-round", "awq", "gptq")
 
 if TYPE_CHECKING:
     from octavo.nn.quant.online import Online
+
+_HEAD = "lm_head"
 
 
 def schemes_of(
@@ -39,12 +42,21 @@ def schemes_of(
         native: the model will run as a native program.
 
     Raises:
-        ConfigError: `config.quantization` is unknown, or does not fit the checkpoint or the device.
+        ConfigError: `config.quantization` is unknown, or does not fit the checkpoint or the device; or the head is to be
+            rounded, but the model can't multiply with integers.
     """
     online = online_of(config, files, device)
-    where = device.torch_device
+    where, keeps_integers = device.torch_device, native and config.dtype == "auto"
+    if config.head_dtype != "auto" and not keeps_integers:
+        raise ConfigError(
+            f"--head-dtype {config.head_dtype} is for models that Octavo's kernels run on a CPU, without --dtype. "
+            "Leave it out."
+        )
     if native:
-        return everywhere(BlockQuantized if config.dtype == "auto" else Unquantized, dtype, where, keep)
+        schemes = everywhere(BlockQuantized if keeps_integers else Unquantized, dtype, where, keep)
+        if config.head_dtype == "auto":
+            return schemes
+        return Apart(_HEAD, partial(RoundedBlocks, dtype, where, keep), schemes)
     if not device.resident:
         return everywhere(OneDNN if packing_works(dtype) else Unquantized, dtype, where, keep)
     # These need Triton, which machines without a GPU may lack.

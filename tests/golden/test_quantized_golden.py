@@ -71,6 +71,25 @@ def test_packed_weights_take_the_memory_of_their_integers(tmp_path: Path) -> Non
     assert sizes[BlockQuantized] == sizes[Unquantized] * (4 + 16 / 32) / 16
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_rounded_to_8_bits(tied: bool, tmp_path: Path) -> None:
+    theirs = make_checkpoint("quantized", tmp_path, {"tie_word_embeddings": tied})
+    quantize(tmp_path, theirs, "gptq-4")
+    settings = {"kv_cache_memory_bytes": 1 << 22, "threads": 1, "skip_tokenizer_init": True}
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found, sizes = {}, {}
+    for head in ("auto", "int8"):
+        with LLM(str(tmp_path), **settings, head_dtype=head) as llm:
+            (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+            found[head] = [next(iter(place.values())).logprob for place in output.prompt_logprobs[1:]]
+            sizes[head] = llm.info.memory["weights"]
+    assert found["auto"] != found["int8"]
+    assert found["int8"] == pytest.approx(found["auto"], abs=6e-2)
+    # 8 bits and a scale of 16 for each 32 inputs, in place of 16 or 32 bits, in whole panels of 16 rows.
+    table = theirs.get_output_embeddings().weight
+    assert sizes["auto"] - sizes["int8"] > table.numel() * 0.9
+
+
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [

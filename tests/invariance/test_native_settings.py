@@ -18,6 +18,11 @@ SMALL = {"load_format": "dummy", "memory_bytes": 1 << 22, "threads": 1, "device"
         ({"activation_dtype": "int8"}, "--activation-dtype int8 is for weights that stay integers"),
         ({"activation_dtype": "int8", "dtype": "float32"}, "these are float32. Leave it out"),
         ({"activation_dtype": "bfloat16"}, "--activation-dtype bfloat16 is for weights that stay integers"),
+        (
+            {"head_dtype": "int8", "dtype": "bfloat16"},
+            "--head-dtype int8 is for models that Octavo's kernels run on a CPU",
+        ),
+        ({"head_dtype": "int8", "attention_backend": "torch"}, "--head-dtype int8 is for"),
         ({"cpu_isa": "portable", "attention_backend": "torch"}, "--cpu-isa portable .* runs in 'torch'"),
         ({"cpu_isa": "portable", "block_size": 8}, "--cpu-isa portable .* runs in 'torch'"),
     ],

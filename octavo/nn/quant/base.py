@@ -78,6 +78,19 @@ class Everywhere:
         return self.make()
 
 
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """`Schemes` of one kind for the projection of this full name, and others for all other layers."""
+
+    name: str
+    make: Callable[[], Scheme]
+    others: Schemes
+
+    def at(self, path: str, parts: Sequence[Part]) -> Scheme:
+        names = [f"{path}.{part.name}".strip(".") for part in parts]
+        return self.make() if names == [self.name] else self.others.at(path, parts)
+
+
 def everywhere(make: Callable[P, Scheme], *args: P.args, **kwargs: P.kwargs) -> Everywhere:
     """Return `Schemes` that make every layer's scheme with these arguments."""
     return Everywhere(partial(make, *args, **kwargs))

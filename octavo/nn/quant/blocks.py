@@ -13,6 +13,7 @@ from octavo.nn.quant.panels import pack_blocks
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tensor_bytes
 
 _MIDDLE = 128  # zero point of 8-bit integers
+_SLICE = 4096  # rows rounded at a time, to limit temporary memory
 
 
 class BlockQuantized(Unquantized):
@@ -61,6 +62,33 @@ class BlockQuantized(Unquantized):
     @property
     def nbytes(self) -> int:
         return super().nbytes + tensor_bytes(self.packed, self.order)
+
+
+class RoundedBlocks(BlockQuantized):
+    """Like `BlockQuantized`, but a plain matrix is rounded to 8-bit integers, if its rows divide into blocks."""
+
+    def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
+        super().prepare([{**part, "weight": rounded(part["weight"])} for part in parts])
+
+    def share(self, weight: Stored) -> None:
+        super().share(rounded(weight))
+
+
+def rounded(weight: Stored) -> Stored:
+    """Return a plain matrix [N, K] as the nearest 8-bit integers with a scale per block; others as they are."""
+    if not isinstance(weight, Tensor) or weight.shape[1] % BLOCK:
+        return weight
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=torch.uint8)
+    scales = torch.empty(rows, columns // BLOCK, dtype=torch.float16)
+    for first in range(0, rows, _SLICE):
+        cut = slice(first, first + _SLICE)
+        grouped = weight[cut].float().unflatten(1, (-1, BLOCK))
+        scales[cut] = grouped.abs().amax(-1) / (_MIDDLE - 1)
+        steps = scales[cut].float()
+        integers = (grouped / steps.where(steps > 0, 1)[..., None]).round_().clamp_(1 - _MIDDLE, _MIDDLE - 1)
+        values[cut] = integers.add_(_MIDDLE).to(torch.uint8).flatten(1)
+    return QuantizedBlocks(values, scales, None, _MIDDLE, 8)
 
 
 def alike(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks]:
