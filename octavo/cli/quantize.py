@@ -12,12 +12,18 @@ from octavo.core.errors import ConfigError
 
 
 def run(argv: list[str]) -> int:
+    from octavo.models.save.calibrated import METHODS
     from octavo.models.save.gguf import STORAGES
     from octavo.models.save.rounding import ROUNDINGS
 
     about = {name: one.about for name, one in ROUNDINGS.items()} | {name: one.about for name, one in STORAGES.items()}
+    about |= dict.fromkeys(METHODS, "4-bit integers in groups, calibrated on a text by llm-compressor")
     args = make_parser(about).parse_args(argv)
-    if args.scheme in STORAGES:
+    if (args.scheme in METHODS) != (args.calibration is not None):
+        raise ConfigError(_wrong_calibration(args, list(METHODS)))
+    if args.scheme in METHODS:
+        write_calibrated(args)
+    elif args.scheme in STORAGES:
         write_file(args)
     else:
         write(args)
@@ -45,6 +51,7 @@ def make_parser(schemes: dict[str, str]) -> OctavoParser:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of all else, in a folder (bfloat16)"
     )
+    parser.add_argument("--calibration", metavar="FILE", help="text for gptq and awq, samples separated by blank lines")
     parser.add_argument("--no-eval", action="store_true", help="do not compare it with the original")
     parser.add_argument("--text", metavar="FILE", help="text to compare on (default: that of octavo eval)")
     return parser
@@ -74,6 +81,26 @@ def write(args: argparse.Namespace) -> None:
         f"{args.output}: {written.matrices} matrices in {args.scheme}{groups}; {units.show_bytes(written.after)}, "
         f"{units.show_bytes(written.before)} in {args.dtype}"
     )
+
+
+def _wrong_calibration(args: argparse.Namespace, methods: list[str]) -> str:
+    if args.calibration is None:
+        return f"--scheme {args.scheme} needs --calibration FILE. --scheme w4a16 rounds to 4 bits without one."
+    return (
+        f"--calibration {args.calibration}: {args.scheme} rounds without data. Leave it out, or take --scheme "
+        f"{' or '.join(methods)}."
+    )
+
+
+def write_calibrated(args: argparse.Namespace) -> None:
+    from octavo.hub.resolve import resolve
+    from octavo.models.save.calibrated import calibrate
+
+    with open_display() as display:
+        files = resolve(args.model, progress=display.download)
+    folder, text = Path(args.output).expanduser(), Path(args.calibration).expanduser()
+    calibrate(files, args.scheme, folder, text, group_size=args.group_size, ignore=args.ignore)
+    say(f"{folder}: {args.scheme}, calibrated on {text}")
 
 
 def write_file(args: argparse.Namespace) -> None:

@@ -42,7 +42,7 @@ def schemes_of(
         native: the model will run as a native program.
 
     Raises:
-        ConfigError: `config.quantization` is unknown, or does not fit the checkpoint or the device; or the head is to be
+        ConfigError: `config.quantization` is unknown, or does not fit the checkpoint or the device; the head is to be
             rounded, but the model can't multiply with integers.
     """
     online = online_of(config, files, device)

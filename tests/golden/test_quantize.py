@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,3 +160,47 @@ def test_questions(source: Path, capsys: pytest.CaptureFixture[str], tmp_path: P
     questions.write_text('{"prompt": "a", "choices": ["b"], "answer": 0}\n')
     assert main(["eval", str(source), "--choices", str(questions), *SMALL]) == 1
     assert "line 1: a question has a prompt" in capsys.readouterr().err
+
+
+class Calls(dict[str, object]):
+    """llm-compressor's `oneshot`, which only keeps what it is given."""
+
+    def __call__(self, **given: object) -> None:
+        self.update(given)
+
+
+def test_calibration_is_left_to_llm_compressor(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, oneshot = tmp_path / "text", Calls()
+    text.write_text("One sample.\n\nAnother\none.\n")
+    command = ["quantize", str(source), "--no-eval", "-o", str(tmp_path / "out"), "--scheme"]
+    assert main([*command, "gptq", "--calibration", str(text)]) == 1
+    assert "pip install llmcompressor. --scheme w4a16 rounds" in capsys.readouterr().err
+    for module, contents in {
+        "llmcompressor": {"oneshot": oneshot},
+        "llmcompressor.modifiers.gptq": {"GPTQModifier": dict},
+        "llmcompressor.modifiers.transform.awq": {"AWQModifier": dict},
+        "llmcompressor.modifiers.quantization": {"QuantizationModifier": dict},
+        "datasets": {"Dataset": SimpleNamespace(from_dict=dict)},
+    }.items():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**contents))
+    assert main([*command, "gptq", "--calibration", str(text), "--ignore", "*.down_proj"]) == 0
+    assert (oneshot["model"], oneshot["output_dir"]) == (str(source), str(tmp_path / "out"))
+    assert oneshot["dataset"] == {"text": ["One sample.", "Another\none."]}
+    assert isinstance(oneshot["recipe"], list)
+    (recipe,) = oneshot["recipe"]
+    assert recipe["ignore"] == ["lm_head", "re:.*[.]down_proj"]
+    assert recipe["config_groups"]["group_0"]["weights"]["group_size"] == 64
+    assert main([*command, "gptq"]) == 1
+    assert "gptq needs --calibration FILE. --scheme w4a16" in capsys.readouterr().err
+    assert main([*command, "w4a16", "--calibration", str(text)]) == 1
+    assert "w4a16 rounds without data. Leave it out, or take --scheme gptq or awq" in capsys.readouterr().err
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert (
+        main(["quantize", str(source), "--scheme", "awq", "--calibration", str(text), "-o", str(tmp_path / "b")]) == 1
+    )
+    assert "--scheme awq: llm-compressor needs a GPU" in capsys.readouterr().err
+    text.write_text(" ")
+    assert main([*command, "gptq", "--calibration", str(text)]) == 1
+    assert "has no text" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def quantize(
     _check_layout(files)
     checkpoint = _named_as_published(files)
     shapes = {name: checkpoint.shape(name) or () for name in sorted(checkpoint.names())}
-    matrices = {name: shape for name, shape in shapes.items() if _is_linear(name, shape, ignore)}
+    matrices = _matrices(shapes, ignore)
     if not matrices:
         raise ConfigError(f"{files.name} has no matrices of linear layers, or --ignore names all of them.")
     if group_size is not None and not scheme.grouped:
@@ -130,6 +130,19 @@ def _check_layout(files: ModelFiles) -> None:
     """Raise ConfigError for matrices that are stored transposed: other engines would not find them quantized."""
     if is_own(files.config) and any(module.transposed for module in spec_of(files.config).stored.modules):
         raise ConfigError(f"{files.name} stores its matrices transposed (Conv1D), which compressed-tensors lacks.")
+
+
+def group_size_of(checkpoint: Checkpoint, stated: int | None, ignore: Sequence[str]) -> int:
+    """Return the inputs of a group that divides the matrices of all linear layers.
+
+    Raises:
+        ConfigError: the stated size, or each of the usual ones, does not.
+    """
+    return _group_size(_matrices({name: checkpoint.shape(name) or () for name in checkpoint.names()}, ignore), stated)
+
+
+def _matrices(shapes: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in shapes.items() if _is_linear(name, shape, ignore)}
 
 
 def _is_linear(name: str, shape: tuple[int, ...], ignore: Sequence[str]) -> bool:
