@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from octavo.hub.gguf_config import model_config
 from octavo.hub.gguf_file import read_gguf
 
 ARCHS = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in gguf.MODEL_ARCH}
-PAIRED = {"llama", "granite", "minicpm", "internlm2", "olmo", "smollm3"}
+PAIRED = {"llama", "granite", "granitemoe", "minicpm", "internlm2", "olmo", "smollm3"}
 """Architectures whose q and k the converter permutes."""
 ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron"}
 """Architectures to whose norms it adds one."""
@@ -40,14 +41,21 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        found = names.get_name(name.removeprefix("transformer." if arch == "bloom" else ""), (".weight", ".bias"))
-        assert found is not None, f"{arch} has no tensor {name}"
-        tensor = _converted(arch, config, name, tensor)
-        stored, kind = tensor.contiguous().numpy(), None
-        if kinds and tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
-            kind = kinds[len(writer.tensors[0]) % len(kinds)]
-            stored = gguf.quants.quantize(stored, kind)
-        writer.add_tensor(found, stored, raw_dtype=kind)
+        if ".experts." in name:
+            parts = dict(_expert_tensors(arch, name, tensor))
+        else:
+            name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")  # as published
+            found = names.get_name(name.removeprefix("transformer." if arch == "bloom" else ""), _SUFFIXES)
+            if name.endswith("e_score_correction_bias"):
+                found, tensor = f"blk.{name.split('.')[2]}.exp_probs_b", tensor.flatten()
+            assert found is not None, f"{arch} has no tensor {name}"
+            parts = {_with_suffix(found): _converted(arch, config, name, tensor)}
+        for stored_name, part in parts.items():
+            stored, kind = part.contiguous().numpy(), None
+            if kinds and part.dim() > 1 and part.shape[-1] % 32 == 0:
+                kind = kinds[len(writer.tensors[0]) % len(kinds)]
+                stored = gguf.quants.quantize(stored, kind)
+            writer.add_tensor(stored_name, stored, raw_dtype=kind)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(config).numpy())
@@ -59,6 +67,28 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
     writer.write_tensors_to_file()
     writer.close()
     return gguf_files(path)
+
+
+_SUFFIXES = (".weight", ".bias")
+
+
+def _with_suffix(name: str) -> str:
+    """The name of a tensor; those that are no module's have one of a module's in GGUF files."""
+    return name if name.endswith(_SUFFIXES) else name + (".bias" if "exp_probs_b" in name else ".weight")
+
+
+def _expert_tensors(arch: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The gates, operands and outputs of all experts of a layer, from how transformers keeps them."""
+    layer, (module, _, bias) = name.split(".")[2], name.rpartition(".")[2].partition("_bias")
+    kind = "bias" if bias or name.endswith("_bias") else "weight"
+    if arch in ("gpt-oss", "llama4") and kind == "weight":
+        tensor = tensor.transpose(1, 2)
+    if module != "gate_up_proj":
+        yield f"blk.{layer}.ffn_down_exps.{kind}", tensor
+        return
+    halves = (tensor[:, ::2], tensor[:, 1::2]) if arch == "gpt-oss" else tensor.chunk(2, dim=1)
+    for part, half in zip(("gate", "up"), halves, strict=True):
+        yield f"blk.{layer}.ffn_{part}_exps.{kind}", half
 
 
 def gguf_files(path: Path) -> ModelFiles:
@@ -78,7 +108,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     if arch in ("bloom", "gpt2", "falcon"):
         writer.add_feed_forward_length(4 * hidden)
     else:
-        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_feed_forward_length(_first(config, "intermediate_size_mlp", "intermediate_size"))
     writer.add_head_count(heads)
     if arch == "falcon":
         writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)

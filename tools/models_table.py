@@ -31,9 +31,13 @@ NOT_IN_TRANSFORMERS = {
 """Architecture -> whose weights `tests/golden/test_renamed_families.py` gives it."""
 
 
+STORED_ALIKE = {"InternLM3ForCausalLM", "MixtralForCausalLM", "Olmo3ForCausalLM"}
+"""Architectures that GGUF files hold under the name of another."""
+
+
 def rows() -> Iterator[str]:
     tested = dict(_configurations())
-    in_gguf = {family.name for family in GGUF.values()}
+    in_gguf = {family.name for family in GGUF.values()} | STORED_ALIKE
     for name, family in sorted(ARCHITECTURES.items(), key=lambda pair: pair[0].lower()):
         about = " ".join((family.__doc__ or "").partition("\n\n")[0].split()).rstrip(".").replace("|", "\\|")
         gguf = "yes" if name in in_gguf else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.core.errors import ModelFileError
-from octavo.hub.gguf_families import FAMILIES, Family
+from octavo.hub.gguf_families import FAMILIES, Family, with_experts
 from octavo.hub.gguf_file import GGUFFile
 from octavo.hub.gguf_keys import Keys, shortest
 from octavo.hub.rope_factors import llama3_scaling, longrope_scaling
@@ -78,12 +78,13 @@ def _family(keys: Keys) -> Family:
             f"{path} holds a model of architecture {keys.arch or '(none)'!r}; known in GGUF files are: {known}. "
             "Serve a model of one of these."
         )
-    if keys.get("expert_count", 0) > 0:
+    family = FAMILIES[keys.arch]
+    if keys.get("expert_count", 0) > 0 and not family.experts:
         raise ModelFileError(
-            f"{path} holds a mixture of experts ({keys.arch}.expert_count = {keys.get('expert_count')}), "
-            f"which is not supported; dense models of these architectures are: {', '.join(FAMILIES)}."
+            f"{path} holds a mixture of experts ({keys.arch}.expert_count = {keys.get('expert_count')}); this "
+            f"architecture is known without experts, and with them are: {', '.join(with_experts())}."
         )
-    return FAMILIES[keys.arch]
+    return family
 
 
 def _identity(file: GGUFFile, family: Family) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.errors import ModelFileError
+from octavo.hub import gguf_experts as experts
 from octavo.hub.gguf_keys import Keys
 
 Fields = Callable[[Keys], dict[str, Any]]
@@ -33,6 +34,7 @@ class Family:
         paired: the converter stores the rows of q and k in rotary pairs: channel i beside i + half. Families whose
             original checkpoints have them in pairs are stored as they are.
         fields: those that only this family has.
+        experts: files may have experts.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Family:
     bias: str = "attention_bias"
     paired: bool = False
     fields: Fields = _nothing
+    experts: bool = False
 
 
 def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
@@ -89,6 +92,10 @@ def _granite(keys: Keys) -> dict[str, Any]:
         "attention_multiplier": keys.get("attention.scale") or keys.head_dim**-0.5,
         "logits_scaling": keys.need("logit_scale"),
     }
+
+
+def _granite_moe(keys: Keys) -> dict[str, Any]:
+    return _granite(keys) | experts.counts(keys)
 
 
 def _minicpm(keys: Keys) -> dict[str, Any]:
@@ -195,16 +202,22 @@ def _bert(keys: Keys) -> dict[str, Any]:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", "llama", paired=True),
+    "llama": Family("LlamaForCausalLM", "llama", paired=True, fields=experts.mixtral, experts=True),
     "mistral": Family("MistralForCausalLM", "mistral"),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+    "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", bias="qkv_bias", fields=experts.qwen2, experts=True),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", fields=experts.qwen3, experts=True),
     "bert": Family("BertModel", "bert", "layer_norm_eps", fields=_bert),
     "bloom": Family("BloomForCausalLM", "bloom", "layer_norm_epsilon", fields=_bloom),
     "chatglm": Family("GlmForCausalLM", "glm"),
     "cohere2": Family("Cohere2ForCausalLM", "cohere2", "layer_norm_eps", fields=_cohere2),
     "command-r": Family("CohereForCausalLM", "cohere", "layer_norm_eps", fields=_cohere),
+    "dots1": Family("Dots1ForCausalLM", "dots1", fields=experts.after_dense, experts=True),
     "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", bias="use_bias"),
+    "ernie4_5-moe": Family(
+        "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", bias="use_bias", fields=experts.ernie, experts=True
+    ),
     "exaone": Family("ExaoneForCausalLM", "exaone", "layer_norm_epsilon"),
     "exaone4": Family("Exaone4ForCausalLM", "exaone4", fields=_exaone4),
     "falcon": Family("FalconForCausalLM", "falcon", "layer_norm_epsilon", "bias", fields=_falcon),
@@ -212,14 +225,19 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", fields=_gemma2),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", fields=_gemma3),
     "glm4": Family("Glm4ForCausalLM", "glm4"),
+    "glm4moe": Family("Glm4MoeForCausalLM", "glm4_moe", fields=experts.glm4, experts=True),
+    "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", fields=experts.gpt_oss, experts=True),
     "gpt2": Family("GPT2LMHeadModel", "gpt2", "layer_norm_epsilon", fields=_gpt),
     "gptneox": Family("GPTNeoXForCausalLM", "gpt_neox", "layer_norm_eps", fields=_gpt_neox),
     "granite": Family("GraniteForCausalLM", "granite", paired=True, fields=_granite),
+    "granitemoe": Family("GraniteMoeForCausalLM", "granitemoe", paired=True, fields=_granite_moe, experts=True),
     "internlm2": Family("InternLM2ForCausalLM", "internlm2", bias="bias", paired=True),
+    "llama4": Family("Llama4ForCausalLM", "llama4_text", fields=experts.llama4, experts=True),
     "minicpm": Family("MiniCPMForCausalLM", "minicpm", paired=True, fields=_minicpm),
     "nemotron": Family("NemotronForCausalLM", "nemotron", "norm_eps"),
     "olmo": Family("OlmoForCausalLM", "olmo", None, paired=True, fields=_olmo),
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", fields=_olmo2),
+    "olmoe": Family("OlmoeForCausalLM", "olmoe", fields=experts.olmoe, experts=True),
     "phi2": Family("PhiForCausalLM", "phi", "layer_norm_eps"),
     "phi3": Family("Phi3ForCausalLM", "phi3"),
     "seed_oss": Family("SeedOssForCausalLM", "seed_oss", fields=_seed_oss),
@@ -233,3 +251,8 @@ FAMILIES: Mapping[str, Family] = {
 def is_paired(arch: object) -> bool:
     """Return whether files of an architecture have the rows of q and k in rotary pairs (`Family.paired`)."""
     return arch in FAMILIES and FAMILIES[str(arch)].paired
+
+
+def with_experts() -> list[str]:
+    """Return the architectures whose files may have experts."""
+    return [arch for arch, family in FAMILIES.items() if family.experts]

@@ -89,6 +89,59 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "stablelm-parallel": ("stablelm-parallel", "stablelm", {}, {}),
     "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": None}, {}),
 }
+_COUNTS = {"expert_count": 6, "expert_used_count": 2}
+_SMALLER = {**_COUNTS, "expert_feed_forward_length": 24}
+_SHARED = {
+    **_SMALLER,
+    "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+    "expert_gating_func": 2,
+}
+CASES |= {
+    "mixtral": ("mixtral", "llama", {"sliding_window": None}, _COUNTS),
+    "qwen2moe": (
+        "qwen2-moe",
+        "qwen2moe",
+        {"mlp_only_layers": []},
+        {**_SMALLER, "expert_shared_feed_forward_length": 40},
+    ),
+    "qwen3moe": ("qwen3-moe", "qwen3moe", {}, _SMALLER),
+    "dots1": ("dots1", "dots1", {}, {**_SHARED, "expert_group_count": 2, "expert_group_used_count": 1}),
+    "ernie4_5-moe": (
+        "ernie-moe",
+        "ernie4_5-moe",
+        {},
+        {**_SMALLER, "expert_shared_count": 1, "leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
+    ),
+    "glm4moe": ("glm4-moe", "glm4moe", {}, _SHARED),
+    "gpt-oss": (
+        "gpt-oss",
+        "gpt-oss",
+        {"swiglu_limit": 7.0},
+        {**_SMALLER, "attention__sliding_window": 7, "rope__scaling__yarn_beta_fast": 8.0},
+    ),
+    "granitemoe": (
+        "granite-moe",
+        "granitemoe",
+        {},
+        {**_COUNTS, "attention__scale": 0.2, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0},
+    ),
+    "llama4": (
+        "llama4",
+        "llama4",
+        {"no_rope_layer_interval": 4, "floor_scale": 8192, "attn_scale": 0.1},
+        {
+            "expert_count": 4,
+            "expert_used_count": 1,
+            "expert_feed_forward_length": 24,
+            "interleave_moe_layer_step": 2,
+            "attention__chunk_size": 12,
+        },
+    ),
+    "olmoe": ("olmoe", "olmoe", {}, _COUNTS),
+}
 """Name -> tiny configuration, architecture of the file, changed fields, and metadata that only this family has."""
 
 
@@ -98,7 +151,7 @@ def test_the_same_logits_from_a_gguf_file(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("case", ["cohere2", "falcon-new", "glm4", "granite", "phi3"])
+@pytest.mark.parametrize("case", ["cohere2", "falcon-new", "glm4", "granite", "phi3", "granitemoe"])
 def test_quantized_matrices_are_arranged_as_well(case: str, tmp_path: Path) -> None:
     logits, expected = logits_of(case, tmp_path, [Kind.Q8_0, Kind.F32])
     assert torch.cosine_similarity(logits, expected, dim=-1).min() > 0.9

@@ -44,11 +44,13 @@ class GGUFCheckpoint:
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         tensor = self._tensors[name]
-        rows, shape = self._rows(name), tensor.shape
+        shape = tensor.shape
         if index:
-            # Rows can be selected before decoding, columns only afterwards.
-            rows = rows[index[0]].contiguous()
+            # The first dimension can be selected before decoding, others only afterwards.
+            rows = self._rows(name, index[0]).contiguous()
             shape = (rows.shape[0], *shape[1:])
+        else:
+            rows = self._rows(name)
         values = dequantize(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
         return values[(slice(None), *index[1:])] if index else values
 
@@ -56,14 +58,16 @@ class GGUFCheckpoint:
         tensor = self._tensors[name]
         return as_blocks(self._rows(name), GGMLQuantizationType(tensor.kind))
 
-    def _rows(self, name: str) -> Tensor:
-        """Return a tensor's bytes [rows, bytes], in Hugging Face's order of rows. Read rather than mapped, because
-        pages of a mapped file stay in this process's memory long after the tensor was converted."""
+    def _rows(self, name: str, wanted: slice = slice(None)) -> Tensor:
+        """Return a tensor's bytes [rows, bytes], or those of some rows, in Hugging Face's order. Read rather than
+        mapped, because pages of a mapped file stay in this process's memory long after the tensor was converted."""
         tensor = self._tensors[name]
-        data = np.fromfile(self._path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
-        rows = torch.from_numpy(data).view(tensor.shape[0], -1)
         heads = self._heads.get(name.rpartition(".")[0].rpartition(".")[2])
-        return in_halves(rows, heads) if heads else rows
+        first, last, _ = (slice(None) if heads else wanted).indices(tensor.shape[0])
+        size = tensor.num_bytes // tensor.shape[0]
+        data = np.fromfile(self._path, np.uint8, count=(last - first) * size, offset=tensor.offset + first * size)
+        rows = torch.from_numpy(data).view(last - first, -1)
+        return in_halves(rows, heads)[wanted] if heads else rows
 
 
 def _check_kind(tensor: GGUFTensor, path: Path) -> None:

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from octavo.hub.gguf_names import LAYER, ROOT
-from octavo.models.feed_forwards.spec import MlpSpec
-from octavo.models.spec import DecoderSpec, StoredModule, StoredNames
+from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
+from octavo.models.spec import DecoderSpec, StoredModule, StoredNames, StoredStack
 
 _FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are read with the metadata."""
+_PARTS = ("gate", "up", "down")
+_STACKS = tuple(
+    StoredStack(f"blk.{{}}.ffn_{part}_exps.{kind}", (f"layers.{{}}.mlp.experts.{{}}.{part}_proj.{kind}",))
+    for part in _PARTS
+    for kind in ("weight", "bias")
+)
 
 
 def gguf_names(spec: DecoderSpec, names: Set[str]) -> StoredNames:
@@ -22,7 +28,9 @@ def gguf_names(spec: DecoderSpec, names: Set[str]) -> StoredNames:
     Args:
         names: those of the file's tensors.
     """
-    return StoredNames("", (*_root(spec), *_projections(spec, names), *_norms(spec, names)), _FACTORS)
+    modules = (*_root(spec), *_projections(spec, names), *_norms(spec, names), *_experts(spec))
+    further = f"blk.{spec.num_layers}."  # layers that predict further tokens
+    return StoredNames("", modules, _FACTORS, _STACKS, (further,))
 
 
 def _root(spec: DecoderSpec) -> Iterator[StoredModule]:
@@ -39,10 +47,25 @@ def _projections(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
     kv = spec.num_kv_heads * spec.head_dim
     qkv = tuple(f"layers.{{}}.self_attn.{part}_proj" for part in "qkv")
     yield StoredModule("blk.{}.attn_qkv", qkv, (spec.num_heads * spec.head_dim, kv, kv))
+    if spec.sinks:
+        yield StoredModule("blk.{}.attn_sinks.weight", ("layers.{}.self_attn.sinks",))
     mlp = spec.mlps[0]
     if isinstance(mlp, MlpSpec) and mlp.gated and "blk.0.ffn_gate.weight" not in names:
         gate_up = ("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj")
         yield StoredModule("blk.{}.ffn_up", gate_up, (mlp.width,) * 2)
+
+
+def _experts(spec: DecoderSpec) -> Iterator[StoredModule]:
+    """Yield routers, and shared experts."""
+    experts = next((mlp for mlp in spec.mlps if isinstance(mlp, ExpertsSpec)), None)
+    if experts is None:
+        return
+    yield StoredModule("blk.{}.ffn_gate_inp", ("layers.{}.mlp.gate",))
+    yield StoredModule("blk.{}.exp_probs_b.bias", ("layers.{}.mlp.gate.e_score_correction_bias",))
+    if experts.shared is not None:
+        for part in _PARTS:
+            yield StoredModule(f"blk.{{}}.ffn_{part}_shexp", (f"layers.{{}}.mlp.{experts.shared.name}.{part}_proj",))
+        yield StoredModule("blk.{}.ffn_gate_inp_shexp", (f"layers.{{}}.mlp.{experts.shared.gate}",))
 
 
 def _norms(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:

@@ -77,9 +77,15 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         config_of(tmp_path, {"llama.feed_forward_length": None})
 
 
-def test_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match=r"mixture of experts.*expert_count = 8"):
-        config_of(tmp_path, {"llama.expert_count": 8})
+def test_a_mixture_of_experts_of_a_dense_family_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"mixture of experts.*expert_count = 8.*with them are: llama, qwen2moe"):
+        config_of(tmp_path, {"qwen2.expert_count": 8}, arch="qwen2")
+
+
+def test_a_llama_with_experts_is_a_mixtral(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"llama.expert_count": 8, "llama.expert_used_count": 2})
+    assert config["architectures"] == ["MixtralForCausalLM"]
+    assert (config["num_local_experts"], config["num_experts_per_tok"]) == (8, 2)
 
 
 def test_one_part_of_many_is_refused(tmp_path: Path) -> None:

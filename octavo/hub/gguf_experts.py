@@ -1,0 +1,116 @@
+"""Fields of mixtures of experts in GGUF metadata. Keys and defaults are those of llama.cpp (`src/llama-model.cpp`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.hub.gguf_keys import Keys
+
+_SIGMOID = 2
+"""llama.cpp's number of a router with sigmoids (`expert_gating_func`)."""
+
+
+def counts(keys: Keys) -> dict[str, Any]:
+    """Return the number of experts, and how many a token uses."""
+    return {"num_local_experts": keys.need("expert_count"), "num_experts_per_tok": keys.need("expert_used_count")}
+
+
+def mixtral(keys: Keys) -> dict[str, Any]:
+    """Mixtral is stored as a Llama with experts."""
+    if not keys.get("expert_count", 0):
+        return {}
+    return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **counts(keys)}
+
+
+def qwen(keys: Keys, *, normalized: bool) -> dict[str, Any]:
+    """Return Qwen's fields, of experts that are smaller than a dense feed-forward.
+
+    Args:
+        normalized: whether a token's weights sum to one, which is not in the file.
+    """
+    inner = keys.need("feed_forward_length")
+    return {
+        **counts(keys),
+        "moe_intermediate_size": keys.get("expert_feed_forward_length") or inner // keys.need("expert_used_count"),
+        "shared_expert_intermediate_size": keys.get("expert_shared_feed_forward_length") or inner,
+        "norm_topk_prob": normalized,
+    }
+
+
+def qwen2(keys: Keys) -> dict[str, Any]:
+    return qwen(keys, normalized=False)
+
+
+def qwen3(keys: Keys) -> dict[str, Any]:
+    return qwen(keys, normalized=True)
+
+
+def olmoe(keys: Keys) -> dict[str, Any]:
+    return {**counts(keys), "norm_topk_prob": False, "clip_qkv": keys.get("attention.clamp_kqv")}
+
+
+def after_dense(keys: Keys) -> dict[str, Any]:
+    """Return the fields of DeepSeek's kind of experts: after some dense layers, beside shared ones, in groups."""
+    return {
+        **counts(keys),
+        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
+        "n_shared_experts": keys.get("expert_shared_count", 0),
+        "first_k_dense_replace": keys.get("leading_dense_block_count", 0),
+        "norm_topk_prob": keys.get("expert_weights_norm", False),
+        "routed_scaling_factor": keys.get("expert_weights_scale") or 1.0,
+        "n_group": keys.get("expert_group_count", 1),
+        "topk_group": keys.get("expert_group_used_count", 1),
+        "scoring_func": "sigmoid" if keys.get("expert_gating_func") == _SIGMOID else "softmax",
+    }
+
+
+def glm4(keys: Keys) -> dict[str, Any]:
+    """The last layers of a file predict further tokens; they are not part of the model."""
+    return {
+        **after_dense(keys),
+        "num_hidden_layers": keys.need("block_count") - keys.get("nextn_predict_layers", 0),
+        "use_qk_norm": keys.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def ernie(keys: Keys) -> dict[str, Any]:
+    return {
+        "moe_num_experts": keys.need("expert_count"),
+        "moe_k": keys.need("expert_used_count"),
+        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
+        "moe_num_shared_experts": keys.get("expert_shared_count", 0),
+        "moe_layer_start_index": keys.get("leading_dense_block_count", 0),
+        "moe_layer_interval": keys.get("interleave_moe_layer_step", 1),
+    }
+
+
+def gpt_oss(keys: Keys) -> dict[str, Any]:
+    """Unlike other models with YaRN, its frequencies are not rounded to whole channels; files do not say so."""
+    scaling = {
+        "rope_type": "yarn",
+        "rope_theta": keys.get("rope.freq_base", 150000.0),
+        "factor": keys.need("rope.scaling.factor"),
+        "original_max_position_embeddings": keys.need("rope.scaling.original_context_length"),
+        "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+        "truncate": False,
+    }
+    return {
+        **counts(keys),
+        "intermediate_size": keys.need("expert_feed_forward_length"),
+        "rope_parameters": scaling,
+    }
+
+
+def llama4(keys: Keys) -> dict[str, Any]:
+    """What is not in files is taken as llama.cpp takes it: layers without rotary positions, chunks, temperatures; and
+    norms of heads for all but Maverick, of 128 experts."""
+    return {
+        **counts(keys),
+        "intermediate_size": keys.need("expert_feed_forward_length"),
+        "intermediate_size_mlp": keys.need("feed_forward_length"),
+        "interleave_moe_layer_step": keys.need("interleave_moe_layer_step"),
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": keys.get("attention.chunk_size", 8192),
+        "use_qk_norm": keys.need("expert_count") != 128,
+    }
