@@ -10,13 +10,15 @@ from octavo.models.encoders.bert import bert, distilbert, roberta
 from octavo.models.encoders.encoder import Encoder
 from octavo.models.encoders.modernbert import ROOT as MODERN_ROOT
 from octavo.models.encoders.modernbert import ModernEncoder, ModernSpec, modernbert
+from octavo.models.encoders.nomic import ROOT as NOMIC_ROOT
+from octavo.models.encoders.nomic import NomicEncoder, NomicSpec, nomic
 from octavo.models.encoders.spec import EncoderSpec
 from octavo.models.hf_config import Config
 from octavo.nn.build import Build
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
 
-Spec = EncoderSpec | ModernSpec
+Spec = EncoderSpec | ModernSpec | NomicSpec
 
 _FAMILIES: Mapping[str, Callable[[Config], Spec]] = {
     "Bert": bert,
@@ -25,6 +27,7 @@ _FAMILIES: Mapping[str, Callable[[Config], Spec]] = {
     "Camembert": roberta,
     "DistilBert": distilbert,
     "ModernBert": modernbert,
+    "NomicBert": nomic,
 }
 _FORMS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
@@ -50,7 +53,7 @@ def encoder_spec(config: Config) -> Spec:
 
 def build_encoder(
     config: Config, *, dtype: torch.dtype, device: torch.device, scheme: type[Unquantized], stored: Set[str]
-) -> Encoder | ModernEncoder:
+) -> Encoder | ModernEncoder | NomicEncoder:
     """Build the encoder of a configuration, without weights.
 
     Args:
@@ -61,6 +64,14 @@ def build_encoder(
     """
     spec = encoder_spec(config)
     build = Build(dtype, device, None, everywhere(scheme, dtype, device))
-    root = MODERN_ROOT if isinstance(spec, ModernSpec) else spec.names.root
-    found = root if any(name.startswith(f"{root}.") for name in stored) else ""
-    return ModernEncoder(build, spec, found) if isinstance(spec, ModernSpec) else Encoder(build, spec, found)
+
+    def found(root: str) -> str:
+        return root if any(name.startswith(f"{root}.") for name in stored) else ""
+
+    match spec:
+        case ModernSpec():
+            return ModernEncoder(build, spec, found(MODERN_ROOT))
+        case NomicSpec():
+            return NomicEncoder(build, spec, found(NOMIC_ROOT))
+        case EncoderSpec():
+            return Encoder(build, spec, found(spec.names.root))

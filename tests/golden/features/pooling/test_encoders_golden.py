@@ -57,6 +57,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         {**_MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_pooling": "mean"},
     ),
 }
+FAMILIES["nomic"] = (transformers.NomicBertConfig, {**_BERT, "type_vocab_size": 2})
 LENGTHS = (1, 7, 3, 36, 7, 20)
 
 
