@@ -8,6 +8,7 @@ from typing import Any
 
 from octavo.core.errors import ConfigError
 from octavo.hub.files import ModelFiles
+from octavo.hub.token_numbers import token_numbers
 
 ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta")
 _ROPE_KINDS = ("rope_type", "type")
@@ -48,6 +49,8 @@ def with_overrides(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFile
             made[name] = {**mine, **value}
         else:
             made[name] = value
+    if overrides.get("classifier_from_token") is not None:
+        made["classifier_from_token"] = token_numbers(files, overrides["classifier_from_token"])
     if any(name in overrides for name in ROPE_SETTINGS):
         made = _with_rope(made, files.config, overrides)
     return replace(files, config=made, own_fields=frozenset(files.config))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from octavo.models.feed_forwards.table import make_feed_forward
 from octavo.models.mixers.table import make_mixer
 from octavo.models.norms import make_norm
-from octavo.models.score import ScoreHead
+from octavo.models.score import ScoreHead, TokenScore
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Dtype, Function
 from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder, Results
@@ -152,7 +152,7 @@ class CausalLM(nn.Module):
                 gather=True,
             )
         )
-        self.score = ScoreHead(b.device, spec.hidden_size, spec.num_labels) if spec.num_labels else None
+        self.score = self._score_head(b, spec)
         self.taps: Taps | None = None
         self.recordable = all(getattr(m, "recordable", True) for m in self.modules())
         self.entry: Tensor | None = None
@@ -182,6 +182,12 @@ class CausalLM(nn.Module):
             self.score = None
             del self.norm, self.head
         self._list_layers()
+
+    def _score_head(self, b: Build, spec: DecoderSpec) -> ScoreHead | None:
+        if spec.score_tokens is not None:
+            head, tokens = spec.score_tokens
+            return TokenScore(b.device, head, spec.vocab_size, spec.hidden_size, tokens)
+        return ScoreHead(b.device, spec.hidden_size, spec.num_labels) if spec.num_labels else None
 
     def rope_of(self, layer: int) -> Rope:
         """Return a layer's table of rotations; layers with equal ones share it."""

@@ -55,9 +55,15 @@ CLASSIFIER = "ForSequenceClassification"
 """How the names of architectures with a classification head end."""
 
 
+SCORE_TOKENS = "classifier_from_token"
+"""Field of tokens, by number, whose logits a reranker's score is made from."""
+
+
 def num_labels(config: Config) -> int:
     """Return the number of outputs of the classification head, if any; Transformers' default is two."""
     if not str((config.get("architectures") or [""])[0]).endswith(CLASSIFIER):
         return 0
+    if config.get(SCORE_TOKENS) is not None:
+        return 1
     named = config.get("id2label")
     return len(named) if named else whole(config, "num_labels", 2)

@@ -28,6 +28,7 @@ _READ_ELSEWHERE = {
     "matryoshka_dimensions",
     "sbert_ce_default_activation_function",
     "sentence_transformers",
+    "is_original_qwen3_reranker",  # with other engines it says what two tokens mean here
 }
 """Fields that are read outside the model's architecture."""
 

@@ -42,7 +42,7 @@ from octavo.models.families.qwen2 import qwen2
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.families.qwen3_next import qwen3_next
 from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
-from octavo.models.hf_config import CLASSIFIER, Config, num_labels
+from octavo.models.hf_config import CLASSIFIER, SCORE_TOKENS, Config, num_labels
 from octavo.models.load.quantized.table import method_of
 from octavo.models.spec import DecoderSpec
 from octavo.nn.build import AnyBackend, Build
@@ -155,7 +155,12 @@ def spec_of(config: Config) -> DecoderSpec:
     method_of(config)
     spec = ARCHITECTURES[name](config)
     # Checkpoints of bare models and of classifiers have no language-model head.
-    return spec if name == names[0] else replace(spec, tied=True, num_labels=num_labels(config))
+    if name == names[0]:
+        return spec
+    head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+    tokens = config.get(SCORE_TOKENS) if names[0].endswith(CLASSIFIER) else None
+    scored = None if tokens is None else (head, tuple(tokens))
+    return replace(spec, tied=True, num_labels=num_labels(config), score_tokens=scored)
 
 
 def build_model(

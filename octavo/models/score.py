@@ -38,3 +38,25 @@ class ScoreHead(WeightLayer):
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.weight)
+
+
+class TokenScore(ScoreHead):
+    """A score from the language model's head: the logit of one token, or how much larger that of the second of two is
+    than that of the first, whose sigmoid is the second's probability among the two (Qwen3-Reranker,
+    https://arxiv.org/abs/2506.05176)."""
+
+    def __init__(self, device: torch.device, head: str, rows: int, size: int, tokens: Sequence[int]) -> None:
+        """
+        Args:
+            head: name of the stored matrix [rows, size] of the head.
+        """
+        super().__init__(device, size, 1)
+        stored = TensorSpec((rows, size), torch.float32)
+        self._wanted = [Wanted(head, stored, index=(slice(token, token + 1), slice(0, size))) for token in tokens]
+
+    def wanted(self) -> list[Wanted]:
+        return self._wanted
+
+    def place(self, tensors: Sequence[Stored | None]) -> None:
+        first, *second = (plain(tensor) for tensor in tensors)
+        self.weight = second[0] - first if second else first.clone()

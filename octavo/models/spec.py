@@ -171,6 +171,8 @@ class DecoderSpec:
         qkv_clip: largest magnitude of queries, keys and values; None for no limit.
         tied: whether the output head is the embedding table.
         num_labels: outputs of the classification head; 0 for none.
+        score_tokens: name of the language model's head, and the tokens whose rows make the classification head; None if
+            it is stored.
         stored: names and arrangement of the checkpoint's tensors.
     """
 
@@ -202,6 +204,7 @@ class DecoderSpec:
     multipliers: Multipliers = Multipliers()
     tied: bool = False
     num_labels: int = 0
+    score_tokens: tuple[str, tuple[int, ...]] | None = None
     stored: StoredNames = StoredNames()
 
     def mixer_of(self, layer: int) -> MixerSpec | None:

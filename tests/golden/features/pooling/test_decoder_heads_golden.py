@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import toy_tokenizers
-from tiny import load_model, make_classifier, model_files
+from tiny import load_model, make_checkpoint, make_classifier, model_files
 
 from octavo import LLM
 from octavo.core.errors import ConfigError, OctavoError
@@ -59,6 +59,31 @@ def test_rewards_and_scores_of_pairs(tmp_path: Path) -> None:
         (score,) = llm.score("The quick brown fox", ["jumps over the lazy dog"])
         expected = torch.from_numpy(logits_of(model, score.prompt_token_ids)).sigmoid()
         assert score.outputs.score == pytest.approx(expected.item(), abs=2e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reranker_that_answers_yes_or_no(tied: bool, tmp_path: Path) -> None:
+    """Its score is the probability of the second token among the two, as Qwen3-Reranker's authors compute it."""
+    model = make_checkpoint("qwen3", tmp_path, {"vocab_size": 440, "pad_token_id": None, "tie_word_embeddings": tied})
+    tokenizer = toy_tokenizers.byte_level()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    no, yes = (tokenizer.token_to_id(token) for token in "ny")
+    changes = {"architectures": ["Qwen3ForSequenceClassification"], "is_original_qwen3_reranker": True}
+    for tokens in (["n", "y"], [no, yes]):
+        with LLM(
+            str(tmp_path), dtype="float32", hf_overrides={**changes, "classifier_from_token": tokens}, **SETTINGS
+        ) as llm:
+            (score,) = llm.score("The quick brown fox", ["jumps over the lazy dog"])
+        logits = logits_of(model, score.prompt_token_ids)[-1]
+        assert score.outputs.score == pytest.approx(float(1 / (1 + np.exp(logits[no] - logits[yes]))), abs=2e-5)
+
+
+def test_tokens_that_a_reranker_lacks_are_named(tmp_path: Path) -> None:
+    make(tmp_path, "qwen3", 1)
+    for tokens, says in (["maybe", "yes"], "has no token 'maybe'"), ("yes", "a list of one or two tokens"):
+        changes = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": tokens}
+        with pytest.raises(ConfigError, match=says):
+            LLM(str(tmp_path), hf_overrides=changes, **SETTINGS)
 
 
 def test_a_classifier_generates_no_text(tmp_path: Path) -> None:
