@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from octavo.hub.gguf_config import model_config
 from octavo.hub.gguf_file import read_gguf
 
 ARCHS = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in gguf.MODEL_ARCH}
-PAIRED = {"llama", "granite", "granitemoe", "minicpm", "internlm2", "olmo", "smollm3"}
+PAIRED = {"llama", "granite", "granitehybrid", "granitemoe", "minicpm", "internlm2", "olmo", "smollm3"}
 """Architectures whose q and k the converter permutes."""
+MAMBA2 = {"mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe"}
 ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron"}
 """Architectures to whose norms it adds one."""
 
@@ -31,8 +32,9 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
         metadata: values below the architecture's prefix, with "__" for ".".
     """
     config = model.config
+    apart = "attention__key_length_mla" in metadata  # keys' and values' expansions, as newer converters store them
     writer = gguf.GGUFWriter(path, arch)
-    _write_metadata(writer, config, arch)
+    _write_metadata(writer, config, arch, metadata.keys())
     adders = {int: writer.add_uint32, bool: writer.add_bool, float: writer.add_float32, list: writer.add_array}
     for key, value in metadata.items():
         adders[type(value)](f"{arch}.{key.replace('__', '.')}", value)
@@ -43,11 +45,23 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
             continue
         if ".experts." in name:
             parts = dict(_expert_tensors(arch, name, tensor))
+        elif ".shared_mlp." in name:
+            parts = dict(_shared_tensors(name, tensor, "_shexp" if config.num_local_experts else ""))
         else:
             name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")  # as published
+            name = name.replace(".dt_bias", ".dt_proj.bias")
+            if arch.startswith("nemotron_h"):
+                name = name.replace("model.", "backbone.", 1)
             found = names.get_name(name.removeprefix("transformer." if arch == "bloom" else ""), _SUFFIXES)
             if name.endswith("e_score_correction_bias"):
                 found, tensor = f"blk.{name.split('.')[2]}.exp_probs_b", tensor.flatten()
+            if ".kv_b_proj." in name and apart:
+                nope = config.qk_nope_head_dim
+                keys, values = tensor.unflatten(0, (config.num_attention_heads, -1)).split([nope, config.v_head_dim], 1)
+                layer = f"blk.{name.split('.')[2]}"
+                writer.add_tensor(f"{layer}.attn_k_b.weight", keys.transpose(1, 2).contiguous().numpy())
+                writer.add_tensor(f"{layer}.attn_v_b.weight", values.contiguous().numpy())
+                continue
             assert found is not None, f"{arch} has no tensor {name}"
             parts = {_with_suffix(found): _converted(arch, config, name, tensor)}
         for stored_name, part in parts.items():
@@ -73,8 +87,20 @@ _SUFFIXES = (".weight", ".bias")
 
 
 def _with_suffix(name: str) -> str:
-    """The name of a tensor; those that are no module's have one of a module's in GGUF files."""
-    return name if name.endswith(_SUFFIXES) else name + (".bias" if "exp_probs_b" in name else ".weight")
+    """The name of a tensor; some that are no module's have one of a module's in GGUF files."""
+    return (
+        name
+        if name.endswith((*_SUFFIXES, "ssm_a", "ssm_d"))
+        else name + (".bias" if "exp_probs_b" in name else ".weight")
+    )
+
+
+def _shared_tensors(name: str, tensor: Tensor, end: str) -> Iterator[tuple[str, Tensor]]:
+    """Granite's dense feed-forward, whose gate and operand are in one matrix."""
+    layer = name.split(".")[2]
+    parts = ("gate", "up") if "input_linear" in name else ("down",)
+    for part, rows in zip(parts, tensor.chunk(len(parts)), strict=True):
+        yield f"blk.{layer}.ffn_{part}{end}.weight", rows
 
 
 def _expert_tensors(arch: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -84,7 +110,7 @@ def _expert_tensors(arch: str, name: str, tensor: Tensor) -> Iterator[tuple[str,
     if arch in ("gpt-oss", "llama4") and kind == "weight":
         tensor = tensor.transpose(1, 2)
     if module != "gate_up_proj":
-        yield f"blk.{layer}.ffn_down_exps.{kind}", tensor
+        yield f"blk.{layer}.ffn_{module.removesuffix('_proj')}_exps.{kind}", tensor
         return
     halves = (tensor[:, ::2], tensor[:, 1::2]) if arch == "gpt-oss" else tensor.chunk(2, dim=1)
     for part, half in zip(("gate", "up"), halves, strict=True):
@@ -100,22 +126,22 @@ def _first(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
-def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str, given: Set[str]) -> None:
     hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
     writer.add_block_count(_first(config, "num_hidden_layers", "n_layer"))
     writer.add_context_length(_first(config, "max_position_embeddings", "n_positions", "seq_length") or 128)
     writer.add_embedding_length(hidden)
     if arch in ("bloom", "gpt2", "falcon"):
         writer.add_feed_forward_length(4 * hidden)
-    else:
+    elif "feed_forward_length" not in given:
         writer.add_feed_forward_length(_first(config, "intermediate_size_mlp", "intermediate_size"))
     writer.add_head_count(heads)
     if arch == "falcon":
         writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
-    elif (kv_heads := _first(config, "num_key_value_heads")) is not None:
+    elif "attention__head_count_kv" not in given and (kv_heads := _first(config, "num_key_value_heads")) is not None:
         writer.add_head_count_kv(kv_heads)
     head_dim = _first(config, "head_dim") or hidden // heads
-    if getattr(config, "head_dim", None):
+    if getattr(config, "head_dim", None) and arch != "deepseek2":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if (eps := _first(config, "rms_norm_eps")) is not None:
@@ -151,6 +177,14 @@ def _converted(arch: str, config: Any, name: str, tensor: Tensor) -> Tensor:
         return interleaved(tensor, heads)
     if arch in ONE_MORE and name.endswith("norm.weight"):
         return tensor + 1
+    if name.endswith(".conv1d.weight") or ("conv.conv" in name and tensor.dim() > 1):
+        return tensor.squeeze(1)
+    if name.endswith(".A_log"):
+        tensor = -tensor.exp()
+    if arch in MAMBA2 and name.endswith((".A_log", ".D")):
+        return tensor[:, None]
+    if arch in MAMBA2 and name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return tensor.unflatten(0, (2, -1))
     if "query_key_value" in name:
         heads = _first(config, "num_attention_heads", "n_head")
         size = _first(config, "hidden_size") // heads

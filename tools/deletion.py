@@ -138,6 +138,12 @@ PUBLIC = (
         "an argument of vLLM's methods; methods of AsyncLLM, for type checkers",
     ),
     public("models/families/deepseek.py", "lora", "q_lora_rank kv_lora_rank", "fields of configurations"),
+    public(
+        "hub/gguf_experts.py",
+        "lora",
+        "q_lora_rank kv_lora_rank attention.q_lora_rank attention.kv_lora_rank",
+        "fields of configurations",
+    ),
     public("features/beams/offline.py", "lora", "lora_request", "an argument of vLLM's methods"),
     public("features/pooling/offline.py", "lora", "lora_request", "an argument of vLLM's methods"),
     public("features/pooling/online.py", "lora", "lora_request", "an argument of vLLM's methods"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from bridge_kit import OTHERS, OWN
 from tiny import FAMILIES, config_of
 from tiny_families import DENSE, HYBRID, HYBRID_MOE, MOE
 
@@ -31,31 +32,42 @@ NOT_IN_TRANSFORMERS = {
 """Architecture -> whose weights `tests/golden/test_renamed_families.py` gives it."""
 
 
-STORED_ALIKE = {"InternLM3ForCausalLM", "MixtralForCausalLM", "Olmo3ForCausalLM"}
+STORED_ALIKE = {
+    "DeepseekV3ForCausalLM",
+    "FalconMambaForCausalLM",
+    "InternLM3ForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo3ForCausalLM",
+}
 """Architectures that GGUF files hold under the name of another."""
 
 
 def rows() -> Iterator[str]:
-    tested = dict(_configurations())
+    tested, bridged = (
+        dict(_configurations()),
+        {_architecture(getattr(transformers, kind)) for kind, _ in (OTHERS | OWN).values()},
+    )
     in_gguf = {family.name for family in GGUF.values()} | STORED_ALIKE
     for name, family in sorted(ARCHITECTURES.items(), key=lambda pair: pair[0].lower()):
         about = " ".join((family.__doc__ or "").partition("\n\n")[0].split()).rstrip(".").replace("|", "\\|")
-        gguf = "yes" if name in in_gguf else ""
+        rest = f"{'yes' if name in in_gguf else ''} | {'yes' if name in bridged else ''}"
         alike = (other for other in tested if ARCHITECTURES[other] is family)
         same = name if name in tested else next(alike, name)
         if same not in tested:
-            yield f"| `{name}` | {about} | as {NOT_IN_TRANSFORMERS[name]} | yes | yes | {gguf} |"
+            yield f"| `{name}` | {about} | as {NOT_IN_TRANSFORMERS[name]} | yes | yes | {rest} |"
             continue
         spec = spec_of(tested[same])
         reason = reason_against(spec)
         program = "yes" if reason is None else f"no: {reason.removeprefix('the kernels lack ')}"
-        yield f"| `{name}` | {about} | {program} | yes | yes | {gguf} |"
+        yield f"| `{name}` | {about} | {program} | yes | yes | {rest} |"
+    for name in sorted(bridged - ARCHITECTURES.keys()):
+        yield f"| `{name}` | no implementation of Octavo's own | no | yes | yes |  | yes |"
 
 
 def table() -> str:
     header = [
-        "| architecture | models | CPU program | CPU, torch | GPU | GGUF |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| architecture | models | CPU program | CPU, torch | GPU | GGUF | through transformers |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     return "\n".join([*header, *rows()])
 
@@ -64,8 +76,14 @@ def _configurations() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the architecture and configuration of every tiny checkpoint that the tests compare with Transformers."""
     for name in (*DENSE, *HYBRID, *HYBRID_MOE, *MOE, *FAMILIES)[::-1]:
         config = config_of(name)
-        architecture = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+        architecture = _architecture(type(config))
         yield architecture, {**config.to_dict(), "architectures": [architecture]}
+
+
+def _architecture(kind: Any) -> str:
+    """Return the architecture of a class of configurations."""
+    name: str = transformers.AutoModelForCausalLM._model_mapping[kind].__name__
+    return name
 
 
 def rewrite(text: str) -> str:

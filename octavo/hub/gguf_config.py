@@ -103,7 +103,7 @@ def _shape(keys: Keys, family: Family) -> dict[str, Any]:
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": keys.need("embedding_length"),
-        "intermediate_size": keys.need("feed_forward_length"),
+        "intermediate_size": keys.most("feed_forward_length"),
         "num_hidden_layers": keys.need("block_count"),
         "max_position_embeddings": keys.need("context_length"),
         **({family.eps: _epsilon(keys, family.eps)} if family.eps else {}),
@@ -120,9 +120,10 @@ def _epsilon(keys: Keys, field: str) -> float:
 
 
 def _attention(keys: Keys, family: Family) -> dict[str, Any]:
-    heads, head_dim = keys.need("attention.head_count"), keys.head_dim
+    heads, head_dim = keys.most("attention.head_count"), keys.head_dim
     value_dim, rotary_dim = keys.get("attention.value_length", head_dim), _rotary_dim(keys)
-    if value_dim != head_dim or (family.paired and rotary_dim != head_dim):
+    unlike = value_dim != head_dim and not family.latent
+    if unlike or (family.paired and rotary_dim != head_dim):
         raise ModelFileError(
             f"{keys.file.path}: keys of {head_dim}, values of {value_dim} and rotary embedding of {rotary_dim} "
             "channels; only equal ones are supported."
@@ -130,7 +131,7 @@ def _attention(keys: Keys, family: Family) -> dict[str, Any]:
     window = keys.get("attention.sliding_window") or None
     return {
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.most("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "sliding_window": window,
         "use_sliding_window": window is not None,

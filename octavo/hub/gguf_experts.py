@@ -73,6 +73,47 @@ def glm4(keys: Keys) -> dict[str, Any]:
     }
 
 
+def deepseek(keys: Keys) -> dict[str, Any]:
+    """DeepSeek V2, and V3 by its router with sigmoids. Newer converters store latent attention as that of one key per
+    token, and give the sizes of heads apart."""
+    fields, rotated = after_dense(keys), keys.need("rope.dimension_count")
+    later = fields["scoring_func"] == "sigmoid"
+    names = ("DeepseekV3ForCausalLM", "deepseek_v3") if later else ("DeepseekV2ForCausalLM", "deepseek_v2")
+    return {
+        **fields,
+        "architectures": [names[0]],
+        "model_type": names[1],
+        "topk_method": "group_limited_greedy" if fields["n_group"] > 1 else "greedy",
+        "q_lora_rank": keys.get("attention.q_lora_rank") or None,
+        "kv_lora_rank": keys.need("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": (keys.get("attention.key_length_mla") or keys.need("attention.key_length")) - rotated,
+        "v_head_dim": keys.get("attention.value_length_mla") or keys.need("attention.value_length"),
+        "head_dim": None,
+        "num_key_value_heads": keys.need("attention.head_count"),
+        "partial_rotary_factor": 1.0,
+        "rope_parameters": _deepseek_rope(keys),
+    }
+
+
+def _deepseek_rope(keys: Keys) -> dict[str, Any]:
+    """Return YaRN with the weight of its temperature, which is the same for scores as for cosines and sines."""
+    base = {"rope_theta": keys.get("rope.freq_base", 10000.0)}
+    if keys.get("rope.scaling.type", "none") != "yarn":
+        return {**base, "rope_type": "default"}
+    weight = keys.get("rope.scaling.yarn_log_multiplier", 0.0) * 10
+    return {
+        **base,
+        "rope_type": "yarn",
+        "factor": keys.need("rope.scaling.factor"),
+        "original_max_position_embeddings": keys.need("rope.scaling.original_context_length"),
+        "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+        "mscale": weight,
+        "mscale_all_dim": weight,
+    }
+
+
 def ernie(keys: Keys) -> dict[str, Any]:
     return {
         "moe_num_experts": keys.need("expert_count"),

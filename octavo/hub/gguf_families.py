@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.core.errors import ModelFileError
 from octavo.hub import gguf_experts as experts
+from octavo.hub import gguf_recurrent as recurrent
 from octavo.hub.gguf_keys import Keys
 
 Fields = Callable[[Keys], dict[str, Any]]
@@ -35,6 +36,7 @@ class Family:
             original checkpoints have them in pairs are stored as they are.
         fields: those that only this family has.
         experts: files may have experts.
+        latent: latent attention, so that heads have several sizes.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Family:
     paired: bool = False
     fields: Fields = _nothing
     experts: bool = False
+    latent: bool = False
 
 
 def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
@@ -96,6 +99,10 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 def _granite_moe(keys: Keys) -> dict[str, Any]:
     return _granite(keys) | experts.counts(keys)
+
+
+def _granite_hybrid(keys: Keys) -> dict[str, Any]:
+    return _granite(keys) | recurrent.granite_hybrid(keys)
 
 
 def _minicpm(keys: Keys) -> dict[str, Any]:
@@ -213,6 +220,7 @@ FAMILIES: Mapping[str, Family] = {
     "chatglm": Family("GlmForCausalLM", "glm"),
     "cohere2": Family("Cohere2ForCausalLM", "cohere2", "layer_norm_eps", fields=_cohere2),
     "command-r": Family("CohereForCausalLM", "cohere", "layer_norm_eps", fields=_cohere),
+    "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", fields=experts.deepseek, experts=True, latent=True),
     "dots1": Family("Dots1ForCausalLM", "dots1", fields=experts.after_dense, experts=True),
     "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", bias="use_bias"),
     "ernie4_5-moe": Family(
@@ -231,10 +239,22 @@ FAMILIES: Mapping[str, Family] = {
     "gptneox": Family("GPTNeoXForCausalLM", "gpt_neox", "layer_norm_eps", fields=_gpt_neox),
     "granite": Family("GraniteForCausalLM", "granite", paired=True, fields=_granite),
     "granitemoe": Family("GraniteMoeForCausalLM", "granitemoe", paired=True, fields=_granite_moe, experts=True),
+    "granitehybrid": Family(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", paired=True, fields=_granite_hybrid, experts=True
+    ),
     "internlm2": Family("InternLM2ForCausalLM", "internlm2", bias="bias", paired=True),
+    "jamba": Family("JambaForCausalLM", "jamba", fields=recurrent.jamba, experts=True),
+    "lfm2": Family("Lfm2ForCausalLM", "lfm2", "norm_eps", fields=recurrent.lfm2),
+    "lfm2moe": Family("Lfm2MoeForCausalLM", "lfm2_moe", "norm_eps", fields=recurrent.lfm2_moe, experts=True),
+    "mamba": Family("MambaForCausalLM", "mamba", "layer_norm_epsilon", fields=recurrent.mamba),
+    "mamba2": Family("Mamba2ForCausalLM", "mamba2", "layer_norm_epsilon", fields=recurrent.mamba2),
     "llama4": Family("Llama4ForCausalLM", "llama4_text", fields=experts.llama4, experts=True),
     "minicpm": Family("MiniCPMForCausalLM", "minicpm", paired=True, fields=_minicpm),
     "nemotron": Family("NemotronForCausalLM", "nemotron", "norm_eps"),
+    "nemotron_h": Family("NemotronHForCausalLM", "nemotron_h", "layer_norm_epsilon", fields=recurrent.nemotron_h),
+    "nemotron_h_moe": Family(
+        "NemotronHForCausalLM", "nemotron_h", "layer_norm_epsilon", fields=recurrent.nemotron_h, experts=True
+    ),
     "olmo": Family("OlmoForCausalLM", "olmo", None, paired=True, fields=_olmo),
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", fields=_olmo2),
     "olmoe": Family("OlmoeForCausalLM", "olmoe", fields=experts.olmoe, experts=True),

@@ -42,6 +42,17 @@ class Keys:
             raise ModelFileError(f"{self.file.path} lacks the metadata {self.arch}.{key}; the model can't be built.")
         return value
 
+    def most(self, key: str, default: Any = None) -> Any:
+        """Return a value that is the same for all layers that have the part it belongs to, and 0 for the others.
+
+        Raises:
+            ModelFileError: it is missing and has no default, or is a list of different values.
+        """
+        value = self.each(key, default)
+        if isinstance(value, list):
+            return self._same(key, [one for one in value if one] or [0])
+        return self.need(key) if value is None else value
+
     def each(self, key: str, default: Any = None) -> Any:
         """Return a value that may be a list with one element per layer."""
         return self.file.metadata.get(f"{self.arch}.{key}", default)
@@ -53,9 +64,8 @@ class Keys:
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        size: int = self.get("attention.key_length") or self.need("embedding_length") // self.need(
-            "attention.head_count"
-        )
+        heads = self.most("attention.head_count")
+        size: int = self.get("attention.key_length") or self.need("embedding_length") // (heads or 1)
         return size
 
     def _same(self, key: str, values: list[Any]) -> Any:

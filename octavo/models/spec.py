@@ -93,6 +93,8 @@ class StoredModule:
         sizes: rows of each name's run; empty if there is only one name.
         transposed: the weight is stored as [inputs, outputs].
         shift: added to the stored weight, but not to the bias.
+        form: of its tensors, if it is another: "decay" for negative rates of decay in place of their logarithms, "flat"
+            for several dimensions in place of one, "taps" for a convolution's weight [channels, taps].
     """
 
     name: str
@@ -100,6 +102,7 @@ class StoredModule:
     sizes: tuple[int, ...] = ()
     transposed: bool = False
     shift: float = 0.0
+    form: Literal["", "decay", "flat", "taps"] = ""
 
 
 @dataclass(frozen=True, slots=True)

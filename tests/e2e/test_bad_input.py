@@ -142,7 +142,7 @@ def scrambled_gguf(folder: Path, real: Path) -> Path:
 
 
 def other_gguf(folder: Path, real: Path) -> Path:
-    return write_gguf(folder / "other.gguf", {}, arch="mamba")
+    return write_gguf(folder / "other.gguf", {}, arch="rwkv7")
 
 
 def no_gguf(folder: Path, real: Path) -> Path:
@@ -183,7 +183,7 @@ def other_architecture(folder: Path, real: Path) -> Path:
 MODELS: list[tuple[Callable[[Path, Path], Path], list[str]]] = [
     (cut_gguf, ["cut.gguf", "ends at 20000000", "Download the file again"]),
     (scrambled_gguf, ["scrambled.gguf", "corrupt or truncated", "Download the file again"]),
-    (other_gguf, ["other.gguf", "'mamba'", "llama, mistral, qwen2, qwen3"]),
+    (other_gguf, ["other.gguf", "'rwkv7'", "llama, mistral, qwen2, qwen3"]),
     (no_gguf, ["page.gguf", "is not a GGUF file"]),
     (cut_safetensors, ["model.safetensors", "the file has 2000", "Download the file again"]),
     (lacking_safetensors, ["needs tensor model.layers.0.", "model.safetensors lacks"]),

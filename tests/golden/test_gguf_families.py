@@ -10,11 +10,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_kit import write_model
 from paged import PagedRunner
-from tiny import load_model, make_checkpoint
+from tiny import load_model, make_checkpoint, reference_of
+from tiny_families import _MSCALE
 from torch import Tensor
 
 from octavo.hub.gguf_families import FAMILIES
-from octavo.nn.attention.reference import ReferenceAttention
 
 PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95, 198, 1, 77, 12] * 2
 WINDOWS = [True, True, False]
@@ -99,7 +99,146 @@ _SHARED = {
     "expert_weights_scale": 1.5,
     "expert_gating_func": 2,
 }
+_LATENT = {
+    "attention__kv_lora_rank": 24,
+    "rope__dimension_count": 8,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 24,
+    "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
+    "expert_weights_scale": 1.7,
+}
+_APART = {"attention__key_length": 32, "attention__value_length": 24, "attention__key_length_mla": 20}
+_STATES = {"ssm__conv_kernel": 4, "ssm__inner_size": 128, "ssm__state_size": 8}
 CASES |= {
+    "deepseek2-lite": (
+        "deepseek-v2-lite",
+        "deepseek2",
+        {},
+        {**_LATENT, "attention__key_length": 20, "attention__value_length": 10, "attention__head_count_kv": 4},
+    ),
+    "deepseek2-v3": (
+        "deepseek-v3",
+        "deepseek2",
+        {"rope_parameters": {**_MSCALE, "mscale": 1.2}},
+        {
+            **_LATENT,
+            **_APART,
+            "attention__value_length_mla": 10,
+            "attention__head_count_kv": 1,
+            "attention__q_lora_rank": 20,
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "rope__scaling__yarn_log_multiplier": 0.12,
+            "rope__scaling__yarn_beta_fast": 8.0,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        "lfm2",
+        {"conv_bias": False, "block_auto_adjust_ff_dim": False},
+        {"shortconv__l_cache": 3, "attention__head_count_kv": [0, 2, 0]},
+    ),
+    "lfm2moe": (
+        "lfm2-moe",
+        "lfm2moe",
+        {},
+        {
+            **_SMALLER,
+            "shortconv__l_cache": 3,
+            "attention__head_count_kv": [0, 2],
+            "leading_dense_block_count": 1,
+            "expert_weights_scale": 1.5,
+        },
+    ),
+    "mamba": ("mamba", "mamba", {"intermediate_size": 128}, {**_STATES, "ssm__time_step_rank": 4}),
+    "falcon-mamba": (
+        "falcon-mamba",
+        "mamba",
+        {"mixer_rms_eps": 1e-5, "intermediate_size": 128},
+        {**_STATES, "ssm__time_step_rank": 4, "ssm__dt_b_c_rms": True},
+    ),
+    "mamba2": (
+        "mamba2",
+        "mamba2",
+        {"time_step_limit": (0.0, float("inf"))},
+        {**_STATES, "ssm__time_step_rank": 8, "ssm__group_count": 2},
+    ),
+    "jamba": ("jamba", "jamba", {}, {**_STATES, "ssm__time_step_rank": 5, "attention__head_count_kv": [0, 2, 0]}),
+    "jamba-moe": (
+        "jamba-moe",
+        "jamba",
+        {},
+        {
+            **_STATES,
+            "ssm__time_step_rank": 5,
+            "attention__head_count_kv": [0, 2],
+            "expert_count": 4,
+            "expert_used_count": 2,
+        },
+    ),
+    "granitehybrid": (
+        "granite-hybrid",
+        "granitehybrid",
+        {"mamba_proj_bias": False},
+        {
+            **_STATES,
+            "ssm__time_step_rank": 8,
+            "ssm__group_count": 2,
+            "attention__head_count_kv": [0, 2, 0],
+            "feed_forward_length": 80,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.3,
+            "attention__scale": 0.1,
+            "logit_scale": 4.0,
+        },
+    ),
+    "granitehybrid-moe": (
+        "granite-hybrid-moe",
+        "granitehybrid",
+        {},
+        {
+            **_STATES,
+            **_COUNTS,
+            "ssm__time_step_rank": 8,
+            "ssm__group_count": 2,
+            "attention__head_count_kv": [0, 2],
+            "expert_shared_feed_forward_length": 40,
+            "embedding_scale": 1.0,
+            "residual_scale": 1.0,
+            "attention__scale": 1.0,
+            "logit_scale": 1.0,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron-h",
+        "nemotron_h",
+        {},
+        {
+            **_STATES,
+            "ssm__time_step_rank": 8,
+            "ssm__group_count": 2,
+            "attention__head_count_kv": [0, 0, 2, 0, 0],
+            "feed_forward_length": [0, 112, 0, 112, 0],
+        },
+    ),
+    "nemotron_h_moe": (
+        "nemotron-h-moe",
+        "nemotron_h_moe",
+        {},
+        {
+            **_STATES,
+            **_SHARED,
+            "ssm__time_step_rank": 8,
+            "ssm__group_count": 2,
+            "attention__head_count_kv": [0, 0, 2],
+            "feed_forward_length": [0, 112, 0],
+            "expert_shared_feed_forward_length": 40,
+        },
+    ),
     "mixtral": ("mixtral", "llama", {"sliding_window": None}, _COUNTS),
     "qwen2moe": (
         "qwen2-moe",
@@ -162,7 +301,7 @@ def logits_of(case: str, folder: Path, kinds: list[Kind] | None) -> tuple[Tensor
     family, arch, changes, metadata = CASES[case]
     theirs = make_checkpoint(family, folder, changes)
     files = write_model(folder / "model.gguf", theirs, arch, kinds, **metadata)
-    runner = PagedRunner(load_model(files, ReferenceAttention()), num_blocks=20, block_size=4)
+    runner = PagedRunner(load_model(files, reference_of(files)), num_blocks=20, block_size=4)
     logits = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
     with torch.no_grad():
         return logits, theirs(torch.tensor([PROMPT]), use_cache=False).logits[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from paged import PagedRunner
-from tiny import load_model, make_checkpoint, model_files, reference_of
+from tiny import FAMILIES, load_model, make_checkpoint, model_files, reference_of
 from tiny_families import DENSE, HYBRID, HYBRID_MOE, MOE
 from toy_engine import drive, tokens_of
 
@@ -28,7 +28,7 @@ TIE = 1e-3
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("family", [*DENSE, *HYBRID, *HYBRID_MOE, *MOE])
+@pytest.mark.parametrize("family", [*FAMILIES, *DENSE, *HYBRID, *HYBRID_MOE, *MOE])
 def test_greedy_tokens_recorded_and_eager(family: str, tmp_path: Path) -> None:
     files = checkpoint(family, tmp_path)
     for eager in (True, False):

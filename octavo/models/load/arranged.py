@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.hub.gguf_names import is_gguf
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.gguf_latents import with_joined_latents
 from octavo.models.load.gguf_layout import gguf_names
 from octavo.models.load.renamed import with_root
 from octavo.models.mixers.spec import LatentSelfAttention
@@ -35,6 +36,7 @@ class _Selection:
         elementwise: `order` is that of each head's elements, not rows.
         shift: added to all elements.
         entry: the part of the first dimension that holds the decoder's tensor; None for all. It comes before all else.
+        form: as in `StoredModule`.
     """
 
     name: str
@@ -46,10 +48,12 @@ class _Selection:
     elementwise: bool = False
     shift: float = 0.0
     entry: int | None = None
+    form: str = ""
 
     @property
     def is_plain(self) -> bool:
-        return not (self.transposed or self.run or self.order or self.shift or self.entry is not None)
+        changed = self.transposed or self.run or self.order or self.shift or self.form
+        return not changed and self.entry is None
 
     def read(self, source: Checkpoint, spec: TensorSpec) -> Tensor:
         """Return the stored tensor, or its entry."""
@@ -62,6 +66,14 @@ class _Selection:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the decoder's tensor."""
+        match self.form:
+            case "decay":
+                tensor = tensor.float().neg().log()
+                tensor = tensor.squeeze(-1)
+            case "flat":
+                tensor = tensor.flatten()
+            case "taps" if tensor.dim() > 1:
+                tensor = tensor[:, None]
         if self.transposed and tensor.dim() == 2:
             tensor = tensor.T
         if self.run:
@@ -118,6 +130,7 @@ class ArrangedCheckpoint:
 def arranged(checkpoint: Checkpoint, spec: DecoderSpec) -> Checkpoint:
     """Return the checkpoint as the decoder of this spec reads it; the same if it is stored so."""
     if is_gguf(checkpoint.names()):
+        checkpoint = with_joined_latents(checkpoint)
         return ArrangedCheckpoint(checkpoint, spec, gguf_names(spec, checkpoint.names()))
     if spec.stored.root == ROOT:
         checkpoint = with_root(checkpoint, ROOT)
@@ -150,10 +163,9 @@ def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> I
             begin = sum(rule.sizes[:i])
             end = begin + rule.sizes[i] if rule.sizes else 0
             shift = rule.shift if suffix == "weight" else 0.0
-            yield (
-                full,
-                _Selection(name, rule.transposed, begin, end, sum(rule.sizes), *rotated_order(full, spec), shift),
-            )
+            order = rotated_order(full, spec)
+            run = sum(rule.sizes)
+            yield full, _Selection(name, rule.transposed, begin, end, run, *order, shift, form=rule.form)
 
 
 def stored_module(name: str, spec: DecoderSpec) -> tuple[str, tuple[int, int, int]]:

@@ -90,6 +90,8 @@ def _permuted_heads(metadata: Mapping[str, object], path: Path) -> dict[str, int
         return {}
     heads = metadata.get(f"{arch}.attention.head_count")
     kv_heads = metadata.get(f"{arch}.attention.head_count_kv", heads)
+    if isinstance(kv_heads, list):  # 0 in recurrent layers
+        (kv_heads,) = set(kv_heads) - {0} or {0}
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
         raise ModelFileError(
             f"{path}: {arch}.attention.head_count is {heads!r} and head_count_kv {kv_heads!r}; "

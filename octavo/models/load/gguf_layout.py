@@ -10,10 +10,27 @@ from collections.abc import Iterator, Set
 
 from octavo.hub.gguf_names import LAYER, ROOT
 from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
+from octavo.models.mixers.spec import LatentSelfAttention, Mamba2Spec, MambaSpec, ShortConvSpec
 from octavo.models.spec import DecoderSpec, StoredModule, StoredNames, StoredStack
 
 _FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are read with the metadata."""
+_LATENT = {
+    "attn_q_a": "q_a_proj",
+    "attn_q_a_norm": "q_a_layernorm",
+    "attn_q_b": "q_b_proj",
+    "attn_kv_a_mqa": "kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "kv_a_layernorm",
+    "attn_kv_b": "kv_b_proj",
+}
+_STATE_SPACE = {
+    "ssm_in": "in_proj",
+    "ssm_x": "x_proj",
+    "ssm_out": "out_proj",
+    "ssm_dt_norm": "dt_layernorm",
+    "ssm_b_norm": "b_layernorm",
+    "ssm_c_norm": "c_layernorm",
+}
 _PARTS = ("gate", "up", "down")
 _STACKS = tuple(
     StoredStack(f"blk.{{}}.ffn_{part}_exps.{kind}", (f"layers.{{}}.mlp.experts.{{}}.{part}_proj.{kind}",))
@@ -28,13 +45,21 @@ def gguf_names(spec: DecoderSpec, names: Set[str]) -> StoredNames:
     Args:
         names: those of the file's tensors.
     """
-    modules = (*_root(spec), *_projections(spec, names), *_norms(spec, names), *_experts(spec))
+    modules = (
+        *_root(spec, names),
+        *_projections(spec, names),
+        *_norms(spec, names),
+        *_experts(spec),
+        *_recurrent(spec),
+    )
     further = f"blk.{spec.num_layers}."  # layers that predict further tokens
     return StoredNames("", modules, _FACTORS, _STACKS, (further,))
 
 
-def _root(spec: DecoderSpec) -> Iterator[StoredModule]:
+def _root(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
     for theirs, ours in ROOT.items():
+        if theirs == "token_embd_norm" and "output_norm.weight" not in names:  # LFM2's final norm
+            ours = "norm"
         shift = -spec.norm.offset if ours == "norm" else 0.0
         yield StoredModule(theirs, (ours,), shift=shift)
 
@@ -47,6 +72,9 @@ def _projections(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
     kv = spec.num_kv_heads * spec.head_dim
     qkv = tuple(f"layers.{{}}.self_attn.{part}_proj" for part in "qkv")
     yield StoredModule("blk.{}.attn_qkv", qkv, (spec.num_heads * spec.head_dim, kv, kv))
+    if any(isinstance(mixer, LatentSelfAttention) for mixer in spec.mixers):
+        for theirs, ours in _LATENT.items():
+            yield StoredModule(f"blk.{{}}.{theirs}", (f"layers.{{}}.self_attn.{ours}",))
     if spec.sinks:
         yield StoredModule("blk.{}.attn_sinks.weight", ("layers.{}.self_attn.sinks",))
     mlp = spec.mlps[0]
@@ -66,6 +94,28 @@ def _experts(spec: DecoderSpec) -> Iterator[StoredModule]:
         for part in _PARTS:
             yield StoredModule(f"blk.{{}}.ffn_{part}_shexp", (f"layers.{{}}.mlp.{experts.shared.name}.{part}_proj",))
         yield StoredModule("blk.{}.ffn_gate_inp_shexp", (f"layers.{{}}.mlp.{experts.shared.gate}",))
+
+
+def _recurrent(spec: DecoderSpec) -> Iterator[StoredModule]:
+    """Yield state spaces and short convolutions."""
+    kinds = {type(mixer) for mixer in spec.mixers}
+    if ShortConvSpec in kinds:
+        yield StoredModule("blk.{}.shortconv.conv", ("layers.{}.conv.conv",), form="taps")
+        for part in ("in_proj", "out_proj"):
+            yield StoredModule(f"blk.{{}}.shortconv.{part}", (f"layers.{{}}.conv.{part}",))
+    if not kinds & {MambaSpec, Mamba2Spec}:
+        return
+    own = "layers.{}.mamba."
+    for theirs, ours in _STATE_SPACE.items():
+        yield StoredModule(f"blk.{{}}.{theirs}", (own + ours,))
+    yield StoredModule("blk.{}.ssm_conv1d", (f"{own}conv1d",), form="taps")
+    yield StoredModule("blk.{}.ssm_a", (f"{own}A_log",), form="decay")
+    yield StoredModule("blk.{}.ssm_d", (f"{own}D",), form="flat")
+    if Mamba2Spec in kinds:
+        yield StoredModule("blk.{}.ssm_norm", (f"{own}norm",), form="flat")
+        yield StoredModule("blk.{}.ssm_dt.bias", (f"{own}dt_bias",))
+    else:
+        yield StoredModule("blk.{}.ssm_dt", (f"{own}dt_proj",))
 
 
 def _norms(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:

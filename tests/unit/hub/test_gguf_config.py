@@ -68,8 +68,8 @@ def test_architectures(tmp_path: Path, arch: str, name: str) -> None:
 
 
 def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match=r"'mamba'; known in GGUF files are: llama, mistral, qwen2, qwen3"):
-        config_of(tmp_path, arch="mamba")
+    with pytest.raises(ModelFileError, match=r"'rwkv7'; known in GGUF files are: llama, mistral, qwen2, qwen3"):
+        config_of(tmp_path, arch="rwkv7")
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "models_table.py"
 
 
+@pytest.mark.features("bridge")
 def test_the_docs_list_every_architecture_as_it_is() -> None:
     spec = importlib.util.spec_from_file_location("models_table", SCRIPT)
     assert spec is not None
